@@ -1,0 +1,45 @@
+"""The one exception tree of the package.
+
+    CacheCraftError
+    ├── ConfigError            a setting is missing, unknown or out of range
+    ├── UnsupportedModelError  the model has no raw keys to store, or failed its self-check
+    ├── ModelNotFoundError     the model (or the embedded demo model) is not installed
+    ├── DocumentError          a document cannot be read
+    ├── IndexStoreError        the retrieval index is missing, or was made with another embedding model
+    ├── StoreError             the chunk-cache store cannot be opened or written at all
+    └── ContextLengthError     the prompt does not fit the model's context
+
+Every message says what to do next. A missing or corrupt chunk-cache is never an exception: it is a miss with a reason.
+"""
+
+
+class CacheCraftError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class ConfigError(CacheCraftError, ValueError):
+    """A setting is missing, unknown or out of range."""
+
+
+class UnsupportedModelError(CacheCraftError):
+    """The model cannot be served from chunk-caches; the message names the model and the reason."""
+
+
+class ModelNotFoundError(CacheCraftError):
+    """The model's weights or the package that carries them cannot be found."""
+
+
+class DocumentError(CacheCraftError):
+    """A document cannot be read or holds no text."""
+
+
+class IndexStoreError(CacheCraftError):
+    """The retrieval index is missing, or does not match the embedding model in use."""
+
+
+class StoreError(CacheCraftError):
+    """The chunk-cache store as a whole cannot be opened or written."""
+
+
+class ContextLengthError(CacheCraftError):
+    """The prompt does not fit the model's context, even after trimming by the stated rule."""

@@ -1,0 +1,178 @@
+"""The words of the package as frozen dataclasses; no behaviour beyond identity.
+
+Shape legend, used in every docstring: `layers` decoder layers; `tokens` tokens of one chunk; `kv_heads` key/value heads;
+`heads` query heads; `head_dim` width of a head; `rows` token positions computed in the current pass; `keys` all positions
+of the prompt so far. A chunk-cache is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys (before rotary embedding) at
+index 0, values at index 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Scalar = str | int | float | bool | None
+Metadata = Mapping[str, Scalar]
+
+
+def digest(*parts: str) -> str:
+    """128-bit blake2b of the parts, as 32 hex digits; no two different sequences of parts share an encoding.
+
+    >>> digest("ab", "c") == digest("a", "bc")
+    False
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        state.update(len(encoded).to_bytes(8, "little"))
+        state.update(encoded)
+    return state.hexdigest()
+
+
+def chunk_id_of(text: str) -> str:
+    """The identity of a chunk: a hash of the exact text the model sees."""
+    return digest("chunk", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a document's text. `metadata` travels with it (source, heading, page …) and is no part of its identity."""
+
+    text: str
+    metadata: Metadata = field(default_factory=dict)
+
+    @property
+    def chunk_id(self) -> str:
+        """Hash of the text."""
+        return chunk_id_of(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A whole text before it is split; `doc_id` is stable across re-indexing (for files: the path below the indexed folder)."""
+
+    doc_id: str
+    text: str
+    metadata: Metadata = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchHit:
+    """A retrieved chunk with its similarity score (larger is nearer)."""
+
+    chunk_id: str
+    score: float
+    text: str
+    metadata: Metadata
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of a model's chunk-caches, apart from the number of tokens."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """`[layers, 2, tokens, kv_heads, head_dim]`."""
+        return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of one uncompressed chunk-cache of so many tokens."""
+        width = 4 if self.dtype == "float32" else 2
+        return self.layers * 2 * tokens * self.kv_heads * self.head_dim * width
+
+
+@dataclass(frozen=True, slots=True)
+class VariantKey:
+    """Identity of a chunk-cache. Nothing is ever served across a difference in any of these four.
+
+    `fingerprint` covers weights, config (rope included), tokenizer, adapter, dtype and layout version.
+    `birth_prefix` holds the ids of the segments that stood before the chunk, in order; the system segment is the first.
+    """
+
+    namespace: str
+    fingerprint: str
+    chunk_id: str
+    birth_prefix: tuple[str, ...]
+
+    @property
+    def variant_id(self) -> str:
+        """Hash of all four parts; names the row and the file."""
+        return digest("variant", self.namespace, self.fingerprint, self.chunk_id, *self.birth_prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the catalog knows of a chunk-cache without touching its tensors.
+
+    inter          eq. 3 towards each segment of the birth prefix (same order), averaged over heads and layers
+    intra          eq. 4, averaged over heads and layers
+    cci            eq. 11
+    exact_share    share of the birth prefix's tokens that were computed, not reused, when this variant was born (1.0 = exact birth)
+    session        None when shared; otherwise the only session that may see it (it was born after private text)
+    tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
+    reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
+    """
+
+    key: VariantKey
+    variant_id: str
+    tokens: int
+    tokens_digest: str
+    inter: tuple[float, ...]
+    intra: float
+    cci: float
+    exact_share: float
+    session: str | None
+    codec: str
+    nbytes: int
+    reuse_frequency: float
+    created: float
+
+
+@dataclass(frozen=True)
+class Birth:
+    """A newly computed chunk-cache on its way into the store.
+
+    kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, contiguous, on the CPU
+    token_inter  float32 `[tokens]`: eq. 14's score of each token (inter attention towards all prior chunks); None when no chunk stood before
+    """
+
+    key: VariantKey
+    layout: KVLayout
+    tokens_digest: str
+    kv: torch.Tensor
+    token_inter: np.ndarray | None
+    inter: tuple[float, ...]
+    intra: float
+    cci: float
+    exact_share: float
+    session: str | None = None
+
+
+Tier = Literal["device", "host", "disk", "remote"]
+
+
+@dataclass(frozen=True)
+class LoadedVariant:
+    """A chunk-cache in memory, verified against its checksum. `kv` is shared and must not be written to."""
+
+    variant_id: str
+    kv: torch.Tensor
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why a variant that the catalog lists could not be served; it counts as a miss."""
+
+    variant_id: str
+    reason: str
