@@ -1,0 +1,58 @@
+"""cachecraft-rag: answers over retrieved chunks, sooner, from the chunks' stored key/value tensors.
+
+    from cachecraft_rag import CacheCraft
+
+    rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")
+    rag.add_documents("docs/")
+    answer = rag.ask("How do I descale the kettle?")
+
+The public names are imported on first use (PEP 562), so that `import cachecraft_rag` costs milliseconds and loads
+neither torch nor transformers: a command line that only prints its help must not wait for them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cachecraft_rag.config import SamplingParams
+    from cachecraft_rag.errors import CacheCraftError
+    from cachecraft_rag.rag import Answer, CacheCraft, RequestStats
+    from cachecraft_rag.types import Chunk, Document, SearchHit
+
+__all__ = [
+    "Answer",
+    "CacheCraft",
+    "CacheCraftError",
+    "Chunk",
+    "Document",
+    "RequestStats",
+    "SamplingParams",
+    "SearchHit",
+]
+
+_HOME = {
+    "Answer": "rag",
+    "CacheCraft": "rag",
+    "CacheCraftError": "errors",
+    "Chunk": "types",
+    "Document": "types",
+    "RequestStats": "rag",
+    "SamplingParams": "config",
+    "SearchHit": "types",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # the next access finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not, for completion in a shell."""
+    return sorted([*globals(), *__all__])

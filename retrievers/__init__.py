@@ -1,0 +1,1 @@
+"""Retrieval: the FAISS store that returns chunk ids, and the embedding models."""
