@@ -1,0 +1,72 @@
+"""Settings of one engine and of one answer: frozen, validated when made, unknown names refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.selection import selector_named
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseConfig:
+    """How chunk-caches are reused.
+
+    reuse            False computes every prompt in full (and still records births unless `births` is off)
+    births           store newly computed chunk-caches
+    alpha            α of eq. 12. The default makes a chunk whose old neighbours are all gone recompute some 15 to 20 % of its tokens
+    recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
+    selector         which tokens those are, a name of `selection.SELECTORS`
+    focus            early termination of unfocused chunks: "off", "printed" (Algorithm 1 as printed) or "gap" (mended)
+    focus_window     w of Algorithm 1
+    sink_tokens      so many first tokens of the prompt are left out of every attention sum: they are attention sinks
+    """
+
+    reuse: bool = True
+    births: bool = True
+    alpha: float = 0.3
+    recompute_ratio: float | None = None
+    selector: str = "craft"
+    focus: Literal["off", "printed", "gap"] = "off"
+    focus_window: int = 3
+    sink_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        _require(self.alpha >= 0, f"alpha must be 0 or more, not {self.alpha}")
+        ratio = self.recompute_ratio
+        _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
+        _require(self.focus in ("off", "printed", "gap"), f"focus must be off, printed or gap, not {self.focus!r}")
+        _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")
+        _require(self.sink_tokens >= 0, f"sink_tokens must be 0 or more, not {self.sink_tokens}")
+        selector_named(self.selector)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the answer's tokens are drawn.
+
+    max_new_tokens  at most so many
+    temperature     0 = greedy
+    top_p           nucleus: the smallest set of tokens with at least this probability
+    seed            of the draw; None = a new one each time
+    stop            strings that end the answer and are not part of it
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
+        _require(self.temperature >= 0, f"temperature must be 0 or more, not {self.temperature}")
+        _require(0 < self.top_p <= 1, f"top_p must lie above 0 and at most at 1, not {self.top_p}")
+        _require(not isinstance(self.stop, str), "stop must be a sequence of strings, not one string: write stop=('…',)")
+        _require(all(self.stop), "stop must not hold an empty string")

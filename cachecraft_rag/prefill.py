@@ -1,0 +1,246 @@
+"""Partial prefill: compute only some rows of a prompt, over a merged K/V buffer that stored chunk-caches fill in (§3.4.3).
+
+    MergedKV        the K/V of one request, rotated, in prompt order; decode goes on in it
+    RowPass         one pass of some rows through the layers: rotate, scatter, attend
+    BirthRecorder   keeps raw keys, values and queries of the chunks that are computed afresh
+    prefill         the loop over layers that ties them together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.focus import FocusMonitor
+from cachecraft_rag.kernels.attention import RowBlock, attention, attention_mass, row_blocks
+from cachecraft_rag.kernels.gather import place, scatter_rows
+from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.models import Decoder
+
+
+class MergedKV:
+    """Keys and values of one request.
+
+    Attributes:
+        kv: `[layers, 2, capacity, kv_heads, head_dim]`: rotated keys, then values; filled up to the position computed last.
+        cos, sin: `[capacity, rotary_dim]`, of all positions.
+    """
+
+    def __init__(self, decoder: Decoder, capacity: int) -> None:
+        self.kv = torch.empty(decoder.layout.shape(capacity), dtype=decoder.dtype, device=decoder.device)
+        self.cos, self.sin = decoder.rope(torch.arange(capacity, device=decoder.device))
+
+    def place(self, layer: int, chunk: Tensor, start: int) -> None:
+        """Put one layer `[2, tokens, kv_heads, head_dim]` of a stored chunk-cache at its new position."""
+        place(self.kv[layer], chunk, start, cos=self.cos, sin=self.sin)
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one layer's attention of the born chunks needs to be recomputed later: queries `[rows, heads, head_dim]` and settings."""
+
+    queries: tuple[Tensor, ...]
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class RecordedBirth:
+    """A chunk computed in this request: its place `start:stop`, and raw `[layers, 2, tokens, kv_heads, head_dim]`."""
+
+    segment: int
+    start: int
+    stop: int
+    kv: Tensor
+
+
+class BirthRecorder:
+    """Copies raw keys and values of newly computed chunks out of the pass, and keeps their queries.
+
+    The attention statistics of a birth need the full attention matrix, which the fast kernels never form. They are computed from
+    the kept queries after the answer is out (`births`), so that no answer waits for them. Rejected: explicit softmax in the
+    pass itself, which made a cold prefill 1.4 times as long.
+    """
+
+    def __init__(self, decoder: Decoder, spans: Sequence[tuple[int, int, int]]) -> None:
+        def empty(tokens: int) -> Tensor:
+            return torch.empty(decoder.layout.shape(tokens), dtype=decoder.dtype, device=decoder.device)
+
+        self.births = tuple(RecordedBirth(i, start, stop, empty(stop - start)) for i, start, stop in spans)
+        self.layers: list[LayerTrace] = []
+        self._rows: list[slice] = []
+
+    def locate(self, positions: Tensor) -> None:
+        """Find the rows of each birth among the rows of the pass (they are contiguous: births are computed whole)."""
+        starts = torch.searchsorted(positions, torch.tensor([b.start for b in self.births], device=positions.device))
+        lengths = [birth.stop - birth.start for birth in self.births]
+        self._rows = [slice(row, row + length) for row, length in zip(starts.tolist(), lengths, strict=True)]
+
+    def record(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: tuple[float, int | None, float | None]) -> None:
+        """Keep one layer: rotated `q`, raw `k` and `v`, each `[rows, …, head_dim]`."""
+        for birth, rows in zip(self.births, self._rows, strict=True):
+            birth.kv[layer, 0] = k[rows]
+            birth.kv[layer, 1] = v[rows]
+        self.layers.append(LayerTrace(tuple(q[rows] for rows in self._rows), *settings))
+
+
+class FocusWatcher:
+    """Measures how much the question's rows look at each chunk, layer by layer, until the focused chunks are known."""
+
+    def __init__(self, monitor: FocusMonitor, question: tuple[int, int], chunk_bounds: Tensor) -> None:
+        self.monitor = monitor
+        self._positions = torch.arange(*question, device=chunk_bounds.device)
+        self._bounds = chunk_bounds
+        self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
+        self.decided = False
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, settings: tuple[float, int | None, float | None]) -> None:
+        """Look at one layer: rotated `q` `[rows, heads, head_dim]` whose last rows are the question, rotated `k` of all keys."""
+        if self.monitor.focused is not None:
+            return
+        scale, window, softcap = settings
+        if window not in self._blocks:
+            self._blocks[window] = row_blocks(self._positions, window=window)
+        question = q[-len(self._positions) :]
+        mass = attention_mass(
+            question, k, self._blocks[window], self._positions, self._bounds, scale=scale, softcap=softcap
+        )
+        self.decided = self.monitor.observe(layer, mass.sum(0).tolist())
+
+
+class RowPass:
+    """The rows of one pass and what their attention does in every layer."""
+
+    def __init__(
+        self,
+        merged: MergedKV,
+        positions: Tensor,
+        *,
+        recorder: BirthRecorder | None = None,
+        watcher: FocusWatcher | None = None,
+    ) -> None:
+        self._merged, self._recorder, self._watcher = merged, recorder, watcher
+        self._narrow(positions)
+
+    def _narrow(self, positions: Tensor) -> None:
+        self.positions = positions
+        self._cos, self._sin = self._merged.cos[positions], self._merged.sin[positions]
+        self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
+        if self._recorder is not None:
+            self._recorder.locate(positions)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with fewer rows: `rows` is a bool mask over the present ones."""
+        self._narrow(self.positions[rows])
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """See `models.LayerPass`."""
+        if window not in self._blocks:
+            self._blocks[window] = row_blocks(self.positions, window=window)
+        merged, settings = self._merged.kv[layer], (scale, window, softcap)
+        queries = rotate(q, self._cos, self._sin)
+        scatter_rows(merged, rotate(k, self._cos, self._sin), v, self.positions)
+        if self._recorder is not None:
+            self._recorder.record(layer, queries, k, v, settings)
+        if self._watcher is not None:
+            self._watcher.observe(layer, queries, merged[0], settings)
+        return attention(queries, merged[0], merged[1], self._blocks[window], scale=scale, softcap=softcap)
+
+
+@dataclass(frozen=True)
+class Reused:
+    """A stored chunk-cache and the place it takes in this prompt: `kv` `[layers, 2, tokens, kv_heads, head_dim]`."""
+
+    start: int
+    kv: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillInput:
+    """What a partial prefill computes and what it takes over.
+
+    token_ids    of the whole prompt
+    bounds       `[segments + 1]` positions; the first segment is the system's, the last the question's
+    positions    ascending positions to compute in the first layer; the question's are among them
+    reused       chunk-caches that fill the other positions
+    owners       for each of `positions` the segment whose recomputation may be ended early, or -1
+    births       indices of the segments to record
+    capacity     positions to make room for: the prompt and the answer
+    """
+
+    token_ids: Sequence[int]
+    bounds: Sequence[int]
+    positions: Sequence[int]
+    reused: Sequence[Reused] = ()
+    owners: Sequence[int] = ()
+    births: Sequence[int] = ()
+    capacity: int = 0
+
+
+@dataclass
+class PrefillOutput:
+    """`logits` `[vocabulary]` of the last position, the buffer to decode in, and the recorded births."""
+
+    logits: Tensor
+    merged: MergedKV
+    recorder: BirthRecorder | None = None
+    monitor: FocusMonitor | None = None
+    row_layers: int = field(default=0)  # rows computed, summed over layers: what early termination saves is seen here
+
+
+@torch.inference_mode()
+def prefill(
+    decoder: Decoder, work: PrefillInput, *, monitor: FocusMonitor | None = None, logits_to_keep: int = 1
+) -> PrefillOutput:
+    """Run the rows of `work` through all layers.
+
+    Args:
+        monitor: early termination (§3.2.2); its chunks are the segments between the first and the last.
+        logits_to_keep: so many last rows' logits are returned, `[keep, vocabulary]`, when it is not 1.
+    """
+    device = decoder.device
+    positions = torch.tensor(work.positions, device=device)
+    ids = torch.tensor(work.token_ids, device=device)[positions]
+    merged = MergedKV(decoder, max(work.capacity, work.bounds[-1]))
+    spans = [(i, work.bounds[i], work.bounds[i + 1]) for i in work.births]
+    recorder = BirthRecorder(decoder, spans) if spans else None
+    watcher = None
+    if monitor is not None:
+        chunk_bounds = torch.tensor(work.bounds[1:-1], device=device)
+        watcher = FocusWatcher(monitor, (work.bounds[-2], work.bounds[-1]), chunk_bounds)
+    rows = RowPass(merged, positions, recorder=recorder, watcher=watcher)
+    hidden, row_layers = decoder.embed(ids), 0
+    for layer in range(decoder.layout.layers):
+        for reused in work.reused:
+            merged.place(layer, reused.kv[layer], reused.start)
+        hidden = decoder.layer(layer, hidden, positions=rows.positions, layer_pass=rows)
+        row_layers += len(rows.positions)
+        if watcher is not None and watcher.decided:
+            keep = _focused_rows(work, watcher.monitor, device)
+            rows.keep(keep)
+            hidden, watcher.decided = hidden[:, keep], False
+    logits = decoder.logits(hidden[:, -logits_to_keep:])
+    return PrefillOutput(logits[0] if logits_to_keep == 1 else logits, merged, recorder, monitor, row_layers)
+
+
+def _focused_rows(work: PrefillInput, monitor: FocusMonitor, device: torch.device) -> Tensor:
+    """bool `[rows]`: everything but the recomputed tokens of unfocused chunks."""
+    focused = {chunk + 1 for chunk in monitor.focused or ()}  # the monitor counts chunks, `owners` segments
+    return torch.tensor([owner < 0 or owner in focused for owner in work.owners], device=device)
+
+
+@torch.inference_mode()
+def decode_step(decoder: Decoder, merged: MergedKV, token: int, position: int) -> Tensor:
+    """Logits `[vocabulary]` after one more token at `position`, whose K/V join the buffer."""
+    where = torch.tensor([position], device=decoder.device)
+    rows = RowPass(merged, where)
+    hidden = decoder.embed(torch.tensor([token], device=decoder.device))
+    for layer in range(decoder.layout.layers):
+        hidden = decoder.layer(layer, hidden, positions=where, layer_pass=rows)
+    return decoder.logits(hidden)[0]

@@ -1,0 +1,168 @@
+"""The prompt as a row of segments: system | chunk … chunk | question.
+
+The model's own chat template is rendered once with marks in the places of the chunks and the question and cut at the marks. Each
+segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its neighbours. Text from
+documents and users is tokenised with special tokens split, so that it cannot close a turn or open one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.types import Chunk, digest
+
+DEFAULT_SYSTEM = "Answer the question using only the context. Be brief."
+_CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
+
+Turn = tuple[Literal["user", "assistant"], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served."""
+
+    kind: Literal["system", "chunk", "question"]
+    segment_id: str
+    token_ids: tuple[int, ...]
+    private: bool = False
+
+    @property
+    def tokens_digest(self) -> str:
+        """Digest of the token ids: a stored chunk-cache fits a segment only where these agree."""
+        return digest(" ".join(map(str, self.token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Segments in order and, for the record, the chunks that had to be left out to fit the model's context."""
+
+    segments: tuple[Segment, ...]
+    trimmed: tuple[str, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the whole prompt."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def bounds(self) -> list[int]:
+        """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`."""
+        edges = [0]
+        for segment in self.segments:
+            edges.append(edges[-1] + len(segment.token_ids))
+        return edges
+
+
+class PromptBuilder:
+    """Turns a question and its chunks into a `Prompt` for one tokenizer.
+
+    Args:
+        tokenizer: a transformers tokenizer; its chat template is used where it has one, a plain layout otherwise.
+        context_length: most tokens of prompt and answer together.
+        system: the instruction; part of the system segment, so caches born under another one are a miss for eq. 6.
+        private_system: True where `system` holds one user's text: what is born behind it is then kept to the session.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, context_length: int, system: str = DEFAULT_SYSTEM, private_system: bool = False
+    ) -> None:
+        if _CONTEXT_MARK in system or _QUESTION_MARK in system:
+            raise ConfigError("the system prompt holds one of this package's own marks; choose other words")
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._system_text = system
+        head, _ = self._cut([])
+        ids = self._encode(head, special=True)
+        self.system = Segment("system", digest("system", " ".join(map(str, ids))), ids, private=private_system)
+
+    def chunk_segment(self, chunk: Chunk) -> Segment:
+        """The chunk as the model sees it: its text and an empty line."""
+        return Segment("chunk", chunk.chunk_id, self._encode(chunk.text + "\n\n", special=False))
+
+    def build(
+        self, question: str, chunks: Sequence[Chunk], *, history: Sequence[Turn] = (), reserve: int = 0
+    ) -> Prompt:
+        """Lay out the prompt; `reserve` tokens are kept free for the answer.
+
+        History goes *behind* the chunks: the first user turn carries the context and the first question, later turns follow. So no
+        private text ever stands before a chunk, and every chunk-cache born here may be shared.
+
+        Where the context is too small, chunks are left out from the end (retrieval ranks the best first), each named in
+        `Prompt.trimmed`. A chunk that occurs twice is kept once.
+
+        Raises:
+            ContextLengthError: system, question and the reserve alone do not fit.
+            ConfigError: the question is empty.
+        """
+        if not question.strip():
+            raise ConfigError("the question is empty; ask something")
+        tail = self._question_segment(question, history)
+        room = self._context_length - reserve - len(self.system.token_ids) - len(tail.token_ids)
+        if room < 0:
+            raise ContextLengthError(
+                f"question and history need {len(tail.token_ids)} tokens, the instruction {len(self.system.token_ids)}, the answer "
+                f"{reserve}; the model's context is {self._context_length}. Shorten the question or history, or lower max_new_tokens."
+            )
+        kept: list[Segment] = []
+        distinct = list({chunk.chunk_id: chunk for chunk in chunks}.values())
+        for place, chunk in enumerate(distinct):
+            segment = self.chunk_segment(chunk)
+            room -= len(segment.token_ids)
+            if room < 0:
+                trimmed = tuple(left.chunk_id for left in distinct[place:])
+                break
+            kept.append(segment)
+        else:
+            trimmed = ()
+        return Prompt((self.system, *kept, tail), trimmed)
+
+    def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
+        turns = [*history, ("user", question)]
+        if turns[0][0] != "user" or any(a[0] == b[0] for a, b in zip(turns, turns[1:], strict=False)):
+            raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
+        _, pieces = self._cut([text for _, text in turns])
+        ids: list[int] = []
+        for piece, special in pieces:
+            ids.extend(self._encode(piece, special=special))
+        return Segment("question", digest("question", " ".join(map(str, ids))), tuple(ids), private=True)
+
+    def _cut(self, turns: Sequence[str]) -> tuple[str, list[tuple[str, bool]]]:
+        """Render the template with marks; returns the text before the chunks and the pieces behind (text, holds special tokens)."""
+        texts = list(turns) or [""]
+        marks = [f"{_QUESTION_MARK}{place}\u27e7" for place in range(len(texts))]
+        rendered = self._render([f"Context:\n{_CONTEXT_MARK}Question: {marks[0]}", *marks[1:]])
+        head, _, rest = rendered.partition(_CONTEXT_MARK)
+        pieces: list[tuple[str, bool]] = []
+        for mark, text in zip(marks, texts, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found or not head:
+                raise ConfigError("the model's chat template drops or reorders the user's text; it cannot be cut into segments")
+            pieces += [(before, True), (text, False)]
+        return head, [*pieces, (rest, True)]
+
+    def _render(self, turns: Sequence[str]) -> str:
+        roles = ["user", "assistant"] * (len(turns) // 2 + 1)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+        if not getattr(self._tokenizer, "chat_template", None):
+            start = self._tokenizer.bos_token or ""
+            names = {"user": "", "assistant": "Answer: "}
+            return start + "\n".join([self._system_text, *(names[m["role"]] + m["content"] for m in messages)]) + "\nAnswer:"
+        from jinja2.exceptions import TemplateError
+
+        system = {"role": "system", "content": self._system_text}
+        try:
+            return self._apply([system, *messages])
+        except TemplateError:  # a template without a system role (Gemma-2) says so by raising
+            messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
+            return self._apply(messages)
+
+    def _apply(self, messages: list[dict[str, str]]) -> str:
+        rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return rendered
+
+    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        return tuple(encoded["input_ids"])

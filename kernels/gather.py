@@ -1,0 +1,38 @@
+"""Moves of keys and values between stored chunk-caches, freshly computed rows and one merged K/V buffer of a request.
+
+The merged buffer of a layer is `[2, keys, kv_heads, head_dim]`: *rotated* keys, then values, in prompt order. It is token-major
+like the stored chunk-caches, so that placing a chunk is one contiguous copy of its values and one rotation of its keys.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cachecraft_rag.kernels.rope import rotate
+
+
+def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor) -> None:
+    """Write one layer of a stored chunk-cache into the merged buffer at its new position (Cache-Craft §3.4.3).
+
+    Args:
+        merged: `[2, keys, kv_heads, head_dim]`, written at `start : start + tokens`.
+        chunk: `[2, tokens, kv_heads, head_dim]`, raw keys and values.
+        start: the chunk's new first position.
+        cos, sin: `[keys, rotary_dim]`, of all positions.
+    """
+    stop = start + chunk.shape[1]
+    rotate(chunk[0], cos[start:stop], sin[start:stop], out=merged[0, start:stop])
+    merged[1, start:stop] = chunk[1]
+
+
+def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    """Write computed rows over whatever the merged buffer holds at their positions.
+
+    Args:
+        merged: `[2, keys, kv_heads, head_dim]`.
+        keys: `[rows, kv_heads, head_dim]`, already rotated.
+        values: `[rows, kv_heads, head_dim]`.
+        positions: int64 `[rows]`, without repeats.
+    """
+    merged[0].index_copy_(0, positions, keys)
+    merged[1].index_copy_(0, positions, values)

@@ -1,0 +1,40 @@
+"""Rotary position embedding as its own step, so that a stored raw key can be placed at any position.
+
+RoFormer, eq. 34, in the half-split form of the Llama family: dimension i is paired with dimension i + rotary_dim / 2. Dimensions
+past `rotary_dim` (partial rotary) pass through. `cos` and `sin` come from the model's own rotary module, so every rope scaling
+it knows is honoured here too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rotate raw queries or keys to their positions.
+
+    Args:
+        x: `[tokens, heads, head_dim]`, raw (before rotary embedding).
+        cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted, in the dtype of `x`; rotary_dim ≤ head_dim.
+        out: where to write, same shape and dtype as `x`, not overlapping it; a new tensor where it is None.
+
+    Returns:
+        `out`, `[tokens, heads, head_dim]`.
+
+    >>> one = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
+    >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees
+    >>> rotate(one, *turn).tolist()
+    [[[0.0, 1.0]]]
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    width = cos.shape[-1]
+    half = width // 2
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, rotary_dim]
+    first, second = x[..., :half], x[..., half:width]
+    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-1)
+    torch.mul(second, cos[..., half:], out=out[..., half:width]).addcmul_(first, sin[..., half:])
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    return out
