@@ -1,0 +1,1 @@
+"""How close answers with reuse stay to those of a full prefill."""

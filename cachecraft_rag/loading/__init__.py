@@ -1,0 +1,1 @@
+"""Reading chunk-caches while the model computes."""
