@@ -1,0 +1,513 @@
+"""The catalog: one SQLite row per chunk-cache, so that planning never touches a tensor.
+
+What makes it fit for its two hard duties:
+
+* *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk and
+  variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected: every
+  variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a birth prefix are packed
+  to 16 bytes each and scores to float32. Equation 14's token scores, needed for winners only, live in a table of their own.
+* *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file that
+  may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal, before
+  one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The same
+  entries reserve space, so two processes that write at once cannot exceed the byte budget together.
+
+Several processes may use one catalog (WAL, `BEGIN IMMEDIATE`, a busy timeout). Within a process one connection reads and
+another writes, each behind its own lock: a lookup never waits for a write. WAL with `synchronous=NORMAL` never
+corrupts; after a power cut the last commits may be gone, which costs a cache entry and never gives a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.types import Variant, VariantKey
+
+_ID_BYTES = 16  # types.digest gives 32 hex digits
+
+# A variant's worth decides who leaves first. The factor 1 + f_r instead of f_r, because with the plain product every unused
+# variant is worth 0 and exact births could not be preferred among them; the smallest possible use adds 1, so a variant used
+# once outranks an unused one of the same birth. The factor 1 + exact_share instead of exact_share, because a birth without
+# any exact context would stay at 0 however often it serves; like this an impure birth needs at most twice the use.
+_WORTH = "(1.0 + reuse_frequency) * (1.0 + exact_share)"
+
+# Numbered by position and append-only: a released migration never changes, a new one is added below it.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE scopes (
+             scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, UNIQUE (namespace, fingerprint))""",
+        f"""CREATE TABLE variants (
+             scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
+             birth_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
+             inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
+             session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
+             reuse_frequency REAL NOT NULL, created REAL NOT NULL,
+             worth REAL GENERATED ALWAYS AS ({_WORTH}) VIRTUAL,
+             PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
+        "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
+        "CREATE INDEX variants_by_worth ON variants (worth, created)",
+        "CREATE TABLE token_scores (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
+        """CREATE TABLE files_at_risk (
+             variant_id TEXT NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL, reserved_bytes INTEGER NOT NULL,
+             PRIMARY KEY (variant_id, created)) WITHOUT ROWID""",
+        # Kept by triggers, so the sums are exact in every transaction of every process and cost nothing to read.
+        "CREATE TABLE totals (variants INTEGER NOT NULL, file_bytes INTEGER NOT NULL)",
+        "INSERT INTO totals VALUES (0, 0)",
+        """CREATE TRIGGER variant_added AFTER INSERT ON variants BEGIN
+             UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
+        """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
+             UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
+             DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
+    ),
+)
+
+_COLUMNS = """v.chunk_id, v.variant_id, v.birth_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci, v.exact_share,
+              v.session, v.codec, v.nbytes, v.reuse_frequency, v.created"""
+_Row = tuple[str, str, bytes | str, int, str, bytes, float, float, float, str | None, str, int, float, float]
+
+_LISTED = f"""SELECT s.namespace, s.fingerprint, v.file_bytes, {_COLUMNS}
+    FROM variants AS v JOIN scopes AS s USING (scope)"""
+_LOOKUP = f"""SELECT {_COLUMNS} FROM variants AS v
+  WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
+    AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
+_INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra, cci,
+    exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+_FILES = "SELECT variant_id, created, file_bytes FROM variants"
+_SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
+_FILTER = """(?1 IS NULL OR s.namespace = ?1) AND (?2 IS NULL OR s.fingerprint = ?2) AND (?3 IS NULL OR v.chunk_id = ?3)
+    AND (?4 IS NULL OR v.created < ?4)"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """One file of one variant: `created` tells the file of a replaced variant from that of its successor."""
+
+    variant_id: str
+    created: float
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row as administration sees it: the variant and the bytes of its file, header included."""
+
+    variant: Variant
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the whole catalog; `reserved_bytes` are files being written right now, by any process."""
+
+    variants: int
+    chunks: int
+    file_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the catalog may hold: bytes of files, variants in all, and variants of one chunk."""
+
+    disk_bytes: int
+    max_variants: int
+    variants_per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilter:
+    """Which rows an administrator means; None leaves a part open. `created_before` is a time in seconds since the epoch."""
+
+    namespace: str | None = None
+    fingerprint: str | None = None
+    chunk_id: str | None = None
+    created_before: float | None = None
+
+
+def pack_ids(ids: Sequence[str]) -> bytes | str:
+    """Segment ids as 16 bytes each; ids that are no digests (hand-made ones) as JSON text, which SQLite keeps apart by type.
+
+    >>> unpack_ids(pack_ids(("00" * 16, "ff" * 16))) == ("00" * 16, "ff" * 16)
+    True
+    >>> unpack_ids(pack_ids(("system", "a")))
+    ('system', 'a')
+    """
+    try:
+        packed = bytes.fromhex("".join(ids))
+    except ValueError:
+        return json.dumps(ids)
+    # Only what comes back unchanged may be packed: not upper case, not blanks, not ids of another length.
+    return packed if unpack_ids(packed) == tuple(ids) else json.dumps(ids)
+
+
+def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
+    """The inverse of `pack_ids`."""
+    if isinstance(packed, str):
+        return tuple(json.loads(packed))
+    text = packed.hex()
+    return tuple([text[start : start + 2 * _ID_BYTES] for start in range(0, len(text), 2 * _ID_BYTES)])
+
+
+def _variant(namespace: str, fingerprint: str, row: _Row) -> Variant:
+    chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest = row
+    key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
+    scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
+    return Variant(key, variant_id, tokens, tokens_digest, scores, *rest)  # type: ignore[arg-type]  # 8 columns, in order
+
+
+class Catalog:
+    """The rows of a chunk-cache store. Every method may be called from any thread; failures of SQLite are `StoreError`."""
+
+    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0) -> None:
+        """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
+        self.path = path
+        self._busy_timeout_s = busy_timeout_s
+        self._read_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._writer = self._connect()
+        try:
+            self._when_free(self._prepare)
+            self._reader = self._connect()
+        except StoreError:
+            self._writer.close()
+            raise
+
+    def close(self) -> None:
+        """Close both connections; any later call raises StoreError."""
+        with self._read_lock:
+            self._reader.close()
+        with self._write_lock:
+            self._writer.close()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+    ) -> dict[str, list[Variant]]:
+        """All variants of the chunks that `session` may see: the shared ones and those private to exactly that session.
+
+        Every asked chunk id is a key of the answer, with an empty list where nothing is stored.
+        """
+        found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
+        parameters = (namespace, fingerprint, json.dumps(list(found)), session)
+        with self._reading() as connection:
+            rows = connection.execute(_LOOKUP, parameters).fetchall()
+        for row in rows:
+            found[row[0]].append(_variant(namespace, fingerprint, row))
+        return found
+
+    def token_inter(self, variant_ids: Sequence[str]) -> dict[str, np.ndarray | None]:
+        """Equation 14's score of each token, float32 `[tokens]`; None where none was stored or the row is gone."""
+        found: dict[str, np.ndarray | None] = dict.fromkeys(variant_ids)
+        query = "SELECT variant_id, scores FROM token_scores WHERE variant_id IN (SELECT value FROM json_each(?))"
+        with self._reading() as connection:
+            for variant_id, scores in connection.execute(query, (json.dumps(list(found)),)):
+                found[variant_id] = np.frombuffer(scores, dtype="<f4").astype(
+                    np.float32
+                )  # a copy, so it may be written to
+        return found
+
+    def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
+        """A page of rows, the most worthy first."""
+        query = f"{_LISTED} WHERE {_FILTER} ORDER BY v.worth DESC, v.created DESC, v.variant_id LIMIT ?5 OFFSET ?6"
+        return self._listed(query, (*astuple(chosen), limit, offset))
+
+    def scan(self, page: int = 500) -> Iterator[Listed]:
+        """Every row once, in the order of variant ids. Rows that come or go meanwhile may or may not be seen."""
+        query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
+        after = ""
+        while batch := self._listed(query, (after, page)):
+            yield from batch
+            after = batch[-1].variant.variant_id
+
+    def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed]:
+        with self._reading() as connection:
+            rows = connection.execute(query, parameters).fetchall()
+        return [Listed(_variant(row[0], row[1], row[3:]), row[2]) for row in rows]
+
+    def totals(self) -> Totals:
+        """Sums over all rows, of all processes."""
+        with self._reading() as connection:
+            query = """SELECT variants, (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)), file_bytes,
+                (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"""
+            return Totals(*connection.execute(query).fetchone())
+
+    def holds(self, file: FileRef) -> bool:
+        """Whether a row stands behind exactly this file, not an older or newer one of the same variant."""
+        query = "SELECT 1 FROM variants WHERE variant_id = ? AND created = ?"
+        with self._reading() as connection:
+            return connection.execute(query, (file.variant_id, file.created)).fetchone() is not None
+
+    def at_risk(self) -> dict[str, list[FileRef]]:
+        """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
+        found: dict[str, list[FileRef]] = {}
+        with self._reading() as connection:
+            for writer, *file in connection.execute(
+                "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
+            ):
+                found.setdefault(writer, []).append(FileRef(*file))
+        return found
+
+    def problems(self) -> list[str]:
+        """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole catalog."""
+        with self._errors(), closing(self._connect()) as connection:  # its own connection: lookups must not wait for it
+            return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits) -> list[FileRef] | None:
+        """Announce a file before it is created and make room for it; returns the files whose rows were removed for that.
+
+        The caller deletes those files, tells `settle`, writes the new file, and calls `commit`. None, with nothing changed,
+        when even an empty catalog would leave no room because other writers have reserved it.
+        """
+        with self._writing() as connection:
+            excess = _excess_bytes(connection, file_bytes, limits)
+            victims = _least_worthy(connection, excess=excess)
+            if sum(victim.file_bytes for victim in victims) < excess:
+                return None
+            _remove(connection, victims, writer)
+            connection.execute(
+                "INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)",
+                (variant.variant_id, variant.created, writer, file_bytes),
+            )
+        return victims
+
+    def commit(
+        self, variant: Variant, token_scores: np.ndarray | None, *, file_bytes: int, writer: str, limits: Limits
+    ) -> list[FileRef]:
+        """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
+
+        Returns the files whose rows gave way (the older one, and what exceeds the number of variants); the caller
+        deletes them and tells `settle`.
+        """
+        with self._writing() as connection:
+            query = "SELECT reuse_frequency, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
+            frequency, *old = connection.execute(query, (variant.variant_id,)).fetchone() or (variant.reuse_frequency,)
+            gone = _remove(connection, [FileRef(*old)] if old else [], writer)
+            scope = _insert(connection, variant, file_bytes=file_bytes, frequency=frequency)
+            if token_scores is not None:
+                scores = np.ascontiguousarray(token_scores, dtype="<f4").tobytes()
+                connection.execute("INSERT INTO token_scores VALUES (?,?)", (variant.variant_id, scores))
+            gone += _remove(connection, _crowd(connection, variant, scope, limits), writer)
+            gone += _remove(connection, _least_worthy_over(connection, limits, spared=variant.variant_id), writer)
+            connection.execute(_SETTLE, (variant.variant_id, variant.created))
+        # Two births of one identity in the same clock tick share a file name; the file now belongs to the new row.
+        return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
+
+    def settle(self, files: Iterable[FileRef]) -> None:
+        """These files exist no more (or never did): nobody needs to look for them any longer."""
+        with self._writing() as connection:
+            connection.executemany(_SETTLE, [(file.variant_id, file.created) for file in files])
+
+    def remove(self, files: Iterable[FileRef], *, writer: str) -> list[FileRef]:
+        """Remove the rows that stand behind exactly these files; returns those that were there."""
+        query = f"{_FILES} WHERE variant_id = ? AND created = ?"
+        with self._writing() as connection:
+            found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
+            return _remove(connection, [FileRef(*row) for row in found if row is not None], writer)
+
+    def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
+        """Remove the chosen rows, least worthy first: all, or until all files together have at most `down_to_bytes`."""
+        query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
+            WHERE {_FILTER} ORDER BY v.worth, v.created"""
+        with self._writing() as connection:
+            excess = float("inf")
+            if down_to_bytes is not None:
+                excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
+            victims = _until(connection.execute(query, astuple(chosen)), excess)
+            return _remove(connection, victims, writer)
+
+    def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
+        """Remove what exceeds the byte budget or the number of variants, for example after the settings were lowered."""
+        with self._writing() as connection:
+            excess = _excess_bytes(connection, 0, limits)
+            gone = _remove(connection, _least_worthy(connection, excess=excess), writer)
+            gone += _remove(connection, _least_worthy_over(connection, limits, spared=""), writer)
+        return gone
+
+    def raise_frequencies(self, gains: dict[str, float]) -> None:
+        """f_r += gain, for each variant id; ids that are gone are passed over."""
+        with self._writing() as connection:
+            connection.executemany(
+                "UPDATE variants SET reuse_frequency = reuse_frequency + ? WHERE variant_id = ?",
+                [(gain, variant_id) for variant_id, gain in gains.items()],
+            )
+
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
+        with self._writing():
+            yield
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> sqlite3.Connection:
+        with self._errors():
+            return sqlite3.connect(
+                self.path,
+                timeout=self._busy_timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=64,
+            )
+
+    def _when_free(self, action: Callable[[], None]) -> None:
+        """Run `action`, again and again for as long as the busy timeout while the file is locked.
+
+        SQLite's own busy timeout does not cover the switch to WAL, on which two processes that create a store collide.
+        """
+        give_up = time.monotonic() + self._busy_timeout_s
+        with self._errors():
+            while True:
+                try:
+                    return action()
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                        raise
+                time.sleep(0.01)
+
+    def _prepare(self) -> None:
+        """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
+        # 8 KiB pages: a row has some 600 bytes, and a page should hold more than a handful of them.
+        self._writer.execute("PRAGMA page_size = 8192")
+        self._writer.execute("PRAGMA journal_mode = WAL")
+        self._writer.execute("PRAGMA synchronous = NORMAL")
+        self._writer.execute("PRAGMA journal_size_limit = 16777216")
+        with self._transaction() as connection:
+            version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(_MIGRATIONS):
+                raise StoreError(
+                    f"{self.path} was made by a newer version of cachecraft-rag (schema {version}, this one knows "
+                    f"{len(_MIGRATIONS)}). Upgrade the package or choose another folder for the store."
+                )
+            for statement in (line for migration in _MIGRATIONS[version:] for line in migration):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._errors(), self._read_lock:
+            yield self._reader
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._errors(), self._transaction() as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._write_lock:
+            # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
+            # process wrote in between.
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:  # SQLite rolls back by itself on some errors, a full disk among them
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn every error of SQLite into a StoreError that says what to do."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(_advice(self.path, error)) from error
+
+
+def _advice(path: Path, error: sqlite3.Error) -> str:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        advice = (
+            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start anew, no document is lost"
+        )
+    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
+    elif code == sqlite3.SQLITE_FULL:
+        advice = "cannot grow: the disk is full. Free some space, or lower the store's byte budget"
+    else:
+        advice = "cannot be used. Check the disk, then try `store check`"
+    return f"{path} {advice} ({type(error).__name__}: {error})."
+
+
+def _excess_bytes(connection: sqlite3.Connection, incoming: int, limits: Limits) -> int:
+    query = "SELECT file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"
+    return int(connection.execute(query).fetchone()[0]) + incoming - limits.disk_bytes
+
+
+def _least_worthy(connection: sqlite3.Connection, *, excess: float) -> list[FileRef]:
+    if excess <= 0:
+        return []
+    return _until(connection.execute(f"{_FILES} ORDER BY worth, created"), excess)
+
+
+def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
+    """The first rows whose files together free at least `excess` bytes (all of them if they do not)."""
+    taken: list[FileRef] = []
+    while excess > 0 and (row := rows.fetchone()) is not None:
+        taken.append(FileRef(*row))
+        excess -= taken[-1].file_bytes
+    rows.close()  # an open cursor would see the deletions that follow
+    return taken
+
+
+def _least_worthy_over(connection: sqlite3.Connection, limits: Limits, *, spared: str) -> list[FileRef]:
+    over = int(connection.execute("SELECT variants FROM totals").fetchone()[0]) - limits.max_variants
+    query = f"{_FILES} WHERE variant_id != ? ORDER BY worth, created LIMIT ?"
+    return [FileRef(*row) for row in connection.execute(query, (spared, max(0, over)))]
+
+
+def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
+    """The least worthy variants of the newest one's chunk that are too many.
+
+    The newest is spared although it is unused and so worth least: otherwise a full store would never learn anything new.
+    """
+    query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY worth, created"
+    rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()
+    return [FileRef(*row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
+
+
+def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -> list[FileRef]:
+    """Delete rows; their files are at risk until the caller has unlinked them. Nothing stays reserved for them."""
+    rows = [(file.variant_id, file.created) for file in files]
+    connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
+    connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,0)", [(*row, writer) for row in rows])
+    return files
+
+
+def _insert(connection: sqlite3.Connection, variant: Variant, *, file_bytes: int, frequency: float) -> int:
+    """Add the row; returns its scope."""
+    key = variant.key
+    names = (key.namespace, key.fingerprint)
+    connection.execute("INSERT OR IGNORE INTO scopes (namespace, fingerprint) VALUES (?,?)", names)
+    scope: int = connection.execute(
+        "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?", names
+    ).fetchone()[0]
+    inter = struct.pack(f"<{len(variant.inter)}f", *variant.inter)
+    identity = (
+        scope,
+        key.chunk_id,
+        variant.variant_id,
+        pack_ids(key.birth_prefix),
+        variant.tokens,
+        variant.tokens_digest,
+    )
+    scores = (inter, variant.intra, variant.cci, variant.exact_share)
+    rest = (variant.session, variant.codec, variant.nbytes, file_bytes, frequency, variant.created)
+    connection.execute(_INSERT, (*identity, *scores, *rest))
+    return scope
