@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"cachecraft_rag": "cachecraft_rag", "kernels": "cachecraft_rag.kernels", "retrievers": "cachecraft_rag.retrievers"}
+FOLDERS = {
+    "cachecraft_rag": "cachecraft_rag",
+    "kernels": "cachecraft_rag.kernels",
+    "retrievers": "cachecraft_rag.retrievers",
+}
 
 
 def modules_with_examples() -> list[str]:

@@ -18,9 +18,7 @@ FOLDERS = {
 # `retrievers` live on floors of their own and are listed one by one.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "kernels"}),
-    frozenset(
-        {"chunking", "documents", "prompt", "scoring", "selection", "focus", "embedded", "codecs", "stats"}
-    ),
+    frozenset({"chunking", "documents", "prompt", "scoring", "selection", "focus", "embedded", "codecs", "stats"}),
     frozenset({"config", "catalog", "tiers"}),
     frozenset({"store", "models", "retrievers.faiss_store", "retrievers.embeddings"}),
     frozenset({"planner", "loading", "births", "retrievers.indexer"}),
@@ -34,7 +32,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 
 def unit_of(module: str) -> str:
-    """The name that has a floor: `cachecraft_rag.tiers.disk` → `tiers`, `cachecraft_rag.retrievers.x` → `retrievers.x`."""
+    """The name that has a floor: `cachecraft_rag.tiers.disk` → `tiers`, `….retrievers.x` → `retrievers.x`."""
     parts = module.split(".")[1:]
     return ".".join(parts[: 2 if parts[0] == "retrievers" else 1])
 
@@ -94,7 +92,9 @@ def check(module: str, imports: set[str]) -> list[str]:
         if floor is None:
             problems.append(f"{module} imports {other}, which has no floor")
         elif floor >= FLOOR_OF[unit]:
-            problems.append(f"{module} (floor {FLOOR_OF[unit]}) imports {other} (floor {floor}); only lower floors may be")
+            problems.append(
+                f"{module} (floor {FLOOR_OF[unit]}) imports {other} (floor {floor}); only lower floors may be"
+            )
     return problems
 
 
@@ -138,7 +138,8 @@ def test_every_floor_names_something_once() -> None:
 @pytest.mark.parametrize("package", ["kernels", "retrievers"])
 def test_mapped_packages_hold_only_a_docstring(package: str) -> None:
     body = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")).body
-    assert len(body) == 1 and ast.get_docstring(ast.Module(body, [])), f"{package}/__init__.py must hold a docstring alone"
+    assert len(body) == 1
+    assert ast.get_docstring(ast.Module(body, [])), f"{package}/__init__.py must hold a docstring alone"
 
 
 def test_the_check_sees_what_it_must_see() -> None:
@@ -147,6 +148,9 @@ def test_the_check_sees_what_it_must_see() -> None:
     assert "only lower floors" in check("cachecraft_rag.types", {"cachecraft_rag.errors"})[0]  # siblings
     assert "no floor" in check("cachecraft_rag.novelty", set())[0]
     assert check("cachecraft_rag.tiers.disk", {"cachecraft_rag.tiers.base"}) == []
-    assert "only lower floors" in check("cachecraft_rag.retrievers.embeddings", {"cachecraft_rag.retrievers.faiss_store"})[0]
+    assert (
+        "only lower floors"
+        in check("cachecraft_rag.retrievers.embeddings", {"cachecraft_rag.retrievers.faiss_store"})[0]
+    )
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []

@@ -16,7 +16,11 @@ import pytest
 import cachecraft_rag
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"cachecraft_rag": "cachecraft_rag", "cachecraft_rag/kernels": "kernels", "cachecraft_rag/retrievers": "retrievers"}
+FOLDERS = {
+    "cachecraft_rag": "cachecraft_rag",
+    "cachecraft_rag/kernels": "kernels",
+    "cachecraft_rag/retrievers": "retrievers",
+}
 
 
 def run_python(code: str, *, cwd: Path) -> str:
@@ -75,7 +79,8 @@ def test_transformers_imports_with_the_repository_as_current_directory() -> None
     # looks for. Building a layer makes it look.
     code = """
 from transformers import LlamaConfig, LlamaForCausalLM
-LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8))
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+LlamaForCausalLM(config)
 print("fine")
 """
     assert run_python(code, cwd=ROOT) == "fine"
@@ -85,7 +90,9 @@ def test_kernels_package_stays_empty() -> None:
     tree = ast.parse((ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Import | ast.ImportFrom), "transformers may import this file: no imports in it"
-        assert not (isinstance(node, ast.Name) and node.id == "__version__"), "transformers would read it as the version"
+        assert not (isinstance(node, ast.Name) and node.id == "__version__"), (
+            "transformers would read it as the version"
+        )
 
 
 def test_every_folder_with_modules_is_listed_in_pyproject() -> None:
@@ -96,11 +103,19 @@ def test_every_folder_with_modules_is_listed_in_pyproject() -> None:
 
 @pytest.fixture(scope="module")
 def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads: building in the checkout would write there and pick up remains of earlier builds."""
+    """A copy of what a build reads: building in the checkout would pick up remains of earlier builds."""
     target = tmp_path_factory.mktemp("tree")
     for name in ("cachecraft_rag", "kernels", "retrievers", "examples", "tests", "docs"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "Makefile", "constraints.txt"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "CHANGELOG.md",
+        "Makefile",
+        "constraints.txt",
+    ):
         shutil.copy(ROOT / name, target / name)
     return target
 
