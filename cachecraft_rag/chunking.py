@@ -1,0 +1,169 @@
+"""Split documents into chunks at headings, paragraphs and sentences, each small enough for the embedding model.
+
+A chunk's text begins with its heading path, a blank line, and then the text of its section, so that it can be understood
+alone: `Kettle K2 > Descaling`. The path comes from the document's own headings and counts towards the limit.
+
+A heading always begins a new chunk, with one exception: a section that fits into one chunk together with all of its
+subsections stays whole. Filling every chunk up to the limit across headings was the alternative; it makes fewer chunks, but
+each speaks of several things, and an edit of one section would change the chunks of its neighbours.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.types import Chunk, Document, Scalar
+
+SPLITTER_VERSION = 1  # raise it when the same document would be split differently: indexes then split anew
+SMALLEST_LIMIT = 16
+
+# An English token of an embedding model has four or five characters. But a vocabulary may know no word of a text: to BERT a
+# paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read thousands.
+CHARACTERS_PER_TOKEN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A heading and the text up to the next heading of any level; character offsets into the document."""
+
+    level: int  # 0 for the text before the first heading
+    title: str
+    start: int  # of the heading itself
+    body: int  # behind the heading
+    end: int
+
+
+def split(document: Document, *, count_tokens: Callable[[str], int], limit: int) -> list[Chunk]:
+    """The chunks of a document in order; every word of it is in one, and none has more than `limit` tokens.
+
+    `count_tokens` gives the embedding model's tokens of a text, special tokens included. Each chunk's metadata is the
+    document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and `end` (character offsets of its text
+    in the document), and `page` (from 1) where the document has pages. The same document always gives the same chunks.
+    Raises `ConfigError` for a limit below `SMALLEST_LIMIT`.
+    """
+    if limit < SMALLEST_LIMIT:
+        raise ConfigError(f"a chunk limit of {limit} tokens leaves no room for text; use at least {SMALLEST_LIMIT}")
+    text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", document.text)  # no tokenizer takes lone surrogates
+    markdown = document.metadata.get("format", "markdown") == "markdown"
+    sections = _sections(text) if markdown else [_Section(0, "", 0, 0, len(text))]
+
+    def size(candidate: str) -> int:
+        return max(count_tokens(candidate), -(-len(candidate) // CHARACTERS_PER_TOKEN))
+
+    page_ends = [match.start() for match in re.finditer("\f", text)]
+    chunks: list[Chunk] = []
+    for path, start, end in _parts(text, sections, size=size, limit=limit):
+        for offset, piece in _pieces(text[start:end], path, markdown=markdown, size=size, limit=limit):
+            first = start + offset
+            metadata: dict[str, Scalar] = {
+                **document.metadata,
+                "source": document.doc_id,
+                "heading": path,
+                "ordinal": len(chunks),
+                "start": first,
+                "end": first + len(piece),
+            }
+            if "pages" in document.metadata:
+                metadata["page"] = bisect.bisect_right(page_ends, first) + 1
+            chunks.append(Chunk(_join(path, piece.replace("\f", "\n")), metadata))
+    return chunks
+
+
+def _join(path: str, body: str) -> str:
+    """A chunk's text from its heading path and its section's text, either of which may be empty."""
+    return f"{path}\n\n{body}" if path and body else path or body
+
+
+def _sections(text: str) -> list[_Section]:
+    """The sections of a Markdown text, in order and without gaps; headings inside code, lists and quotes do not count."""
+    from markdown_it import MarkdownIt
+
+    lines = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text)), len(text)]  # where each line begins
+    front = re.match(r"---[ \t]*(\r\n?|\n)(.*?(\r\n?|\n))??(---|\.\.\.)[ \t]*(\r\n?|\n|$)", text, re.DOTALL)
+    matter = front.end() if front else 0  # YAML before the text, which Markdown would take for a rule and a heading
+    blanked = re.sub(r"[^\r\n]", " ", text[:matter]) + text[matter:]
+    parser = MarkdownIt("commonmark")
+    parser.core.ruler.enableOnly(["normalize", "block"])  # what is inside a paragraph does not matter here
+    tokens = parser.parse(blanked)
+    found = [_Section(0, "", 0, 0, len(text))]
+    for token, inline in itertools.pairwise(tokens):
+        if token.type != "heading_open" or token.level > 0 or token.map is None:
+            continue
+        start, body = lines[token.map[0]], lines[min(token.map[1], len(lines) - 1)]
+        title = " ".join(inline.content.split())
+        # Markdown allows up to three spaces before a heading; in practice that is code of other formats.
+        if title and not text[start].isspace():
+            last = found[-1]
+            found[-1] = _Section(last.level, last.title, last.start, last.body, start)
+            found.append(_Section(int(token.tag[1:]), title, start, body, len(text)))
+    return found
+
+
+def _parts(
+    text: str, sections: list[_Section], *, size: Callable[[str], int], limit: int
+) -> Iterator[tuple[str, int, int]]:
+    """What goes into chunks together: (heading path, start, end of the text), in order.
+
+    A heading without text of its own needs no chunk as long as it stands in the path of the one that follows. Where the path
+    had to be shortened and lost it, that chunk's text begins at the heading instead.
+    """
+    open_sections: list[_Section] = []  # the sections around the present one, outermost first, itself last
+    unseen: list[_Section] = []  # headings that no chunk has shown yet
+    at = 0
+    while at < len(sections):
+        section = sections[at]
+        open_sections = [outer for outer in open_sections if outer.level < section.level]
+        if section.level:
+            open_sections.append(section)
+            unseen.append(section)
+        path, shown = _heading_path(open_sections, size=size, limit=limit)
+        last = _subtree(sections, at)
+        end = sections[last].end
+        if not _fits(_join(path, text[section.body : end].strip()), size, limit):
+            last, end = at, section.end
+        is_leaf = last + 1 == len(sections) or sections[last + 1].level <= section.level
+        if text[section.body : end].strip() or (is_leaf and section.level):
+            hidden = [heading.start for heading in unseen if heading not in shown]
+            yield path, min([section.body, *hidden]), end
+            unseen = []
+        at = last + 1
+
+
+def _subtree(sections: list[_Section], at: int) -> int:
+    """Index of the last section that is part of the one at `at`; the text before the first heading stands alone."""
+    last = at
+    while sections[at].level and last + 1 < len(sections) and sections[last + 1].level > sections[at].level:
+        last += 1
+    return last
+
+
+def _fits(candidate: str, size: Callable[[str], int], limit: int) -> bool:
+    # Counting tokens of a whole book to learn that it is no chunk would be quadratic in the depth of its headings.
+    return len(candidate) <= limit * CHARACTERS_PER_TOKEN and size(candidate) <= limit
+
+
+def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: int) -> tuple[str, list[_Section]]:
+    """The path in words and the sections it names: outer headings are left out until it takes half of the limit at most."""
+    for skip in range(len(around)):
+        path = " > ".join(section.title for section in around[skip:])
+        if _fits(path, size, limit // 2):
+            return path, around[skip:]
+    return "", []
+
+
+def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int], limit: int) -> list[tuple[int, str]]:
+    """(Offset, piece) of a part's text, each of which fits the limit together with the path; never empty."""
+    from semantic_text_splitter import MarkdownSplitter, TextSplitter
+
+    # A form feed becomes a line end in the chunk: the same length, so offsets stay, but perhaps another number of tokens.
+    text = text.replace("\f", "\n")
+    if not text.strip():
+        return [(0, "")]
+    kind = MarkdownSplitter if markdown else TextSplitter
+    splitter = kind.from_callback(lambda piece: size(_join(path, piece)), limit)
+    return [(offset, piece) for offset, piece in splitter.chunk_indices(text) if piece.strip()]

