@@ -2,7 +2,7 @@
 
     MergedKV        the K/V of one request, rotated, in prompt order; decode goes on in it
     RowPass         one pass of some rows through the layers: rotate, scatter, attend
-    BirthRecorder   keeps raw keys, values and queries of the chunks that are computed afresh
+    FocusWatcher    measures what the question looks at, for early termination
     prefill         the loop over layers that ties them together
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cachecraft_rag.births import AttentionSettings, BirthRecorder
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.kernels.attention import RowBlock, attention, attention_mass, row_blocks
 from cachecraft_rag.kernels.gather import place, scatter_rows
@@ -38,56 +39,6 @@ class MergedKV:
         place(self.kv[layer], chunk, start, cos=self.cos, sin=self.sin)
 
 
-@dataclass(frozen=True)
-class LayerTrace:
-    """What one layer's attention of the born chunks needs to be recomputed later: queries `[rows, heads, head_dim]` and settings."""
-
-    queries: tuple[Tensor, ...]
-    scale: float
-    window: int | None
-    softcap: float | None
-
-
-@dataclass(frozen=True)
-class RecordedBirth:
-    """A chunk computed in this request: its place `start:stop`, and raw `[layers, 2, tokens, kv_heads, head_dim]`."""
-
-    segment: int
-    start: int
-    stop: int
-    kv: Tensor
-
-
-class BirthRecorder:
-    """Copies raw keys and values of newly computed chunks out of the pass, and keeps their queries.
-
-    The attention statistics of a birth need the full attention matrix, which the fast kernels never form. They are computed from
-    the kept queries after the answer is out (`births`), so that no answer waits for them. Rejected: explicit softmax in the
-    pass itself, which made a cold prefill 1.4 times as long.
-    """
-
-    def __init__(self, decoder: Decoder, spans: Sequence[tuple[int, int, int]]) -> None:
-        def empty(tokens: int) -> Tensor:
-            return torch.empty(decoder.layout.shape(tokens), dtype=decoder.dtype, device=decoder.device)
-
-        self.births = tuple(RecordedBirth(i, start, stop, empty(stop - start)) for i, start, stop in spans)
-        self.layers: list[LayerTrace] = []
-        self._rows: list[slice] = []
-
-    def locate(self, positions: Tensor) -> None:
-        """Find the rows of each birth among the rows of the pass (they are contiguous: births are computed whole)."""
-        starts = torch.searchsorted(positions, torch.tensor([b.start for b in self.births], device=positions.device))
-        lengths = [birth.stop - birth.start for birth in self.births]
-        self._rows = [slice(row, row + length) for row, length in zip(starts.tolist(), lengths, strict=True)]
-
-    def record(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: tuple[float, int | None, float | None]) -> None:
-        """Keep one layer: rotated `q`, raw `k` and `v`, each `[rows, …, head_dim]`."""
-        for birth, rows in zip(self.births, self._rows, strict=True):
-            birth.kv[layer, 0] = k[rows]
-            birth.kv[layer, 1] = v[rows]
-        self.layers.append(LayerTrace(tuple(q[rows] for rows in self._rows), *settings))
-
-
 class FocusWatcher:
     """Measures how much the question's rows look at each chunk, layer by layer, until the focused chunks are known."""
 
@@ -98,16 +49,20 @@ class FocusWatcher:
         self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
         self.decided = False
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, settings: tuple[float, int | None, float | None]) -> None:
+    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
         """Look at one layer: rotated `q` `[rows, heads, head_dim]` whose last rows are the question, rotated `k` of all keys."""
         if self.monitor.focused is not None:
             return
-        scale, window, softcap = settings
-        if window not in self._blocks:
-            self._blocks[window] = row_blocks(self._positions, window=window)
-        question = q[-len(self._positions) :]
+        if settings.window not in self._blocks:
+            self._blocks[settings.window] = row_blocks(self._positions, window=settings.window)
         mass = attention_mass(
-            question, k, self._blocks[window], self._positions, self._bounds, scale=scale, softcap=softcap
+            q[-len(self._positions) :],
+            k,
+            self._blocks[settings.window],
+            self._positions,
+            self._bounds,
+            scale=settings.scale,
+            softcap=settings.softcap,
         )
         self.decided = self.monitor.observe(layer, mass.sum(0).tolist())
 
@@ -143,7 +98,7 @@ class RowPass:
         """See `models.LayerPass`."""
         if window not in self._blocks:
             self._blocks[window] = row_blocks(self.positions, window=window)
-        merged, settings = self._merged.kv[layer], (scale, window, softcap)
+        merged, settings = self._merged.kv[layer], AttentionSettings(scale, window, softcap)
         queries = rotate(q, self._cos, self._sin)
         scatter_rows(merged, rotate(k, self._cos, self._sin), v, self.positions)
         if self._recorder is not None:
@@ -209,7 +164,7 @@ def prefill(
     ids = torch.tensor(work.token_ids, device=device)[positions]
     merged = MergedKV(decoder, max(work.capacity, work.bounds[-1]))
     spans = [(i, work.bounds[i], work.bounds[i + 1]) for i in work.births]
-    recorder = BirthRecorder(decoder, spans) if spans else None
+    recorder = BirthRecorder(decoder.layout, merged.kv, spans) if spans else None
     watcher = None
     if monitor is not None:
         chunk_bounds = torch.tensor(work.bounds[1:-1], device=device)

@@ -1,0 +1,168 @@
+"""What will be reused, recomputed and computed: decided before any tensor moves (Cache-Craft §3.4.1). Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from cachecraft_rag.config import ReuseConfig
+from cachecraft_rag.prompt import Prompt, Segment
+from cachecraft_rag.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
+from cachecraft_rag.selection import TokenFacts, select, selector_named
+from cachecraft_rag.types import Variant
+
+Outcome = Literal["exact", "reused", "computed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """What happens to one segment.
+
+    outcome      exact: stored under the very same prefix, nothing to fix; reused: moved and partly recomputed; computed: afresh
+    reason       why it was not reused as it is, in words
+    variant      the chosen variant of a reused or exact segment
+    beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
+    recompute    tokens to recompute, as offsets in the segment, ascending
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    variant: Variant | None = None
+    beta: float | None = None
+    gamma: float | None = None
+    adjusted: float | None = None
+    cfo: float | None = None
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One entry for each segment of the prompt, in order."""
+
+    segments: tuple[SegmentPlan, ...]
+
+
+def make_plan(
+    prompt: Prompt,
+    stored: Mapping[str, Sequence[Variant]],
+    config: ReuseConfig,
+    *,
+    lost: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """Choose for each segment the stored variant with the lowest CFO, or to compute it afresh.
+
+    Args:
+        prompt: the segments; the last one, the question, is always computed.
+        stored: segment id → the variants on offer, of this model and namespace only.
+        lost: variant id → why it could not be loaded when an earlier plan chose it.
+
+    The tokens to recompute are not chosen here but in `with_selection`, which needs the winners' token scores only.
+    """
+    segments = prompt.segments
+    places: dict[str, int] = {}  # the chunks before the current one → their place
+    plans = []
+    for index, segment in enumerate(segments):
+        if segment.kind == "question":
+            plans.append(SegmentPlan("computed", "the question is always computed"))
+            continue
+        if not config.reuse:
+            plans.append(SegmentPlan("computed", "reuse is off"))
+        else:
+            prefix = tuple(s.segment_id for s in segments[:index])
+            offers = stored.get(segment.segment_id, ())
+            best = _best(segment, [v for v in offers if v.variant_id not in lost] if lost else offers, prefix, places, config)
+            reasons = [lost[v.variant_id] for v in offers if v.variant_id in lost]
+            plans.append(replace(best, reason=reasons[0]) if reasons and best.variant is None else best)
+        if segment.kind == "chunk":
+            places[segment.segment_id] = index
+    return Plan(tuple(plans))
+
+
+def _best(
+    segment: Segment,
+    variants: Sequence[Variant],
+    prefix: tuple[str, ...],
+    places: Mapping[str, int],
+    config: ReuseConfig,
+) -> SegmentPlan:
+    best: SegmentPlan | None = None
+    tokens_digest = segment.tokens_digest if variants else ""
+    fitting = [v for v in variants if v.tokens_digest == tokens_digest]
+    for variant in fitting:
+        scored = _score(variant, prefix, places, config)
+        if scored.outcome == "exact":
+            return scored
+        if best is None or (scored.cfo or 0.0, -variant.exact_share) < (best.cfo or 0.0, -_exact_share(best)):
+            best = scored
+    if best is None:
+        reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
+        return SegmentPlan("computed", reason)
+    if (best.cfo or 0.0) >= 1.0:
+        return replace(best, outcome="computed", reason="CFO is 1: fixing it costs as much as computing it", variant=None)
+    return best
+
+
+def _exact_share(plan: SegmentPlan) -> float:
+    return plan.variant.exact_share if plan.variant is not None else 0.0
+
+
+def _score(
+    variant: Variant, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig
+) -> SegmentPlan:
+    """CFO of one variant behind this prefix. `prefix` starts with the system segment, `places` holds the chunks in it."""
+    born = variant.key.birth_prefix
+    if born == prefix and variant.exact_share >= 1.0:
+        return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0)
+    if born[:1] != prefix[:1]:  # another instruction stood in front of everything: nothing of the old context returns
+        beta, gamma = 0.0, 0.0
+    else:
+        beta = prefix_overlap(variant.inter[1:], born[1:], places)
+        gamma = order_penalty(born[1:], places)
+    adjusted = adjusted_overlap(beta, gamma)
+    cfo = fix_overhead(alpha=config.alpha, cci=variant.cci, adjusted=adjusted)
+    return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
+
+
+def with_selection(plan: Plan, token_inter: Mapping[str, np.ndarray | None], config: ReuseConfig) -> Plan:
+    """Add the tokens to recompute: N = ⌈CFO · |C|⌉ (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
+
+    Args:
+        token_inter: variant id → eq. 14's scores float32 `[tokens]`, None for a chunk with nothing before it at birth.
+    """
+    selector = selector_named(config.selector)
+    chosen = []
+    for segment in plan.segments:
+        variant = segment.variant
+        if segment.outcome != "reused" or variant is None:
+            chosen.append(segment)
+            continue
+        share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
+        budget = math.ceil((share or 0.0) * variant.tokens)
+        facts = TokenFacts(variant.tokens, token_inter.get(variant.variant_id), seed=int(variant.key.chunk_id[:8], 16))
+        chosen.append(replace(segment, recompute=tuple(select(facts, budget, selector).tolist())))
+    return Plan(tuple(chosen))
+
+
+def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
+    """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
+
+    A chunk computed behind reused ones inherits their error (an impure birth): reused segments count nothing, exact ones all, and
+    computed ones as much as their own context was exact.
+
+    >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
+    >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60
+    [1.0, 1.0, 0.25, 0.25]
+    """
+    shares = []
+    exact = total = 0.0
+    for segment, length in zip(plan.segments, lengths, strict=True):
+        share = exact / total if total else 1.0
+        shares.append(share)
+        exact += length * {"exact": 1.0, "reused": 0.0, "computed": share}[segment.outcome]
+        total += length
+    return shares

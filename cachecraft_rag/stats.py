@@ -1,0 +1,89 @@
+"""What an answer tells about itself: per-request numbers come back as data, never as log lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from cachecraft_rag.types import Scalar, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStats:
+    """What happened to one chunk of the prompt.
+
+    outcome     exact: stored behind the very same prefix; reused: moved and partly recomputed; computed: afresh; trimmed: left out
+    reason      why it was not simply reused, in words; empty otherwise
+    tokens, recomputed  its length, and how many of its tokens were recomputed
+    cfo, beta_prime     eq. 12 and eq. 8 of the chosen variant; None where none was stored
+    variant_id, tier    which chunk-cache, and where it was read from; None where it was computed
+    """
+
+    chunk_id: str
+    outcome: Literal["exact", "reused", "computed", "trimmed"]
+    reason: str = ""
+    tokens: int = 0
+    recomputed: int = 0
+    cfo: float | None = None
+    beta_prime: float | None = None
+    variant_id: str | None = None
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Times in seconds and tokens of one request.
+
+    ttft_s             from the call to the first answer token: plan_s + load_s + prefill_s
+    plan_s             prompt, look-up and plan, including any wait for a chunk that was still being born
+    tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
+    tokens_reused      taken over from chunk-caches untouched
+    tokens_recomputed  of reused chunks, recomputed
+    tokens_computed    of chunks without a chunk-cache, of the question, and of the system segment the first time
+    recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
+    focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
+    finish             why the answer ended; None while it is still being written
+    """
+
+    ttft_s: float
+    plan_s: float
+    load_s: float
+    prefill_s: float
+    total_s: float
+    tokens_prompt: int
+    tokens_reused: int
+    tokens_recomputed: int
+    tokens_computed: int
+    tokens_generated: int
+    recompute_share: float
+    focus_layer: int | None
+    finish: Literal["end", "length", "stop", "closed"] | None
+    chunks: tuple[ChunkStats, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A chunk that stood in the prompt, in prompt order."""
+
+    chunk_id: str
+    text: str
+    score: float | None
+    metadata: Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer's text, the chunks it could draw on, and its numbers."""
+
+    text: str
+    sources: tuple[Source, ...]
+    stats: RequestStats
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
