@@ -2,17 +2,18 @@
 
 What makes it fit for its two hard duties:
 
-* *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk and
-  variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected: every
-  variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a birth prefix are packed
-  to 16 bytes each and scores to float32. Equation 14's token scores, needed for winners only, live in a table of their own.
-* *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file that
-  may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal, before
-  one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The same
-  entries reserve space, so two processes that write at once cannot exceed the byte budget together.
+* *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
+  and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
+  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a birth prefix
+  are packed to 16 bytes each and scores to float32. Equation 14's token scores, needed for winners only, live in a
+  table of their own.
+* *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
+  that may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal,
+  before one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The
+  same entries reserve space, so two processes that write at once cannot exceed the byte budget together.
 
-Several processes may use one catalog (WAL, `BEGIN IMMEDIATE`, a busy timeout). Within a process one connection reads and
-another writes, each behind its own lock: a lookup never waits for a write. WAL with `synchronous=NORMAL` never
+Several processes may use one catalog (WAL, `BEGIN IMMEDIATE`, a busy timeout). Within a process one connection reads
+and another writes, each behind its own lock: a lookup never waits for a write. WAL with `synchronous=NORMAL` never
 corrupts; after a power cut the last commits may be gone, which costs a cache entry and never gives a wrong one.
 """
 
@@ -35,17 +36,19 @@ from cachecraft_rag.types import Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
 
-# A variant's worth decides who leaves first. The factor 1 + f_r instead of f_r, because with the plain product every unused
-# variant is worth 0 and exact births could not be preferred among them; the smallest possible use adds 1, so a variant used
-# once outranks an unused one of the same birth. The factor 1 + exact_share instead of exact_share, because a birth without
-# any exact context would stay at 0 however often it serves; like this an impure birth needs at most twice the use.
+# A variant's worth decides who leaves first. The factor 1 + f_r instead of f_r, because with the plain product every
+# unused variant is worth 0 and exact births could not be preferred among them; the smallest possible use adds 1, so a
+# variant used once outranks an unused one of the same birth. The factor 1 + exact_share instead of exact_share, because
+# a birth without any exact context would stay at 0 however often it serves; like this an impure birth needs at most
+# twice the use.
 _WORTH = "(1.0 + reuse_frequency) * (1.0 + exact_share)"
 
 # Numbered by position and append-only: a released migration never changes, a new one is added below it.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE scopes (
-             scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, UNIQUE (namespace, fingerprint))""",
+             scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
+             UNIQUE (namespace, fingerprint))""",
         f"""CREATE TABLE variants (
              scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
              birth_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
@@ -71,8 +74,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
 )
 
-_COLUMNS = """v.chunk_id, v.variant_id, v.birth_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci, v.exact_share,
-              v.session, v.codec, v.nbytes, v.reuse_frequency, v.created"""
+_COLUMNS = """v.chunk_id, v.variant_id, v.birth_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci,
+              v.exact_share, v.session, v.codec, v.nbytes, v.reuse_frequency, v.created"""
 _Row = tuple[str, str, bytes | str, int, str, bytes, float, float, float, str | None, str, int, float, float]
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, v.file_bytes, {_COLUMNS}
@@ -80,8 +83,9 @@ _LISTED = f"""SELECT s.namespace, s.fingerprint, v.file_bytes, {_COLUMNS}
 _LOOKUP = f"""SELECT {_COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
-_INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra, cci,
-    exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+_INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra,
+    cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created)
+    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
 _FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
 _FILTER = """(?1 IS NULL OR s.namespace = ?1) AND (?2 IS NULL OR s.fingerprint = ?2) AND (?3 IS NULL OR v.chunk_id = ?3)
@@ -126,7 +130,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Which rows an administrator means; None leaves a part open. `created_before` is a time in seconds since the epoch."""
+    """Which rows an administrator means; None leaves a part open. `created_before` is in seconds since the epoch."""
 
     namespace: str | None = None
     fingerprint: str | None = None
@@ -135,7 +139,7 @@ class RowFilter:
 
 
 def pack_ids(ids: Sequence[str]) -> bytes | str:
-    """Segment ids as 16 bytes each; ids that are no digests (hand-made ones) as JSON text, which SQLite keeps apart by type.
+    """Segment ids as 16 bytes each; ids that are no digests as JSON text, which SQLite keeps apart by type.
 
     >>> unpack_ids(pack_ids(("00" * 16, "ff" * 16))) == ("00" * 16, "ff" * 16)
     True
@@ -166,7 +170,7 @@ def _variant(namespace: str, fingerprint: str, row: _Row) -> Variant:
 
 
 class Catalog:
-    """The rows of a chunk-cache store. Every method may be called from any thread; failures of SQLite are `StoreError`."""
+    """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
     def __init__(self, path: Path, *, busy_timeout_s: float = 5.0) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
@@ -238,15 +242,16 @@ class Catalog:
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
         with self._reading() as connection:
-            query = """SELECT variants, (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)), file_bytes,
-                (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"""
+            query = """SELECT variants, (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)),
+                file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"""
             return Totals(*connection.execute(query).fetchone())
 
-    def holds(self, file: FileRef) -> bool:
-        """Whether a row stands behind exactly this file, not an older or newer one of the same variant."""
-        query = "SELECT 1 FROM variants WHERE variant_id = ? AND created = ?"
+    def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
+        """Whether a row stands behind exactly this file (or, if asked, somebody announced to create or delete it)."""
+        query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
+            UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
         with self._reading() as connection:
-            return connection.execute(query, (file.variant_id, file.created)).fetchone() is not None
+            return connection.execute(query, (file.variant_id, file.created, or_at_risk)).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
@@ -266,10 +271,10 @@ class Catalog:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits) -> list[FileRef] | None:
-        """Announce a file before it is created and make room for it; returns the files whose rows were removed for that.
+        """Announce a file before it is created and make room for it; returns the files whose rows went for that.
 
-        The caller deletes those files, tells `settle`, writes the new file, and calls `commit`. None, with nothing changed,
-        when even an empty catalog would leave no room because other writers have reserved it.
+        The caller deletes those files, tells `settle`, writes the new file, and calls `commit`. None, with nothing
+        changed, when even an empty catalog would leave no room because other writers have reserved it.
         """
         with self._writing() as connection:
             excess = _excess_bytes(connection, file_bytes, limits)
@@ -329,7 +334,7 @@ class Catalog:
             return _remove(connection, victims, writer)
 
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
-        """Remove what exceeds the byte budget or the number of variants, for example after the settings were lowered."""
+        """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
         with self._writing() as connection:
             excess = _excess_bytes(connection, 0, limits)
             gone = _remove(connection, _least_worthy(connection, excess=excess), writer)
@@ -354,13 +359,8 @@ class Catalog:
 
     def _connect(self) -> sqlite3.Connection:
         with self._errors():
-            return sqlite3.connect(
-                self.path,
-                timeout=self._busy_timeout_s,
-                isolation_level=None,
-                check_same_thread=False,
-                cached_statements=64,
-            )
+            wait = self._busy_timeout_s
+            return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
 
     def _when_free(self, action: Callable[[], None]) -> None:
         """Run `action`, again and again for as long as the busy timeout while the file is locked.
@@ -408,8 +408,8 @@ class Catalog:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._write_lock:
-            # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
-            # process wrote in between.
+            # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when
+            # another process wrote in between.
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -475,7 +475,8 @@ def _least_worthy_over(connection: sqlite3.Connection, limits: Limits, *, spared
 def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
     """The least worthy variants of the newest one's chunk that are too many.
 
-    The newest is spared although it is unused and so worth least: otherwise a full store would never learn anything new.
+    The newest is spared although it is unused and so worth least: otherwise a full store would never learn anything
+    new.
     """
     query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY worth, created"
     rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()

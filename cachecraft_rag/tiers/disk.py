@@ -1,16 +1,17 @@
 """The disk tier: one safetensors file per variant, written once, never changed.
 
-Layout v1, frozen. The file is a plain safetensors file: the library opens it, with one tensor per layer named `layer.000`,
-`layer.001`, … each `[2, tokens, kv_heads, head_dim]` (raw keys, then values). Names are zero-padded because safetensors sorts
-them; so the data section is one contiguous `[layers, 2, tokens, kv_heads, head_dim]` block in layer order, a layer is one
-contiguous read, and the whole file goes straight into one tensor. The header ends on a multiple of 4096 bytes, so that the
-data is page-aligned. It carries the full identity, the codec, a checksum per layer and one over its own fields.
+Layout v1, frozen. The file is a plain safetensors file: the library opens it, with one tensor per layer named
+`layer.000`, `layer.001`, … each `[2, tokens, kv_heads, head_dim]` (raw keys, then values). Names are zero-padded
+because safetensors sorts them; so the data section is one contiguous `[layers, 2, tokens, kv_heads, head_dim]` block in
+layer order, a layer is one contiguous read, and the whole file goes straight into one tensor. The header ends on a
+multiple of 4096 bytes, so that the data is page-aligned. It carries the full identity, the codec, a checksum per layer
+and one over its own fields.
 
-Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without copies
-of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
+Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
+copies of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
 
-A header is a pure function of its fields. A reader rebuilds it from what it parsed and compares all bytes, so a change of
-any byte is noticed, also one in an offset or in the padding that no checksum covers.
+A header is a pure function of its fields. A reader rebuilds it from what it parsed and compares all bytes, so a change
+of any byte is noticed, also one in an offset or in the padding that no checksum covers.
 """
 
 from __future__ import annotations
@@ -154,8 +155,9 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def empty_tensor(layout: KVLayout, tokens: int) -> torch.Tensor:
     """An uninitialised tensor of a chunk-cache's shape. Raises MemoryError.
 
-    Its memory comes from NumPy, which asks the system for huge pages; torch does not, and faulting a fresh 50 MB in by 4 KiB
-    pages takes longer than copying them from the page cache. 64 spare bytes give the alignment torch's own memory has.
+    Its memory comes from NumPy, which asks the system for huge pages; torch does not, and faulting a fresh 50 MB in by
+    4 KiB pages takes longer than copying them from the page cache. 64 spare bytes give the alignment torch's own memory
+    has.
     """
     nbytes = layout.nbytes(tokens)
     block = np.empty(nbytes + 64, dtype=np.uint8)
@@ -171,8 +173,10 @@ class DiskTier:
         self.root = root
 
     def path(self, variant_id: str, created: float) -> Path:
-        """Where this variant lies. `created` is part of the name: a replacement gets a file of its own, so an old row never
-        meets a new file, nor the other way round."""
+        """Where this variant lies.
+
+        `created` is part of the name: a replacement gets a file of its own, so an old row never meets a new file.
+        """
         name = f"{variant_id}-{struct.pack('>d', created).hex()}.safetensors"
         return self.root / variant_id[:2] / variant_id[2:4] / name
 
@@ -180,7 +184,7 @@ class DiskTier:
         return path.with_name(f".{path.name}.{writer}.tmp")
 
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
-        """Put the file in place, whole and synced, or raise OSError and leave nothing. `writer` marks the temporary file."""
+        """Put the file in place, whole and synced, or raise OSError. `writer` marks the temporary file."""
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
         self._make_folder(path.parent)
@@ -222,9 +226,10 @@ class DiskTier:
         """Delete the file, if there is one. Raises OSError when the system refuses."""
         self.path(variant_id, created).unlink(missing_ok=True)
 
-    def remove_temporary(self, variant_id: str, created: float, writer: str) -> None:
-        """Delete what `writer` left when it died while writing this variant."""
-        self._temporary(self.path(variant_id, created), writer).unlink(missing_ok=True)
+    def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
+        """What exists of a file that `writer` was about to create or delete: temporary, final, or nothing."""
+        path = self.path(variant_id, created)
+        return [found for found in (self._temporary(path, writer), path) if found.exists()]
 
     def scan(self) -> Iterator[FoundFile]:
         """Every file below the root. Files may come and go meanwhile."""
@@ -244,7 +249,7 @@ class DiskTier:
                 yield FoundFile(path, nbytes, match["id"], created, temporary["writer"] if temporary else None)
 
     def _make_folder(self, folder: Path) -> None:
-        """Create the folder and sync every parent that got a new entry: otherwise a power cut could lose a synced file."""
+        """Create the folder and sync every parent that got a new entry: a power cut could lose a synced file else."""
         missing = [folder, *folder.parents]
         missing = missing[: next(i for i, parent in enumerate(missing) if parent.is_dir())]
         for new in reversed(missing):
@@ -292,7 +297,10 @@ def _read_header(descriptor: int) -> tuple[Header, int]:
 
 
 def _read_verified(descriptor: int, variant: Variant) -> torch.Tensor:
-    """The tensor `[layers, 2, tokens, kv_heads, head_dim]`. Raises ValueError with what is wrong, OSError, MemoryError."""
+    """The verified tensor `[layers, 2, tokens, kv_heads, head_dim]`.
+
+    Raises ValueError with what is wrong with the file, OSError, MemoryError.
+    """
     header, start = _read_header(descriptor)
     told = replace(
         header, key=variant.key, tokens=variant.tokens, tokens_digest=variant.tokens_digest, codec=variant.codec

@@ -24,9 +24,10 @@ class _Held:
 
 
 class HostTier:
-    """Tensors in memory. When a new one does not fit, those with the lowest reuse frequency leave, the longest unraised first.
+    """Tensors in memory, within a budget. When a new one does not fit, those with the lowest reuse frequency leave.
 
-    Leaving costs nothing but a later read from disk. The tensor that has just come is spared: it is about to be used.
+    Among equals the one whose frequency was not raised for the longest time goes. Leaving costs nothing but a later
+    read from disk. The tensor that has just come is spared: it is about to be used.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -35,8 +36,9 @@ class HostTier:
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._used_bytes = 0
-        # A heap with void entries instead of a sorted structure: raising a frequency is a push, demotion pops until it finds
-        # a valid entry. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000 tensors.
+        # A heap with void entries instead of a sorted structure: raising a frequency is a push, demotion pops until it
+        # finds a valid entry. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000
+        # tensors.
         self._heap: list[tuple[float, int, str]] = []
         self._stamps = itertools.count()
 
@@ -50,7 +52,7 @@ class HostTier:
         return len(self._held)
 
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
-        """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]` without copying it; False when it alone is over the budget.
+        """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; False when it alone is over the budget.
 
         An older tensor of the same variant is replaced. The caller must not write to `kv` any more.
         """

@@ -1,0 +1,27 @@
+"""The chunk-cache store: the catalog's rows, files on disk, tensors in memory, and the rules that keep them in step.
+
+    with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:
+        variants = store.lookup(namespace, fingerprint, chunk_ids)   # rows only, a millisecond
+        loaded = store.load(variants[chunk_ids[0]][0])               # host memory first, then disk
+        store.put(birth)                                             # returns at once; a background thread writes
+
+What cannot be served is a miss with a reason, what cannot be written is dropped with a logged reason; neither ever
+raises. Only `open` and the administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
+
+Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
+"""
+
+from cachecraft_rag.catalog import Listed, RowFilter
+from cachecraft_rag.store.chunk_store import ChunkCacheStore, StoreConfig, StoreStats
+from cachecraft_rag.store.durable import CheckReport, Evicted, Finding
+
+__all__ = [
+    "CheckReport",
+    "ChunkCacheStore",
+    "Evicted",
+    "Finding",
+    "Listed",
+    "RowFilter",
+    "StoreConfig",
+    "StoreStats",
+]

@@ -1,0 +1,408 @@
+"""`ChunkCacheStore`: memory before disk, writing in the background, and numbers about both."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+
+from cachecraft_rag.catalog import Limits, Listed, RowFilter
+from cachecraft_rag.errors import ConfigError, StoreError
+from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
+from cachecraft_rag.tiers import Damaged
+from cachecraft_rag.tiers.disk import encode
+from cachecraft_rag.tiers.host import HostTier
+from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
+
+log = logging.getLogger("cachecraft_rag.store")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Settings of a store. They belong to the process, not to the folder, and may differ from one opening to the next.
+
+    host_bytes          tensors kept in memory; 0 switches the host tier off
+    disk_bytes          all files together
+    variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
+    max_variants        N×M of Cache-Craft §3.3: variants in all
+    queue_bytes         births waiting to be written; what comes while it is full is dropped
+    readers             threads that `load_many` reads files with
+    busy_timeout_s      how long a background write waits for another process's transaction
+    """
+
+    host_bytes: int = 2 << 30
+    disk_bytes: int = 20 << 30
+    variants_per_chunk: int = 5
+    max_variants: int = 100_000
+    queue_bytes: int = 1 << 30
+    readers: int = 4
+    busy_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges; raises ConfigError."""
+        for setting in fields(self):
+            value, least = getattr(self, setting.name), 0 if setting.name in ("host_bytes", "busy_timeout_s") else 1
+            if not value >= least:
+                raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
+
+    @property
+    def limits(self) -> Limits:
+        """What the catalog has to keep to."""
+        return Limits(self.disk_bytes, self.max_variants, self.variants_per_chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The state of the whole store (all processes) and what this process did with it.
+
+    disk_bytes  files with a row, and files being written
+    lookups     chunks asked for, by outcome: "found" or "no variant"
+    loads       chunk-caches loaded, by tier ("host", "disk") or by the reason why not
+    births      chunk-caches put, by outcome: "stored" or the reason why one was dropped
+    """
+
+    variants: int
+    chunks: int
+    disk_bytes: int
+    disk_budget: int
+    host_bytes: int
+    host_budget: int
+    queued_bytes: int
+    lookups: dict[str, int]
+    loads: dict[str, int]
+    births: dict[str, int]
+
+
+class ChunkCacheStore:
+    """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
+
+    def __init__(self, root: Path, config: StoreConfig) -> None:
+        """Open or create the store in the folder `root`. Raises StoreError when that is not possible."""
+        self.root, self.config = root, config
+        self._host = HostTier(config.host_bytes)
+        self._durable = DurableVariants(
+            root, limits=config.limits, busy_timeout_s=config.busy_timeout_s, on_removed=self._host.remove
+        )
+        self._lock = threading.Lock()  # guards the fields below; held for moments only
+        self._closed = False
+        self._queued_bytes = 0
+        self._last_created = 0.0
+        self._gains: dict[str, float] = {}
+        self._gains_scheduled = False
+        self._warned: set[str] = set()
+        self._lookups: Counter[str] = Counter()
+        self._loads: Counter[str] = Counter()
+        self._births: Counter[str] = Counter()
+        # One thread: births are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
+        # executor's own exit handler waits for it, so a program that forgets `close` still stores what it bore.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-store-writer")
+        self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
+
+    @classmethod
+    def open(cls, root: str | Path, **settings: float) -> Self:
+        """Open or create the store in the folder `root`; `settings` are the fields of `StoreConfig`.
+
+        Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
+        setting.
+        """
+        known = {setting.name for setting in fields(StoreConfig)}
+        if unknown := settings.keys() - known:
+            raise ConfigError(
+                f"Unknown store settings: {', '.join(sorted(unknown))}. Known: {', '.join(sorted(known))}."
+            )
+        return cls(Path(root), StoreConfig(**settings))  # type: ignore[arg-type]  # mypy sees one type for all settings
+
+    # -- the request's path -------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], session: str | None = None
+    ) -> dict[str, list[Variant]]:
+        """The variants of each chunk: shared ones and those private to exactly this session. One query, no tensors.
+
+        Every asked chunk id is a key. A catalog that cannot be read gives empty lists and one warning: the answer then
+        computes everything, which is better than no answer. Raises StoreError only after `close`.
+        """
+        self._check_open()
+        try:
+            found = self._durable.catalog.lookup(namespace, fingerprint, chunk_ids, session=session)
+        except StoreError as error:
+            self._warn_once("lookup", f"Nothing can be reused: {error}")
+            found = {chunk_id: [] for chunk_id in chunk_ids}
+        hits = sum(map(bool, found.values()))
+        with self._lock:
+            self._lookups.update({"found": hits, "no variant": len(found) - hits})
+        return found
+
+    def token_inter(self, variant_ids: Sequence[str]) -> dict[str, np.ndarray | None]:
+        """Equation 14's score of each token, float32 `[tokens]`, by variant id; None where unknown."""
+        self._check_open()
+        try:
+            return self._durable.catalog.token_inter(variant_ids)
+        except StoreError as error:
+            self._warn_once("token_inter", f"Token scores cannot be read: {error}")
+            return dict.fromkeys(variant_ids)
+
+    def load(self, variant: Variant) -> LoadedVariant | Unavailable:
+        """The tensor, from memory or else from disk (then memory keeps it too); or the reason why it cannot be served.
+
+        A variant whose file is missing or damaged leaves the catalog, in the background. Raises StoreError only after
+        `close`.
+        """
+        self._check_open()
+        loaded = self._host.read(variant)
+        if isinstance(loaded, Unavailable):
+            loaded = self._durable.disk.read(variant)
+            if isinstance(loaded, LoadedVariant):
+                self._host.add(variant, loaded.kv)
+        with self._lock:
+            self._loads[loaded.tier if isinstance(loaded, LoadedVariant) else _kind(loaded.reason)] += 1
+        if isinstance(loaded, Damaged):
+            self._in_background(partial(self._discard, variant, loaded.reason))
+        return loaded
+
+    def load_many(self, variants: Sequence[Variant]) -> list[LoadedVariant | Unavailable]:
+        """`load` for each, in the same order; files are read in parallel."""
+        self._check_open()
+        return list(self._readers.map(self.load, variants))
+
+    def put(self, birth: Birth) -> Future[Variant | Unavailable]:
+        """Store a chunk-cache in the background; the caller never waits and must not write to `birth.kv` any more.
+
+        Memory has the tensor at once, but `lookup` shows the variant only when its row is committed. The future gives
+        the stored variant, or the reason why the birth was dropped (also logged). A birth of the same identity replaces
+        the older one in one step. Raises StoreError when the tensor is not what its layout says: that is a mistake in
+        the caller.
+        """
+        variant = self._variant_of(birth)
+        with self._lock:
+            reason = self._refusal(birth, variant)
+            if not reason:
+                self._queued_bytes += variant.nbytes
+        future = None
+        if not reason:
+            self._host.add(variant, birth.kv)
+            future = self._in_background(partial(self._store, variant, birth))
+        if future is None:
+            future = Future()
+            future.set_result(self._drop(variant, reason or "the store is closed"))
+        return future
+
+    def used(self, variant_id: str, cfo: float, tokens: int) -> None:
+        """Record a use: f_r += 1 / max(CFO, 1/tokens) (Cache-Craft §3.3). Written in the background, in batches."""
+        gain = 1.0 / max(cfo, 1.0 / tokens)
+        self._host.raise_frequency(variant_id, gain)
+        with self._lock:
+            self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
+            due, self._gains_scheduled = not self._gains_scheduled, True
+        if due:
+            self._in_background(self._write_gains)
+
+    # -- administration -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """Sizes, budgets and counts. Raises StoreError when the catalog cannot be read."""
+        totals = self._durable.catalog.totals()
+        with self._lock:
+            return StoreStats(
+                variants=totals.variants,
+                chunks=totals.chunks,
+                disk_bytes=totals.file_bytes + totals.reserved_bytes,
+                disk_budget=self.config.disk_bytes,
+                host_bytes=self._host.used_bytes,
+                host_budget=self.config.host_bytes,
+                queued_bytes=self._queued_bytes,
+                lookups=dict(self._lookups),
+                loads=dict(self._loads),
+                births=dict(self._births),
+            )
+
+    def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
+        """A page of what is stored, private variants included, the most worthy first. Raises StoreError."""
+        return self._durable.catalog.rows(chosen or RowFilter(), offset=offset, limit=limit)
+
+    def evict(self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None) -> Evicted:
+        """Remove the chosen variants, least worthy first; all, or until all files together have `down_to_bytes`.
+
+        Raises ConfigError when neither says what to remove, StoreError when the catalog cannot be written.
+        """
+        chosen = chosen or RowFilter()
+        if chosen == RowFilter() and down_to_bytes is None:
+            raise ConfigError("evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything.")
+        catalog = self._durable.catalog
+        return self._durable.evict(lambda writer: catalog.evict(chosen, writer=writer, down_to_bytes=down_to_bytes))
+
+    def check(self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None) -> CheckReport:
+        """Compare rows and files, read every byte, and report what is wrong; with `repair` put it right.
+
+        Safe while other processes read and write: what a living writer is busy with is left alone. `progress` gets
+        (rows done, rows in all). Raises StoreError when the catalog or the folder cannot be read.
+        """
+        try:
+            return self._durable.check(repair=repair, progress=progress)
+        except OSError as error:
+            raise StoreError(
+                f"{self.root} cannot be read ({error}). Check the disk and the folder's permissions."
+            ) from error
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything put or used so far is written; False when that takes longer than `timeout` seconds."""
+        done = threading.Event()
+        return self._in_background(done.set) is None or done.wait(timeout)
+
+    def close(self) -> None:
+        """Write what is waiting, then let go of everything. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._write_gains()
+        self._durable.close()
+
+    def __enter__(self) -> Self:
+        """The store itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    # -- in the background --------------------------------------------------------------------------------------------
+
+    def _in_background(self, job: Callable[[], T]) -> Future[T] | None:
+        """Hand a job to the writer thread; None when the store is closed."""
+        try:
+            future = self._writer.submit(job)
+        except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+            return None
+        future.add_done_callback(_log_mistake)
+        return future
+
+    def _store(self, variant: Variant, birth: Birth) -> Variant | Unavailable:
+        """Write one birth. Whatever the disk or the catalog objects to becomes a dropped birth."""
+        try:
+            reason = self._durable.write(variant, encode(variant, birth.layout, birth.kv), birth.token_inter)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
+        except StoreError as error:
+            reason = f"the catalog cannot be written: {error}"
+        finally:
+            with self._lock:
+                self._queued_bytes -= variant.nbytes
+        if reason:
+            return self._drop(variant, reason)
+        with self._lock:
+            self._births["stored"] += 1
+        return variant
+
+    def _discard(self, variant: Variant, reason: str) -> None:
+        try:
+            self._durable.discard(variant, reason)
+        except StoreError as error:
+            self._warn_once("discard", f"A damaged chunk-cache stays in the catalog: {error}")
+
+    def _write_gains(self) -> None:
+        with self._lock:
+            gains, self._gains, self._gains_scheduled = self._gains, {}, False
+        try:
+            self._durable.catalog.raise_frequencies(gains)
+        except StoreError as error:
+            self._warn_once("used", f"Uses are written down later: {error}")
+            with self._lock:  # the next use tries again
+                for variant_id, gain in gains.items():
+                    self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _variant_of(self, birth: Birth) -> Variant:
+        """The row of a birth. Raises StoreError when its tensor is not what its layout says."""
+        kv, layout = birth.kv, birth.layout
+        tokens = kv.shape[2] if kv.dim() == 5 else 0
+        dtype = str(kv.dtype).removeprefix("torch.")
+        wrong = tuple(kv.shape) != layout.shape(tokens) or dtype != layout.dtype or kv.numel() == 0
+        if wrong or not kv.is_contiguous() or kv.device.type != "cpu":
+            raise StoreError(
+                f"A birth needs a contiguous CPU tensor {list(layout.shape(tokens))} {layout.dtype} with at least one "
+                f"token, not {list(kv.shape)} {dtype} on {kv.device}. Call .contiguous().cpu() and check the layout."
+            )
+        with self._lock:  # `created` names the file, so no two births of this process may share it
+            created = self._last_created = max(time.time(), self._last_created + 1e-6)
+        return Variant(
+            key=birth.key,
+            variant_id=birth.key.variant_id,
+            tokens=tokens,
+            tokens_digest=birth.tokens_digest,
+            inter=tuple(array("f", birth.inter)),  # as the catalog will give them back
+            intra=float(birth.intra),
+            cci=float(birth.cci),
+            exact_share=float(birth.exact_share),
+            session=birth.session,
+            codec="raw",
+            nbytes=layout.nbytes(tokens),
+            reuse_frequency=0.0,
+            created=created,
+        )
+
+    def _refusal(self, birth: Birth, variant: Variant) -> str:
+        """Why a birth cannot even be queued, or ""; the caller holds the lock."""
+        if self._closed:
+            return "the store is closed"
+        if variant.nbytes > self.config.disk_bytes:
+            return f"larger than the whole byte budget: {variant.nbytes} of {self.config.disk_bytes} bytes"
+        if self._queued_bytes + variant.nbytes > self.config.queue_bytes:
+            return f"too many births are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
+        scores = (variant.intra, variant.cci, variant.exact_share, *variant.inter)
+        if not all(
+            map(math.isfinite, scores)
+        ):  # half precision may overflow; SQLite has no NaN, planning no use for one
+            return "its attention scores are not finite"
+        if birth.token_inter is not None and birth.token_inter.shape != (variant.tokens,):
+            return f"it has {birth.token_inter.shape} token scores for {variant.tokens} tokens"
+        return ""
+
+    def _drop(self, variant: Variant, reason: str) -> Unavailable:
+        self._host.remove(variant.variant_id, variant.created)
+        with self._lock:
+            self._births[_kind(reason)] += 1
+        self._warn_once(_kind(reason), f"Chunk-cache of chunk {variant.key.chunk_id} is not stored: {reason}")
+        return Unavailable(variant.variant_id, reason)
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        """A warning for the first of its kind; the others at level INFO, because a full disk says so at every birth."""
+        with self._lock:
+            first = kind not in self._warned
+            self._warned.add(kind)
+        log.log(logging.WARNING if first else logging.INFO, "%s", message)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"The store {self.root} is closed. Open it again to use it.")
+
+
+def _kind(reason: str) -> str:
+    """The part of a reason that repeats, to count by."""
+    return reason.partition(":")[0]
+
+
+def _log_mistake(future: Future[T]) -> None:
+    """Nobody may be waiting for the future, and a mistake in our own code must not go unheard."""
+    if (error := future.exception()) is not None:
+        log.error("A background job of the store failed", exc_info=error)

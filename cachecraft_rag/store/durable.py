@@ -1,0 +1,246 @@
+"""Rows and files kept in step: what of a store survives the process.
+
+The order of a write: announce the file in the catalog (which also makes room for it), bytes to a temporary name, sync,
+rename, row, commit. The order of an eviction: row away, commit, unlink, tell the catalog. So at any moment a kill
+leaves either a whole chunk-cache with its row, or bytes that the catalog knows to be nobody's and the next opening
+removes; and the files never exceed the byte budget by more than those of a killed writer, until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from cachecraft_rag.catalog import Catalog, FileRef, Limits, Listed
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.tiers import Damaged
+from cachecraft_rag.tiers.disk import DiskTier, Encoded, FoundFile
+from cachecraft_rag.tiers.presence import Presence
+from cachecraft_rag.types import Unavailable, Variant
+
+FindingKind = Literal[
+    "missing file", "damaged file", "file without row", "leftover of a writer", "foreign file", "catalog"
+]
+_KILLED = "its process ended in the middle"
+log = logging.getLogger("cachecraft_rag.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: where, what, and what was done about it (or would be, with `repair=True`)."""
+
+    kind: FindingKind
+    path: Path
+    what: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The result of a check: how much was looked at, and the findings."""
+
+    rows: int
+    files: int
+    nbytes: int
+    repaired: bool
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction removed."""
+
+    variants: int
+    nbytes: int
+
+
+class DurableVariants:
+    """The catalog and the disk tier of one store folder, changed only in the order that a kill cannot break.
+
+    Every method may be called from any thread. `on_removed(variant_id, created)` is called for every variant whose row
+    is gone, so that memory need not keep it.
+    """
+
+    def __init__(
+        self, root: Path, *, limits: Limits, busy_timeout_s: float, on_removed: Callable[[str, float], None]
+    ) -> None:
+        """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError."""
+        self.limits = limits
+        self._on_removed = on_removed
+        self._lock = threading.Lock()
+        self._unsettled: list[FileRef] = []
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self.catalog = Catalog(root / "catalog.sqlite", busy_timeout_s=busy_timeout_s)
+            self._presence = Presence(root / "writers")
+        except OSError as error:
+            raise StoreError(
+                f"{root} cannot hold a store ({error}). Choose a writable folder on a local disk."
+            ) from error
+        self.disk = DiskTier(root / "variants")
+        try:
+            self._sweep(repair=True)
+            self.delete(self.catalog.enforce(limits, writer=self._presence.token))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._presence.leave()
+        self.catalog.close()
+
+    def write(self, variant: Variant, encoded: Encoded, token_scores: np.ndarray | None) -> str:
+        """Store a variant, evicting others for it; returns "" or why it cannot be stored.
+
+        Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
+        """
+        writer, limits, nbytes = self._presence.token, self.limits, encoded.nbytes
+        if nbytes > limits.disk_bytes:
+            return f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
+        gone = self.catalog.reserve(variant, file_bytes=nbytes, writer=writer, limits=limits)
+        if gone is None:
+            return "no room: other writers have reserved the whole byte budget"
+        try:
+            self.delete(gone)
+            self.disk.write(variant, encoded, writer=writer)
+            gone = self.catalog.commit(variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits)
+        except (OSError, StoreError):
+            self.delete([FileRef(variant.variant_id, variant.created)])
+            raise
+        self.delete(gone)
+        return ""
+
+    def discard(self, variant: Variant, reason: str) -> None:
+        """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
+
+        Nothing happens when the row is gone: evicted or replaced between lookup and load, or another thread was
+        quicker.
+        """
+        gone = self.catalog.remove([FileRef(variant.variant_id, variant.created)], writer=self._presence.token)
+        if gone:
+            path = self.disk.path(variant.variant_id, variant.created)
+            log.warning("Removed chunk-cache %s of chunk %s: %s", path, variant.key.chunk_id, reason)
+        self.delete(gone)
+
+    def evict(self, take: Callable[[str], list[FileRef]]) -> Evicted:
+        """Delete the files of the rows that `take(writer)` removes from the catalog."""
+        gone = take(self._presence.token)
+        self.delete(gone)
+        return Evicted(len(gone), sum(file.file_bytes for file in gone))
+
+    def delete(self, files: Iterable[FileRef]) -> None:
+        """Delete files that no row stands behind any more, then tell the catalog that they are gone. Never raises.
+
+        What cannot be deleted or told now stays announced as at risk: a later call or the next opening finishes it.
+        """
+        with self._lock:
+            settled, self._unsettled = self._unsettled, []
+        for file in files:
+            self._on_removed(file.variant_id, file.created)
+            try:
+                self.disk.remove(file.variant_id, file.created)
+                settled.append(file)
+            except OSError as error:
+                log.warning("An evicted file stays until the store is opened again: %s", error)
+        try:
+            if settled:
+                self.catalog.settle(settled)
+        except StoreError as error:  # a full disk, most likely
+            log.info("Deleted files are reported to the catalog later: %s", error)
+            with self._lock:
+                self._unsettled += settled
+
+    def check(self, *, repair: bool, progress: Callable[[int, int], None] | None) -> CheckReport:
+        """Compare rows and files and read every byte; see `ChunkCacheStore.check`. Raises StoreError, OSError."""
+        findings = [
+            Finding("catalog", self.catalog.path, text, f"delete the folder {self.catalog.path.parent} to start anew")
+            for text in self.catalog.problems()
+        ]
+        findings += self._sweep(repair=repair)
+        files = list(self.disk.scan())  # before the rows: a file younger than this list is nobody's leftover
+        total, rows = self.catalog.totals().variants, 0
+        for rows, row in enumerate(self.catalog.scan(), start=1):
+            findings += self._check_row(row, repair=repair)
+            if progress is not None:
+                progress(rows, max(total, rows))
+        reported = {finding.path for finding in findings}
+        for file in files:
+            if file.path not in reported:
+                findings += self._check_file(file, repair=repair)
+        return CheckReport(rows, len(files), sum(file.nbytes for file in files), repair, tuple(findings))
+
+    def _sweep(self, *, repair: bool) -> list[Finding]:
+        """What dead writers left unfinished: their files, their reservations, their locks."""
+        findings: list[Finding] = []
+        for writer, files in self.catalog.at_risk().items():
+            if self._presence.is_alive(writer):
+                continue
+            finished = []
+            for file in files:
+                paths = self.disk.leftovers(file.variant_id, file.created, writer)
+                findings += [_finding("leftover of a writer", path, _KILLED, repair=repair) for path in paths]
+                if repair and all(_unlink(path) for path in paths):
+                    finished.append(file)
+            if finished:
+                self.catalog.settle(finished)
+        if repair:
+            for writer in self._presence.dead():
+                self._presence.bury(writer)
+        return findings
+
+    def _check_row(self, row: Listed, *, repair: bool) -> list[Finding]:
+        file = FileRef(row.variant.variant_id, row.variant.created)
+        path = self.disk.path(file.variant_id, file.created)
+        found = self.disk.read(row.variant)
+        if not isinstance(found, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
+            return []
+        if not isinstance(found, Damaged):
+            return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
+        kind: FindingKind = "damaged file" if path.exists() else "missing file"
+        if repair:
+            self.delete(self.catalog.remove([file], writer=self._presence.token))
+        return [_finding(kind, path, found.reason, repair=repair)]
+
+    def _check_file(self, file: FoundFile, *, repair: bool) -> list[Finding]:
+        if file.variant_id is None:
+            return [Finding("foreign file", file.path, "no file of this store", "left alone")]
+        if file.writer is None:
+            finding = _finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)
+        elif self._presence.is_alive(file.writer):
+            return []
+        else:
+            finding = _finding("leftover of a writer", file.path, _KILLED, repair=repair)
+        known = FileRef(file.variant_id, file.created)
+        if self.catalog.holds(known, or_at_risk=True):  # most files end here, without stopping anybody
+            return []
+        with (
+            self.catalog.standstill()
+        ):  # nobody can announce the file or commit its row between the look and the deletion
+            if self.catalog.holds(known, or_at_risk=True) or not file.path.exists():
+                return []
+            if repair:
+                _unlink(file.path)
+        return [finding]
+
+
+def _unlink(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("A leftover cannot be deleted: %s", error)
+        return False
+    return True
+
+
+def _finding(kind: FindingKind, path: Path, what: str, *, repair: bool) -> Finding:
+    row = kind in ("missing file", "damaged file")
+    return Finding(
+        kind, path, what, ("row and file removed" if row else "file removed") if repair else "would be removed"
+    )
