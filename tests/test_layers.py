@@ -18,12 +18,14 @@ FOLDERS = {
 # `retrievers` live on floors of their own and are listed one by one.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "kernels"}),
-    frozenset({"chunking", "documents", "prompt", "scoring", "selection", "focus", "embedded", "codecs", "stats"}),
-    frozenset({"config", "catalog", "tiers"}),
+    frozenset(
+        {"chunking", "documents", "prompt", "scoring", "selection", "focus", "embedded", "codecs", "stats", "turns"}
+    ),
+    frozenset({"config", "catalog", "tiers", "retrievers.vector_index"}),
     frozenset({"store", "models", "retrievers.faiss_store", "retrievers.embeddings"}),
     frozenset({"planner", "loading", "births", "retrievers.indexer"}),
     frozenset({"prefill", "decode", "birthing"}),
-    frozenset({"engine"}),
+    frozenset({"engine", "priming", "selfcheck"}),
     frozenset({"rag", "backends"}),
     frozenset({"llama_index", "langchain", "retrievers.llama_index", "retrievers.langchain", "evaluation", "bench"}),
     frozenset({"cli"}),
