@@ -1,11 +1,11 @@
 """Split documents into chunks at headings, paragraphs and sentences, each small enough for the embedding model.
 
-A chunk's text begins with its heading path, a blank line, and then the text of its section, so that it can be understood
-alone: `Kettle K2 > Descaling`. The path comes from the document's own headings and counts towards the limit.
+A chunk's text begins with its heading path, a blank line, and then the text of its section, so that it can be
+understood alone: `Kettle K2 > Descaling`. The path comes from the document's own headings and counts towards the limit.
 
 A heading always begins a new chunk, with one exception: a section that fits into one chunk together with all of its
-subsections stays whole. Filling every chunk up to the limit across headings was the alternative; it makes fewer chunks, but
-each speaks of several things, and an edit of one section would change the chunks of its neighbours.
+subsections stays whole. Filling every chunk up to the limit across headings was the alternative; it makes fewer chunks,
+but each speaks of several things, and an edit of one section would change the chunks of its neighbours.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from cachecraft_rag.types import Chunk, Document, Scalar
 SPLITTER_VERSION = 1  # raise it when the same document would be split differently: indexes then split anew
 SMALLEST_LIMIT = 16
 
-# An English token of an embedding model has four or five characters. But a vocabulary may know no word of a text: to BERT a
-# paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read thousands.
+# An English token of an embedding model has four or five characters. But a vocabulary may know no word of a text: to
+# BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
+# thousands.
 CHARACTERS_PER_TOKEN = 12
 
 
@@ -42,9 +43,9 @@ def split(document: Document, *, count_tokens: Callable[[str], int], limit: int)
     """The chunks of a document in order; every word of it is in one, and none has more than `limit` tokens.
 
     `count_tokens` gives the embedding model's tokens of a text, special tokens included. Each chunk's metadata is the
-    document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and `end` (character offsets of its text
-    in the document), and `page` (from 1) where the document has pages. The same document always gives the same chunks.
-    Raises `ConfigError` for a limit below `SMALLEST_LIMIT`.
+    document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and `end` (character offsets of
+    its text in the document), and `page` (from 1) where the document has pages. The same document always gives the same
+    chunks. Raises `ConfigError` for a limit below `SMALLEST_LIMIT`.
     """
     if limit < SMALLEST_LIMIT:
         raise ConfigError(f"a chunk limit of {limit} tokens leaves no room for text; use at least {SMALLEST_LIMIT}")
@@ -80,7 +81,7 @@ def _join(path: str, body: str) -> str:
 
 
 def _sections(text: str) -> list[_Section]:
-    """The sections of a Markdown text, in order and without gaps; headings inside code, lists and quotes do not count."""
+    """The sections of a Markdown text, in order, without gaps; headings in code, lists and quotes do not count."""
     from markdown_it import MarkdownIt
 
     lines = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text)), len(text)]  # where each line begins
@@ -109,8 +110,8 @@ def _parts(
 ) -> Iterator[tuple[str, int, int]]:
     """What goes into chunks together: (heading path, start, end of the text), in order.
 
-    A heading without text of its own needs no chunk as long as it stands in the path of the one that follows. Where the path
-    had to be shortened and lost it, that chunk's text begins at the heading instead.
+    A heading without text of its own needs no chunk as long as it stands in the path of the one that follows. Where the
+    path had to be shortened and lost it, that chunk's text begins at the heading instead.
     """
     open_sections: list[_Section] = []  # the sections around the present one, outermost first, itself last
     unseen: list[_Section] = []  # headings that no chunk has shown yet
@@ -122,14 +123,14 @@ def _parts(
             open_sections.append(section)
             unseen.append(section)
         path, shown = _heading_path(open_sections, size=size, limit=limit)
+        start = min([section.body, *(heading.start for heading in unseen if heading not in shown)])
         last = _subtree(sections, at)
         end = sections[last].end
-        if not _fits(_join(path, text[section.body : end].strip()), size, limit):
+        if not _fits(_join(path, text[start:end].strip()), size, limit):
             last, end = at, section.end
         is_leaf = last + 1 == len(sections) or sections[last + 1].level <= section.level
         if text[section.body : end].strip() or (is_leaf and section.level):
-            hidden = [heading.start for heading in unseen if heading not in shown]
-            yield path, min([section.body, *hidden]), end
+            yield path, start, end
             unseen = []
         at = last + 1
 
@@ -148,7 +149,7 @@ def _fits(candidate: str, size: Callable[[str], int], limit: int) -> bool:
 
 
 def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: int) -> tuple[str, list[_Section]]:
-    """The path in words and the sections it names: outer headings are left out until it takes half of the limit at most."""
+    """The path in words and the sections it names: outer headings are left out while it takes over half the limit."""
     for skip in range(len(around)):
         path = " > ".join(section.title for section in around[skip:])
         if _fits(path, size, limit // 2):
@@ -160,7 +161,7 @@ def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int],
     """(Offset, piece) of a part's text, each of which fits the limit together with the path; never empty."""
     from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
-    # A form feed becomes a line end in the chunk: the same length, so offsets stay, but perhaps another number of tokens.
+    # A form feed becomes a line end: the same length, so offsets stay, but perhaps another number of tokens.
     text = text.replace("\f", "\n")
     if not text.strip():
         return [(0, "")]

@@ -1,8 +1,8 @@
 """Read files and folders of text, Markdown, reStructuredText, HTML and PDF into documents.
 
 What comes out is Markdown where the source has headings (Markdown, reStructuredText, HTML) and plain text where it has
-none (.txt, PDF); `metadata["format"]` says which, and the splitter goes by it. Line ends become `\n`, so that the same text
-saved on two systems gives the same chunks. In a PDF a form feed stands between pages.
+none (.txt, PDF); `metadata["format"]` says which, and the splitter goes by it. Line ends become line feeds, so that the
+same text saved on two systems gives the same chunks. In a PDF a form feed stands between pages.
 
 Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8, and last Windows-1252, noted in
 `metadata["encoding"]`. One bad file never loses the rest of a folder: it becomes a `Problem` beside the documents.
@@ -77,14 +77,15 @@ class Reading:
 def list_files(path: str | os.PathLike[str]) -> Listing:
     """The files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
 
-    Names that begin with a dot are passed over silently, other kinds of file with a problem. Links are followed; each folder
-    is entered once, under its own name rather than a link's, so loops end. Raises `DocumentError` where nothing is there.
+    Names that begin with a dot are passed over silently, other kinds of file with a problem. Links are followed; each
+    folder is entered once, under its own name rather than a link's, so loops end. Raises `DocumentError` where nothing
+    is there.
     """
     root = Path(path)
     if root.is_file():
         if root.suffix.lower() not in SUFFIXES:
             raise DocumentError(_unsupported(root))
-        return Listing((SourceFile(root, _printable(root.name)),), ())
+        return Listing((SourceFile(root, printable(root.name)),), ())
     if not root.is_dir():
         raise DocumentError(f"{root}: there is no such file or folder; check the spelling")
     files, problems = _walk(root)
@@ -95,7 +96,7 @@ def list_files(path: str | os.PathLike[str]) -> Listing:
 
 def read_document(file: SourceFile | str | os.PathLike[str]) -> Document:
     """The document of one file. Raises `DocumentError`, which names the file and says what to do."""
-    source = file if isinstance(file, SourceFile) else SourceFile(Path(file), _printable(Path(file).name))
+    source = file if isinstance(file, SourceFile) else SourceFile(Path(file), printable(Path(file).name))
     try:
         data = source.path.read_bytes()
     except OSError as error:
@@ -104,7 +105,7 @@ def read_document(file: SourceFile | str | os.PathLike[str]) -> Document:
 
 
 def read_documents(path: str | os.PathLike[str]) -> Reading:
-    """Every document at `path`, a file or a folder (see `list_files`), with the problems of those that cannot be read."""
+    """Every document at `path`, a file or a folder (see `list_files`), and the problems of the others."""
     listing = list_files(path)
     documents: list[Document] = []
     problems = list(listing.problems)
@@ -153,7 +154,7 @@ def _unsupported(path: Path) -> str:
     return f"{path}: not a kind of file that can be indexed; convert it to one of {kinds}, or leave it out"
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`, because a database refuses them raw."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
@@ -181,7 +182,7 @@ def _walk(root: Path) -> tuple[list[SourceFile], list[Problem]]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            path, doc_id = Path(entry.path), f"{below}/{_printable(entry.name)}".lstrip("/")
+            path, doc_id = Path(entry.path), f"{below}/{printable(entry.name)}".lstrip("/")
             try:
                 if entry.is_dir():
                     (links if entry.is_symlink() else folders).append((path, doc_id))
@@ -199,7 +200,7 @@ def _walk(root: Path) -> tuple[list[SourceFile], list[Problem]]:
 
 
 def _clean(text: str) -> str:
-    """Line ends as `\\n`, no NUL, no lone surrogates: neither SQLite nor a tokenizer takes those."""
+    """Line ends as line feeds, no NUL, no lone surrogates: neither SQLite nor a tokenizer takes those."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
@@ -345,6 +346,7 @@ class _HtmlRenderer:
 
     def __init__(self) -> None:
         self.out: list[str] = []
+        self.last = ""  # kind of the last block
         self.line: list[str] = []
         self.prefix = ""  # of the block that is being gathered
         self.pre = 0  # depth of <pre>
@@ -362,7 +364,7 @@ class _HtmlRenderer:
             else:
                 self._close(node.name)
         self._flush()
-        return re.sub(r"\n{3,}", "\n\n", "".join(self.out)).strip()
+        return "".join(self.out)
 
     def _open(self, name: str) -> None:
         if name == "br":
@@ -396,15 +398,21 @@ class _HtmlRenderer:
         if self.pre:
             fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", raw)), default=0))
             body = raw.strip("\n")
-            self.out.append(f"\n\n{fence}\n{body}\n{fence}\n\n")
+            self._block(f"{fence}\n{body}\n{fence}")
         elif prefix.startswith("#"):
-            self.out.append(f"\n\n{prefix}{' '.join(raw.split())}\n\n")
+            self._block(prefix + " ".join(raw.split()))
         else:
             lines = [_escape(" ".join(line.split())) for line in raw.split("\n")]
             lines = [line for line in lines if line]
-            tight = bool(prefix) or " | " in raw
-            text = prefix + ("\n" + " " * len(prefix)).join(lines)
-            self.out.append(f"\n{text}\n" if tight else f"\n\n{text}\n\n")
+            kind = "item" if prefix else "row" if " | " in raw else ""
+            self._block(prefix + ("\n" + " " * len(prefix)).join(lines), kind)
+
+    def _block(self, text: str, kind: str = "") -> None:
+        """Write a block behind a blank line, or behind a line end if it is the next item of a list or row of a table."""
+        if self.out:
+            self.out.append("\n" if kind and kind == self.last else "\n\n")
+        self.out.append(text)
+        self.last = kind
 
 
 def _html_events(soup: BeautifulSoup) -> Iterator[tuple[str, object]]:

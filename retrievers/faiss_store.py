@@ -1,0 +1,536 @@
+"""The vector store: chunks of documents in SQLite, found by FAISS, returned by chunk id.
+
+SQLite is the truth, the vectors included. The FAISS index is derived from it: each search compares the index's
+generation with the database's and brings in what has changed, whoever changed it. So there is nothing to keep in step:
+a process killed at any moment, a lost or damaged index file, another process that writes, all end in the same catching
+up.
+
+A chunk has one row and one vector, and an owner for each place in a document where it stands. It goes with its last
+owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers.vector_index import VectorIndex
+from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+DATABASE = "index.sqlite"
+INDEX_FILE = "index.faiss"
+Where = Mapping[str, Scalar] | Callable[[Metadata], bool]
+
+_WAIT_S = 30.0  # for another process's transaction
+_BATCH = 4096  # rows per query; bounds memory
+_logger = logging.getLogger(__name__)
+
+# Append only: migration n brings a database from user_version n to n + 1.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE documents (
+            doc_id TEXT PRIMARY KEY,
+            content_digest TEXT NOT NULL,
+            root TEXT NOT NULL
+        ) WITHOUT ROWID""",
+        # `number` is the chunk's id in FAISS; `generation` is the one in which the row was written
+        """CREATE TABLE chunks (
+            number INTEGER PRIMARY KEY,
+            chunk_id TEXT NOT NULL UNIQUE,
+            generation INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            vector BLOB NOT NULL
+        )""",
+        "CREATE INDEX chunks_by_generation ON chunks (generation)",
+        """CREATE TABLE owners (
+            doc_id TEXT NOT NULL REFERENCES documents (doc_id),
+            ordinal INTEGER NOT NULL,
+            number INTEGER NOT NULL REFERENCES chunks (number),
+            metadata TEXT NOT NULL,
+            PRIMARY KEY (doc_id, ordinal)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDocument:
+    """A document in the store. `root` is the folder it was read from ("" if none), `chunks` how many places it has."""
+
+    doc_id: str
+    content_digest: str
+    root: str
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The chunk ids that a call brought into the store and those it removed for good (no owner was left)."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Sizes of a store; `nbytes` is what its files take on the disk."""
+
+    documents: int
+    chunks: int
+    owners: int
+    dim: int
+    generation: int
+    embedder: str
+    nbytes: int
+
+
+def chunk_number(chunk_id: str, salt: int) -> int:
+    """The non-negative int64 under which FAISS may know a chunk; where two meet, the later one takes another salt."""
+    return int.from_bytes(hashlib.blake2b(f"{salt}:{chunk_id}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+class FaissStore:
+    """Chunks with their vectors and owners in a folder; threads and processes may share it.
+
+    Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens
+    as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
+    """
+
+    def __init__(
+        self, folder: Path, db: sqlite3.Connection, *, number_of: Callable[[str, int], int] = chunk_number
+    ) -> None:
+        self.folder = folder
+        self._db = db
+        self._number_of = number_of
+        self._lock = threading.RLock()
+        self._closed = False
+        self._store = self._setting("store")
+        self.dim = int(self._setting("dim"))
+        self.embedder = self._setting("embedder")
+        self._index: VectorIndex | None = None
+        self._saved_generation = -1
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dim: int | None = None,
+        embedder_fingerprint: str | None = None,
+        number_of: Callable[[str, int], int] = chunk_number,
+    ) -> Self:
+        """Open the store in a folder; it is made if it is not there, provided that `dim` and the fingerprint are given.
+
+        Without them an existing store is opened as it is, which is enough to look at it and to delete. Of a fingerprint
+        `name@digest` only the digest counts. Raises `IndexStoreError` where there is no store, where it was made with
+        another embedding model, and where its database is damaged.
+        """
+        path = Path(folder)
+        if not (path / DATABASE).is_file() and (dim is None or embedder_fingerprint is None):
+            raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            db = sqlite3.connect(path / DATABASE, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise IndexStoreError(
+                f"{path}: the index cannot be opened ({error}); check the folder and its permissions"
+            ) from error
+        try:
+            _prepare(db, path, dim=dim, fingerprint=embedder_fingerprint)
+            return cls(path, db, number_of=number_of)
+        except sqlite3.Error as error:
+            db.close()
+            raise IndexStoreError(
+                f"{path}: the index cannot be opened ({error}); if it is damaged, delete the folder and index again"
+            ) from error
+        except IndexStoreError:
+            db.close()
+            raise
+
+    # --- changes ---
+
+    def upsert(
+        self, doc_id: str, chunks: Sequence[Chunk], vectors: ArrayLike, *, content_digest: str = "", root: str = ""
+    ) -> Change:
+        """Make these the chunks of the document, in this order, in place of those it had; other documents keep theirs.
+
+        vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
+        """
+        matrix = self._checked(vectors, len(chunks))
+        with self._transaction("IMMEDIATE") as db:
+            before = [row[0] for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))]
+            db.execute("DELETE FROM owners WHERE doc_id = ?", (doc_id,))
+            db.execute(
+                "INSERT INTO documents VALUES (?, ?, ?) ON CONFLICT (doc_id) DO UPDATE "
+                "SET content_digest = excluded.content_digest, root = excluded.root",
+                (doc_id, content_digest, root),
+            )
+            added = self._append(db, doc_id, chunks, matrix)
+            return self._changed(db, added, self._drop_orphans(db, before))
+
+    def add(self, doc_id: str, chunks: Sequence[Chunk], vectors: ArrayLike) -> Change:
+        """Append chunks to the document, which is made if it is not there. `vectors` as in `upsert`.
+
+        The document's content digest is cleared, because it no longer tells what the document holds.
+        """
+        matrix = self._checked(vectors, len(chunks))
+        with self._transaction("IMMEDIATE") as db:
+            db.execute(
+                "INSERT INTO documents VALUES (?, '', '') ON CONFLICT (doc_id) DO UPDATE SET content_digest = ''",
+                (doc_id,),
+            )
+            return self._changed(db, self._append(db, doc_id, chunks, matrix), ())
+
+    def delete_document(self, doc_id: str) -> Change:
+        """Remove a document and those of its chunks that no other document has; one that is not there is no error."""
+        with self._transaction("IMMEDIATE") as db:
+            before = [row[0] for row in db.execute("DELETE FROM owners WHERE doc_id = ? RETURNING number", (doc_id,))]
+            db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
+            return self._changed(db, (), self._drop_orphans(db, before))
+
+    def delete_chunks(self, chunk_ids: Iterable[str]) -> Change:
+        """Remove chunks from every document that has them.
+
+        The documents stay, with their content digests, so an unchanged file does not bring the chunks back.
+        """
+        with self._transaction("IMMEDIATE") as db:
+            numbers = [row[0] for row in _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)]
+            for number in numbers:
+                db.execute("DELETE FROM owners WHERE number = ?", (number,))
+            return self._changed(db, (), self._drop_orphans(db, numbers))
+
+    # --- questions ---
+
+    def search(self, vector: ArrayLike, k: int, *, where: Where | None = None) -> list[SearchHit]:
+        """The `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
+
+        vector  `[dim]`, of unit length for cosine scores
+        where   only chunks with an owner whose metadata has these values (1 is not True), or for whose metadata the
+                function returns true; the hit then carries that owner's metadata. The filter is applied before the
+                search, so it never costs hits. A function sees every owner's metadata and must not call the store.
+        """
+        if k < 1:
+            raise ConfigError(f"cannot search for {k} chunks; ask for at least 1")
+        query = self._checked(np.asarray(vector)[None], 1)[0]
+        with self._transaction("DEFERRED") as db:  # one snapshot: what the index finds, the rows still hold
+            index = self._synchronised(db)
+            allowed = None if where is None else _matching(db, where)
+            numbers, scores = index.search(query, k, allowed)
+            rows = _chunk_rows(db, numbers.tolist(), where)
+        hits = [
+            SearchHit(rows[number][0], score, *rows[number][1:])
+            for number, score in zip(numbers.tolist(), scores.tolist(), strict=True)
+        ]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
+
+    def get(self, chunk_ids: Sequence[str]) -> list[Chunk]:
+        """The chunks of these ids, in this order, with the metadata of their first owner.
+
+        Raises `IndexStoreError` where one of them is not in the store.
+        """
+        with self._transaction("DEFERRED") as db:
+            found = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
+            rows = _chunk_rows(db, [row[0] for row in found], None)
+        by_id = {chunk_id: Chunk(text, metadata) for chunk_id, text, metadata in rows.values()}
+        missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in by_id]
+        if missing:
+            raise IndexStoreError(
+                f"chunk {missing[0]} is not in the index ({len(missing)} missing); search again for its document"
+            )
+        return [by_id[chunk_id] for chunk_id in chunk_ids]
+
+    def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
+        """The vectors, `[dim]` each, of those chunks that are in the store: they need not be embedded again."""
+        with self._transaction("DEFERRED") as db:
+            rows = _by_list(db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids)
+            return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
+
+    def chunks_of(self, doc_id: str) -> list[Chunk]:
+        """The chunks of a document in the order of its text; none for a document that is not there."""
+        with self._transaction("DEFERRED") as db:
+            rows = db.execute(
+                "SELECT text, metadata FROM owners JOIN chunks USING (number) WHERE doc_id = ? ORDER BY ordinal",
+                (doc_id,),
+            )
+            return [Chunk(text, json.loads(metadata)) for text, metadata in rows]
+
+    def documents(self) -> list[StoredDocument]:
+        """All documents, sorted by `doc_id`."""
+        with self._transaction("DEFERRED") as db:
+            rows = db.execute(
+                "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
+                "FROM documents d ORDER BY doc_id"
+            )
+            return [StoredDocument(*row) for row in rows]
+
+    def stats(self) -> StoreStats:
+        """Sizes of the store."""
+        with self._transaction("DEFERRED") as db:
+            documents, chunks, owners = db.execute(
+                "SELECT (SELECT COUNT(*) FROM documents), (SELECT COUNT(*) FROM chunks), (SELECT COUNT(*) FROM owners)"
+            ).fetchone()
+            generation = int(self._setting("generation"))
+        nbytes = sum(path.stat().st_size for path in self.folder.glob("index.*") if path.is_file())
+        return StoreStats(documents, chunks, owners, self.dim, generation, self.embedder, nbytes)
+
+    # --- life ---
+
+    def save(self) -> None:
+        """Write the index file, so that the next process starts sooner.
+
+        Nothing is lost without it: every change is on the disk when the method that makes it returns.
+        """
+        with self._transaction("DEFERRED") as db:
+            index = self._synchronised(db)
+            if index.generation == self._saved_generation:
+                return
+            try:
+                index.save(self.folder / INDEX_FILE, store=self._store)
+            except OSError as error:
+                _logger.warning("%s cannot be written (%s); it will be built anew", self.folder / INDEX_FILE, error)
+            else:
+                self._saved_generation = index.generation
+
+    def close(self) -> None:
+        """Write the index file if a search has brought it up to date, and close; closing twice is no error."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                if self._index is not None:
+                    self.save()
+            finally:
+                self._closed = True
+                self._db.close()
+
+    def __enter__(self) -> Self:
+        """The store itself; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    # --- inside ---
+
+    @contextlib.contextmanager
+    def _transaction(self, mode: str) -> Iterator[sqlite3.Connection]:
+        """The connection inside a transaction that is committed at the end, or rolled back when anything is raised."""
+        with self._lock:
+            if self._closed:
+                raise IndexStoreError(f"{self.folder}: the index has been closed; open it again")
+            try:
+                self._db.execute(f"BEGIN {mode}")
+                try:
+                    yield self._db
+                    self._db.execute("COMMIT")
+                finally:
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+            except sqlite3.Error as error:
+                raise IndexStoreError(
+                    f"{self.folder}: the index failed ({error}); check the disk, or index again"
+                ) from error
+
+    def _setting(self, key: str) -> str:
+        value: str = self._db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()[0]
+        return value
+
+    def _checked(self, vectors: ArrayLike, count: int) -> NDArray[np.float32]:
+        """The vectors as float32 `[count, dim]`, finite."""
+        matrix = np.asarray(vectors, dtype="<f4")
+        if count == 0 and matrix.size == 0:
+            return matrix.reshape(0, self.dim)
+        if matrix.shape != (count, self.dim):
+            raise IndexStoreError(
+                f"{self.folder}: vectors of shape {matrix.shape} where ({count}, {self.dim}) is needed; "
+                f"embed with the model the index was made with, {_name(self.embedder)}"
+            )
+        if not np.isfinite(matrix).all():
+            raise IndexStoreError(f"{self.folder}: a vector is not finite; run the embedding model in float32")
+        return matrix
+
+    def _append(
+        self, db: sqlite3.Connection, doc_id: str, chunks: Sequence[Chunk], matrix: NDArray[np.float32]
+    ) -> list[str]:
+        """Put chunks behind those the document has; the ids of those that are new to the store."""
+        generation = int(self._setting("generation")) + 1
+        first = db.execute("SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?", (doc_id,)).fetchone()[
+            0
+        ]
+        added = []
+        for ordinal, (chunk, vector) in enumerate(zip(chunks, matrix, strict=True), first):
+            chunk_id = chunk.chunk_id
+            row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
+            number = row[0] if row else self._free_number(db, chunk_id)
+            if row is None:
+                values = (number, chunk_id, generation, chunk.text, vector.tobytes())
+                db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", values)
+                added.append(chunk_id)
+            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?)", (doc_id, ordinal, number, _encoded(chunk.metadata)))
+        return added
+
+    def _free_number(self, db: sqlite3.Connection, chunk_id: str) -> int:
+        salt = 0
+        while True:
+            number = self._number_of(chunk_id, salt)
+            if db.execute("SELECT 1 FROM chunks WHERE number = ?", (number,)).fetchone() is None:
+                return number
+            salt += 1
+
+    def _drop_orphans(self, db: sqlite3.Connection, numbers: Iterable[int]) -> list[str]:
+        """Remove those of the chunks that have no owner; their ids."""
+        return [
+            row[0]
+            for number in sorted(set(numbers))
+            for row in db.execute(
+                "DELETE FROM chunks WHERE number = ?1 AND NOT EXISTS (SELECT 1 FROM owners WHERE number = ?1) "
+                "RETURNING chunk_id",
+                (number,),
+            ).fetchall()
+        ]
+
+    def _changed(self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]) -> Change:
+        """What a call did, after a new generation has begun if the index is affected."""
+        if added or removed:
+            db.execute("UPDATE settings SET value = value + 1 WHERE key = 'generation'")
+        return Change(tuple(added), tuple(removed))
+
+    def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
+        """The index, brought to the generation of the transaction's snapshot."""
+        if self._index is None:
+            self._index = VectorIndex.load(self.folder / INDEX_FILE, dim=self.dim, store=self._store)
+            self._saved_generation = -1 if self._index is None else self._index.generation
+        generation = int(self._setting("generation"))
+        # An index ahead of its database: the database was restored from an older copy, and generations mean nothing.
+        if self._index is None or self._index.generation > generation:
+            self._index = VectorIndex(self.dim)
+        index = self._index
+        if index.generation == generation:
+            return index
+        present = _numbers(db.execute("SELECT number FROM chunks ORDER BY number"))
+        rewritten = _numbers(db.execute("SELECT number FROM chunks WHERE generation > ?", (index.generation,)))
+        held = index.numbers()
+        # A number may have passed from a deleted chunk to a new one: then it is removed here and added below.
+        index.remove(held[~np.isin(held, present) | np.isin(held, rewritten)])
+        wanted = np.setdiff1d(present, index.numbers())
+        for start in range(0, len(wanted), _BATCH):
+            batch = wanted[start : start + _BATCH].tolist()
+            rows = list(_by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch))
+            vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(len(rows), self.dim)
+            index.add(np.array([row[0] for row in rows], dtype=np.int64), vectors)
+        index.generation = generation
+        return index
+
+
+def _prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> None:
+    """Bring the database to the newest schema, set up a new one, and check that it fits the embedding model."""
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")  # a commit that a power cut takes back would leave the index file ahead
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("BEGIN IMMEDIATE")  # two processes may open a new folder at once
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(_MIGRATIONS):
+            raise IndexStoreError(
+                f"{folder}: the index was made by a newer version of cachecraft-rag; upgrade, or index again"
+            )
+        for statement in (statement for migration in _MIGRATIONS[version:] for statement in migration):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+        if db.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
+            values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": str(fingerprint), "generation": "0"}
+            db.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
+        stored = dict(db.execute("SELECT key, value FROM settings").fetchall())
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+    other_model = fingerprint is not None and fingerprint.rpartition("@")[2] != stored["embedder"].rpartition("@")[2]
+    if other_model or (dim is not None and dim != int(stored["dim"])):
+        raise IndexStoreError(
+            f"{folder}: the index was made with the embedding model {_name(stored['embedder'])} ({stored['dim']} "
+            f"dimensions), not with {_name(fingerprint or 'this one')} ({dim} dimensions); "
+            "use the first, or delete the folder and index again"
+        )
+
+
+def _name(fingerprint: str) -> str:
+    return fingerprint.rpartition("@")[0] or fingerprint
+
+
+def _encoded(metadata: Metadata) -> str:
+    """Metadata as JSON, always the same text for the same values."""
+    for key, value in metadata.items():
+        if not isinstance(value, str | int | float | bool | None):
+            raise ConfigError(
+                f"metadata {key!r} is a {type(value).__name__}; use text, a number, true, false or nothing"
+            )
+    return json.dumps(dict(metadata), sort_keys=True, separators=(",", ":"))
+
+
+def _accepts(where: Where | None, metadata: Metadata) -> bool:
+    if where is None:
+        return True
+    if not isinstance(where, Mapping):
+        return bool(where(metadata))
+    return all(
+        key in metadata and metadata[key] == value and isinstance(metadata[key], bool) == isinstance(value, bool)
+        for key, value in where.items()
+    )
+
+
+def _matching(db: sqlite3.Connection, where: Where) -> NDArray[np.int64]:
+    """The numbers of all chunks with an owner that the filter accepts, sorted."""
+    fragments = []
+    if isinstance(where, Mapping):
+        # Our JSON spells a text in one way only, so rows without it need not be parsed; 1 and 1.0 differ and are equal.
+        fragments = [_encoded({key: value})[1:-1] for key, value in where.items() if not isinstance(value, int | float)]
+    condition = " AND ".join("instr(metadata, ?)" for _ in fragments) or "TRUE"
+    rows = db.execute(f"SELECT number, metadata FROM owners WHERE {condition}", fragments)
+    return np.unique(_numbers(row for row in rows if _accepts(where, json.loads(row[1]))))
+
+
+def _chunk_rows(
+    db: sqlite3.Connection, numbers: Sequence[int], where: Where | None
+) -> dict[int, tuple[str, str, dict[str, Scalar]]]:
+    """number -> (chunk id, text, metadata of the first owner that the filter accepts)."""
+    query = (
+        "SELECT number, chunk_id, text, metadata FROM chunks JOIN owners USING (number) WHERE number IN ({}) "
+        "ORDER BY number, doc_id, ordinal"
+    )
+    rows: dict[int, tuple[str, str, dict[str, Scalar]]] = {}
+    for number, chunk_id, text, encoded in _by_list(db, query, numbers):
+        if number not in rows and _accepts(where, metadata := json.loads(encoded)):
+            rows[number] = (chunk_id, text, metadata)
+    return rows
+
+
+def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]) -> Iterator[tuple[Any, ...]]:
+    """The rows of a query whose `{}` stands for a list of values of any length, which the database takes as JSON."""
+    return iter(db.execute(query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)).fetchall())
+
+
+def _numbers(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    return np.fromiter((row[0] for row in rows), dtype=np.int64)

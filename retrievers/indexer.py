@@ -1,0 +1,300 @@
+"""Bring the vector store in line with a folder: embed what is new, forget what is gone, leave the rest alone.
+
+Every document from a folder has a `doc_id` that begins with the folder's label: `docs/kettle.md` for `kettle.md` in a
+folder named `docs`. A second folder of the same name gets the label `docs-2`, so that folders never overwrite one
+another. A folder (or a single file) below one that has been indexed before belongs to it, under its label; a folder
+around earlier ones takes over their documents. Folders are told apart by their absolute path, links not followed.
+
+A run deletes only documents of its own folder. A file that is there but cannot be opened keeps its chunks, because
+nothing is known of its content; one whose content can no longer be read (emptied, damaged) loses them. Both are in the
+report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.chunking import SPLITTER_VERSION, split
+from cachecraft_rag.documents import Problem, SourceFile, inaccessible, list_files, parse_document, printable
+from cachecraft_rag.errors import DocumentError, IndexStoreError
+from cachecraft_rag.types import Chunk, Document, digest
+
+if TYPE_CHECKING:
+    from cachecraft_rag.retrievers.embeddings import Embedder
+    from cachecraft_rag.retrievers.faiss_store import Change, FaissStore, StoredDocument
+
+DEFAULT_CHUNK_TOKENS = 512  # for embedding models that would take thousands: a chunk should be about one thing
+
+_READER_VERSION = 1  # raise it when the same file would be read differently: its document is then indexed anew
+_FLUSH_CHUNKS = 256  # embedded together; a run that is killed loses at most so many
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexProgress:
+    """How far a run has come: files looked at, files in all, texts embedded so far, and the document at hand."""
+
+    files_done: int
+    files_total: int
+    chunks_embedded: int
+    doc_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReport:
+    """What a run did. `added`, `updated`, `unchanged` and `removed` are doc_ids.
+
+    chunks_embedded    texts that went through the embedding model
+    chunks_reused      chunks of added and updated documents whose vectors were in the store already
+    removed_chunk_ids  chunks that were in the store before and are in no document now; their chunk-caches can go too
+    """
+
+    added: tuple[str, ...]
+    updated: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    removed: tuple[str, ...]
+    chunks_embedded: int
+    chunks_reused: int
+    removed_chunk_ids: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    seconds: float
+
+
+def index_folder(
+    path: str | os.PathLike[str],
+    store: FaissStore,
+    embedder: Embedder,
+    *,
+    progress: Callable[[IndexProgress], None] | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+) -> IndexReport:
+    """Add, update and remove so that the store holds the folder as it is now; of a single file, add or update it.
+
+    Chunks have at most `chunk_tokens` tokens, or the embedding model's limit if that is less. Each document is one
+    transaction: a run that is killed is completed by the next. Raises `DocumentError` where there is nothing at `path`,
+    and `IndexStoreError` where the store was made with another embedding model; a file that cannot be read is a problem
+    in the report.
+    """
+    listing = list_files(path)
+    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress)
+    place = _place(Path(path), run.stored.values())
+    run.files_total = len(listing.files)
+    run.problems += [
+        Problem(place.doc_id(problem.doc_id), problem.kind, problem.reason) for problem in listing.problems
+    ]
+    for file in listing.files:
+        run.file(SourceFile(file.path, place.doc_id(file.doc_id)), root=place.root)
+    run.flush()
+    if Path(path).is_dir():
+        run.remove_vanished(place)
+    return run.report()
+
+
+def index_documents(
+    documents: Iterable[Document],
+    store: FaissStore,
+    embedder: Embedder,
+    *,
+    progress: Callable[[IndexProgress], None] | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+) -> IndexReport:
+    """Add or update documents that are in memory; none is removed. Their doc_ids are used as they are.
+
+    Raises `DocumentError` for a doc_id that belongs to an indexed file; else as `index_folder`.
+    """
+    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress)
+    given = list(documents)
+    run.files_total = len(given)
+    for document in given:
+        stored = run.stored.get(document.doc_id)
+        if stored is not None and stored.root:
+            raise DocumentError(
+                f"{document.doc_id}: a file of {stored.root} has this doc_id; give the document another"
+            )
+        metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
+        content = digest("document", document.text, metadata, run.settings)
+        if not run.is_unchanged(document.doc_id, content, root=""):
+            run.put(document, content, root="")
+        run.tick(document.doc_id)
+    run.flush()
+    return run.report()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the documents of a path stand: `root` is the folder they belong to, `below` the path's place in it."""
+
+    root: str
+    label: str
+    below: str
+    absorbed: frozenset[str]  # earlier roots that this one contains
+
+    def doc_id(self, below_path: str) -> str:
+        """The doc_id of what lies at `below_path` below the path that is being indexed."""
+        return "/".join(part for part in (self.label, self.below, below_path) if part)
+
+
+def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
+    """Find the folder that a path belongs to among those known, or a label for it as a new one."""
+    absolute = Path(os.path.abspath(path))  # not resolve(): a link `docs` that moves on to a new release stays `docs`
+    folder = absolute if path.is_dir() else absolute.parent
+    labels = {document.root: document.doc_id.partition("/")[0] for document in stored if document.root}
+    around = [root for root in labels if _contains(root, printable(str(folder)))]
+    if around:
+        root = max(around, key=len)
+        below = PurePath(printable(str(folder))).relative_to(root).as_posix()
+        return _Place(root, labels[root], "" if below == "." else below, frozenset())
+    root = printable(str(folder))
+    taken = {document.doc_id.partition("/")[0] for document in stored}
+    name = printable(folder.name) or "root"
+    label, count = name, 1
+    while label in taken:
+        count += 1
+        label = f"{name}-{count}"
+    absorbed = frozenset(other for other in labels if _contains(root, other)) if path.is_dir() else frozenset()
+    return _Place(root, label, "", absorbed)
+
+
+def _contains(root: str, folder: str) -> bool:
+    """Whether indexing `root` would reach `folder`: it is below, and not in a hidden folder."""
+    if not PurePath(folder).is_relative_to(root):
+        return False
+    return not any(part.startswith(".") for part in PurePath(folder).relative_to(root).parts)
+
+
+class _Run:
+    """The state of one run: documents waiting to be embedded together, and what has been done."""
+
+    def __init__(
+        self,
+        store: FaissStore,
+        embedder: Embedder,
+        *,
+        chunk_tokens: int,
+        progress: Callable[[IndexProgress], None] | None,
+    ) -> None:
+        if store.embedder.rpartition("@")[2] != embedder.fingerprint.rpartition("@")[2]:
+            raise IndexStoreError(
+                f"{store.folder}: the index was made with another embedding model than {embedder.name}; "
+                "use that model, or index into another folder"
+            )
+        self.store, self.embedder, self.progress = store, embedder, progress
+        self.limit = min(chunk_tokens, embedder.limit)
+        self.settings = f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
+        self.stored = {document.doc_id: document for document in store.documents()}
+        self.started = time.monotonic()
+        self.files_total = self.files_done = self.embedded = self.reused = 0
+        self.added: list[str] = []
+        self.updated: list[str] = []
+        self.unchanged: list[str] = []
+        self.removed: list[str] = []
+        self.problems: list[Problem] = []
+        self.lost: dict[str, None] = {}  # chunk ids removed and not back since, in order
+        self.waiting: list[tuple[Document, list[Chunk], str, str]] = []
+
+    def file(self, file: SourceFile, *, root: str) -> None:
+        """Look at one file: unchanged, to be indexed, or a problem."""
+        try:
+            data = file.path.read_bytes()
+            content = digest("file", hashlib.blake2b(data).hexdigest(), self.settings)
+            if not self.is_unchanged(file.doc_id, content, root=root):
+                self.put(parse_document(file, data), content, root=root)
+        except FileNotFoundError:
+            pass  # deleted since it was listed; the run removes it like any other that is gone
+        except OSError as error:
+            self.problems.append(Problem(file.doc_id, "inaccessible", inaccessible(file.path, error)))
+        except DocumentError as error:
+            self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
+        self.tick(file.doc_id)
+
+    def is_unchanged(self, doc_id: str, content: str, *, root: str) -> bool:
+        """Whether the store has the document with this very content; if so, that is noted."""
+        stored = self.stored.get(doc_id)
+        same = stored is not None and (stored.content_digest, stored.root) == (content, root)
+        if same:
+            self.unchanged.append(doc_id)
+        return same
+
+    def put(self, document: Document, content: str, *, root: str) -> None:
+        """Split a document and have it wait for the embedding of the next few together."""
+        chunks = split(document, count_tokens=self.embedder.count_tokens, limit=self.limit)
+        self.waiting.append((document, chunks, content, root))
+        if sum(len(waiting[1]) for waiting in self.waiting) >= _FLUSH_CHUNKS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Embed what the store has no vectors of, then write the waiting documents, each in a transaction."""
+        if not self.waiting:
+            return
+        texts = {chunk.chunk_id: chunk.text for _, chunks, _, _ in self.waiting for chunk in chunks}
+        vectors = dict(self.store.known_vectors(texts))
+        missing = [chunk_id for chunk_id in texts if chunk_id not in vectors]
+        self.reused += len(vectors)
+        before = self.embedded
+
+        def embedded(done: int, _: int) -> None:
+            self.embedded = before + done
+            self._tell(self.waiting[-1][0].doc_id)
+
+        fresh = self.embedder.encode_document([texts[chunk_id] for chunk_id in missing], progress=embedded)
+        vectors.update(zip(missing, fresh, strict=True))
+        for document, chunks, content, root in self.waiting:
+            matrix = [vectors[chunk.chunk_id] for chunk in chunks]
+            self._note(self.store.upsert(document.doc_id, chunks, matrix, content_digest=content, root=root))
+            (self.updated if document.doc_id in self.stored else self.added).append(document.doc_id)
+        self.waiting = []
+
+    def remove_vanished(self, place: _Place) -> None:
+        """Remove the documents of the place that were neither read nor are known to be there but out of reach."""
+        seen = {*self.added, *self.updated, *self.unchanged}
+        kept = [problem.doc_id for problem in self.problems if problem.kind == "inaccessible"]
+        within = place.doc_id("")
+        for document in self.stored.values():
+            ours = document.root == place.root and _is_below(document.doc_id, [within])
+            ours = ours or document.root in place.absorbed
+            if ours and document.doc_id not in seen and not _is_below(document.doc_id, kept):
+                self._note(self.store.delete_document(document.doc_id))
+                self.removed.append(document.doc_id)
+
+    def tick(self, doc_id: str) -> None:
+        """One more file has been looked at."""
+        self.files_done += 1
+        self._tell(doc_id)
+
+    def report(self) -> IndexReport:
+        """What the run did; the index file is written, so that the next process starts sooner."""
+        self.store.save()
+        _logger.info("%d added, %d updated, %d removed", len(self.added), len(self.updated), len(self.removed))
+        return IndexReport(
+            added=tuple(self.added),
+            updated=tuple(self.updated),
+            unchanged=tuple(self.unchanged),
+            removed=tuple(self.removed),
+            chunks_embedded=self.embedded,
+            chunks_reused=self.reused,
+            removed_chunk_ids=tuple(self.lost),
+            problems=tuple(sorted(self.problems, key=lambda problem: problem.doc_id)),
+            seconds=time.monotonic() - self.started,
+        )
+
+    def _note(self, change: Change) -> None:
+        for chunk_id in change.removed:
+            self.lost[chunk_id] = None
+        for chunk_id in change.added:
+            self.lost.pop(chunk_id, None)
+
+    def _tell(self, doc_id: str) -> None:
+        if self.progress is not None:
+            self.progress(IndexProgress(self.files_done, self.files_total, self.embedded, doc_id))
+
+
+def _is_below(doc_id: str, places: Sequence[str]) -> bool:
+    return any(doc_id == place or doc_id.startswith(f"{place}/") for place in places)

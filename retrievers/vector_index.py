@@ -1,0 +1,131 @@
+"""An exact FAISS index in memory, and its cache file.
+
+`IndexIDMap2` over `IndexFlatIP`: every vector is compared, which costs some ten milliseconds for 100,000 of them, a
+fraction of what the answer costs. `IndexIDMap2` over an inverted file is faster and out of the question: one
+`remove_ids` ruins its recall, a second one ends the process (faiss issue 4656). A graph index cannot remove at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MAGIC = b"CCINDEX1"
+_LEFTOVER_AFTER_S = 3600.0  # a temporary file this old belongs to a process that was killed
+_logger = logging.getLogger(__name__)
+
+
+class VectorIndex:
+    """Vectors under int64 numbers; `generation` is the state of the database that they mirror. Not thread safe."""
+
+    def __init__(self, dim: int) -> None:
+        import faiss
+
+        self._faiss: Any = faiss  # its type stubs know neither selectors nor arrays
+        self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+        self.generation = 0
+
+    def numbers(self) -> NDArray[np.int64]:
+        """The numbers of all vectors, sorted."""
+        ids: NDArray[np.int64] = self._faiss.vector_to_array(self._index.id_map)
+        return np.sort(ids)
+
+    def add(self, numbers: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Add vectors `[n, dim]`. None of the numbers may be there already: FAISS would keep both, without a word."""
+        self._index.add_with_ids(np.ascontiguousarray(vectors), numbers)
+
+    def remove(self, numbers: NDArray[np.int64]) -> None:
+        """Remove vectors; numbers that are not there are ignored."""
+        if len(numbers):
+            self._index.remove_ids(self._faiss.IDSelectorBatch(numbers))
+
+    def search(
+        self, query: NDArray[np.float32], k: int, allowed: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Numbers and scores of the `k` best, best first, *and of all that tie with the last*: the caller breaks ties.
+
+        query    float32 `[dim]`
+        allowed  only these numbers are looked at (a filter before the search, so it loses nothing); None for all
+        """
+        reach = int(self._index.ntotal) if allowed is None else len(allowed)
+        if reach == 0:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        selector = None if allowed is None else self._faiss.IDSelectorBatch(allowed)
+        params = None if selector is None else self._faiss.SearchParameters(sel=selector)
+        k = min(k, reach)
+        fetch = min(k + 8, reach)
+        while True:
+            scores, numbers = self._index.search(query[None], fetch, params=params)
+            # FAISS returns equal scores in any order and cuts them off anywhere: go on until the tie has ended.
+            if fetch == reach or scores[0, -1] < scores[0, k - 1]:
+                break
+            fetch = min(2 * fetch, reach)
+        found = numbers[0] != -1  # FAISS fills up with -1 where it has nothing
+        return numbers[0][found], scores[0][found]
+
+    def save(self, path: Path, *, store: str) -> None:
+        """Write the cache file of a store: under a temporary name first, so a reader sees the old or the new."""
+        payload = self._faiss.serialize_index(self._index).tobytes()
+        header = json.dumps({"store": store, "dim": int(self._index.d), "generation": self.generation}).encode()
+        _sweep(path)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(_MAGIC + len(header).to_bytes(4, "little") + header + _checksum(header, payload) + payload)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path, *, dim: int, store: str) -> VectorIndex | None:
+        """The index in a cache file; None, with a note in the log, where it is damaged or not this store's."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _logger.warning("%s cannot be read (%s); building the index anew", path, error)
+            return None
+        start = len(_MAGIC) + 4
+        size = int.from_bytes(data[len(_MAGIC) : start], "little")
+        header, checksum, payload = data[start : start + size], data[start + size :][:16], data[start + size + 16 :]
+        # FAISS ends the process on some damaged files, so nothing reaches it that has not been checked.
+        if not data.startswith(_MAGIC) or checksum != _checksum(header, payload):
+            _logger.warning("%s is damaged; building the index anew", path)
+            return None
+        meta = json.loads(header)
+        if (meta["store"], meta["dim"]) != (store, dim):
+            _logger.warning("%s belongs to another index; building the index anew", path)
+            return None
+        loaded = cls(dim)
+        loaded._index = loaded._faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
+        loaded.generation = int(meta["generation"])
+        return loaded
+
+
+def _checksum(header: bytes, payload: bytes) -> bytes:
+    state = hashlib.blake2b(header, digest_size=16)
+    state.update(payload)
+    return state.digest()
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed writers left behind."""
+    for leftover in path.parent.glob(f"{path.name}.*.tmp"):
+        with contextlib.suppress(OSError):  # another process was quicker
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_AFTER_S:
+                leftover.unlink()
