@@ -31,8 +31,9 @@ lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
 	$(BIN)/ruff format --check .
 	@echo "== mypy, on an installed copy: it cannot follow package-dir in the tree"
 	rm -rf build/typed build/lib build/bdist.*
-	$(PIP) install --quiet --no-deps --no-compile --target build/typed .
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python -p cachecraft_rag
+	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
+	  --python-executable $(CURDIR)/$(BIN)/python -p cachecraft_rag
 
 bench: $(VENV)/.demo  ## Time to the first token, reuse against full prefill
 	$(BIN)/cachecraft bench ttft
