@@ -72,7 +72,7 @@ class StoreStats:
     disk_bytes  files with a row, and files being written
     lookups     chunks asked for, by outcome: "found" or "no variant"
     loads       chunk-caches loaded, by tier ("host", "disk") or by the reason why not
-    births      chunk-caches put, by outcome: "stored" or the reason why one was dropped
+    births      chunk-caches put, by outcome: "stored" or the reason why one was not
     """
 
     variants: int
@@ -196,6 +196,10 @@ class ChunkCacheStore:
         if not reason:
             self._host.add(variant, birth.kv)
             future = self._in_background(partial(self._store, variant, birth))
+            if future is not None:
+                future.add_done_callback(partial(self._after_put, variant))
+            else:
+                self._after_put(variant)
         if future is None:
             future = Future()
             future.set_result(self._drop(variant, reason or "the store is closed"))
@@ -203,7 +207,8 @@ class ChunkCacheStore:
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
         """Record a use: f_r += 1 / max(CFO, 1/tokens) (Cache-Craft §3.3). Written in the background, in batches."""
-        gain = 1.0 / max(cfo, 1.0 / tokens)
+        # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
+        gain = 1.0 / (max(1.0 / tokens, cfo) if cfo <= 1.0 else 1.0)
         self._host.raise_frequency(variant_id, gain)
         with self._lock:
             self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
@@ -304,14 +309,17 @@ class ChunkCacheStore:
             reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
         except StoreError as error:
             reason = f"the catalog cannot be written: {error}"
-        finally:
-            with self._lock:
-                self._queued_bytes -= variant.nbytes
         if reason:
             return self._drop(variant, reason)
         with self._lock:
             self._births["stored"] += 1
         return variant
+
+    def _after_put(self, variant: Variant, future: Future[Variant | Unavailable] | None = None) -> None:
+        with self._lock:
+            self._queued_bytes -= variant.nbytes
+        if future is not None and future.cancelled():
+            self._drop(variant, "cancelled by the caller")
 
     def _discard(self, variant: Variant, reason: str) -> None:
         try:
@@ -404,5 +412,5 @@ def _kind(reason: str) -> str:
 
 def _log_mistake(future: Future[T]) -> None:
     """Nobody may be waiting for the future, and a mistake in our own code must not go unheard."""
-    if (error := future.exception()) is not None:
+    if not future.cancelled() and (error := future.exception()) is not None:
         log.error("A background job of the store failed", exc_info=error)

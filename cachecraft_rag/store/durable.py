@@ -85,7 +85,8 @@ class DurableVariants:
             ) from error
         self.disk = DiskTier(root / "variants")
         try:
-            self._sweep(repair=True)
+            if leftovers := self._sweep(repair=True):
+                log.info("Removed %d unfinished files of writers that were killed", len(leftovers))
             self.delete(self.catalog.enforce(limits, writer=self._presence.token))
         except BaseException:
             self.close()
