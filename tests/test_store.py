@@ -1,0 +1,566 @@
+"""The store as the engine and an administrator meet it: put, lookup, load, budgets, eviction, check, and its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cachecraft_rag.catalog import Catalog
+from cachecraft_rag.errors import ConfigError, StoreError
+from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
+FILE = 4096 + LAYOUT.nbytes(10)  # the file of a birth of 10 tokens
+
+
+def make(
+    chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), *, tokens: int = 10, exact_share: float = 1.0,
+    session: str | None = None, namespace: str = "ns", fingerprint: str = "model", cci: float = 0.6,
+) -> Birth:  # fmt: skip
+    key = VariantKey(namespace, fingerprint, chunk, prefix)
+    generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
+    kv = torch.randn(LAYOUT.shape(tokens), generator=generator).bfloat16()
+    scores = np.linspace(0.0, 1.0, tokens, dtype=np.float32)
+    inter = tuple(0.1 for _ in prefix)
+    return Birth(key, LAYOUT, "tokens", kv, scores, inter, 0.3, cci, exact_share, session)
+
+
+def stored(store: ChunkCacheStore, birth: Birth) -> Variant:
+    result = store.put(birth).result()
+    assert isinstance(result, Variant), result
+    return result
+
+
+def only(store: ChunkCacheStore, chunk: str = "chunk", session: str | None = None) -> Variant:
+    (variant,) = store.lookup("ns", "model", [chunk], session)[chunk]
+    return variant
+
+
+def serves(store: ChunkCacheStore, birth: Birth, tier: str) -> None:
+    loaded = store.load(only(store, birth.key.chunk_id, birth.session))
+    assert isinstance(loaded, LoadedVariant)
+    assert loaded.tier == tier
+    assert torch.equal(loaded.kv, birth.kv)
+
+
+def files(root: Path) -> list[Path]:
+    return sorted((root / "variants").rglob("*.safetensors"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
+    with ChunkCacheStore.open(tmp_path / "store") as opened:
+        yield opened
+
+
+# -- put, lookup, load ------------------------------------------------------------------------------------------------
+
+
+def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None:
+    birth = make()
+    variant = stored(store, birth)
+    assert only(store) == variant
+    assert (variant.key, variant.tokens, variant.codec, variant.session) == (birth.key, 10, "raw", None)
+    assert (variant.nbytes, variant.reuse_frequency) == (LAYOUT.nbytes(10), 0.0)
+    loaded = store.load(variant)
+    assert isinstance(loaded, LoadedVariant)
+    assert loaded.tier == "host"
+    assert loaded.kv is birth.kv
+    scores = store.token_inter([variant.variant_id])[variant.variant_id]
+    assert scores is not None
+    assert np.array_equal(scores, np.linspace(0.0, 1.0, 10, dtype=np.float32))
+
+
+def test_after_a_restart_the_disk_serves_and_memory_then_keeps(tmp_path: Path) -> None:
+    birth = make()
+    with ChunkCacheStore.open(tmp_path) as store:
+        store.put(birth)  # close waits for it
+    with ChunkCacheStore.open(tmp_path) as store:
+        serves(store, birth, "disk")
+        serves(store, birth, "host")
+        assert store.stats().loads == {"disk": 1, "host": 1}
+
+
+def test_load_many_keeps_the_order_and_names_what_is_missing(tmp_path: Path) -> None:
+    births = [make(f"chunk {n}") for n in range(12)]
+    with ChunkCacheStore.open(tmp_path) as store:
+        variants = [stored(store, birth) for birth in births]
+    with ChunkCacheStore.open(tmp_path, host_bytes=0, readers=3) as store:
+        absent = dataclasses.replace(variants[0], variant_id="0" * 32)
+        results = store.load_many([*variants[6:], absent, *variants[:6]])
+        for birth, result in zip(births[6:] + births[:6], results[:6] + results[7:], strict=True):
+            assert isinstance(result, LoadedVariant)
+            assert torch.equal(result.kv, birth.kv)
+        assert isinstance(results[6], Unavailable)
+        assert results[6].reason == "file is missing"
+        assert store.load_many([]) == []
+
+
+def test_namespaces_and_fingerprints_never_cross(store: ChunkCacheStore) -> None:
+    tenants = [("a", "model"), ("b", "model"), ("a", "another model")]
+    births = [make(namespace=namespace, fingerprint=fingerprint) for namespace, fingerprint in tenants]
+    for birth in births:
+        stored(store, birth)
+    for birth, (namespace, fingerprint) in zip(births, tenants, strict=True):
+        (variant,) = store.lookup(namespace, fingerprint, ["chunk"])["chunk"]
+        assert variant.key == birth.key
+        loaded = store.load(variant)
+        assert isinstance(loaded, LoadedVariant)
+        assert torch.equal(loaded.kv, birth.kv)
+    assert store.lookup("b", "another model", ["chunk"]) == {"chunk": []}
+
+
+def test_private_variants_are_seen_by_their_session_alone(store: ChunkCacheStore) -> None:
+    shared = stored(store, make())
+    mine = stored(store, make(prefix=("system", "my words"), session="me"))
+    assert store.lookup("ns", "model", ["chunk"], session="me")["chunk"] in ([shared, mine], [mine, shared])
+    for other in (None, "you", "", "ME"):
+        assert store.lookup("ns", "model", ["chunk"], session=other)["chunk"] == [shared]
+
+
+def test_the_same_identity_put_again_replaces_in_one_step(store: ChunkCacheStore) -> None:
+    old = stored(store, make(cci=0.6))
+    newer = make(cci=0.9)
+    newer.kv.fill_(7.0)
+    new = stored(store, newer)
+    assert only(store) == new
+    assert new.variant_id == old.variant_id
+    serves(store, newer, "host")
+    assert isinstance(store.load(old), Unavailable)  # never the new bytes for the old row
+    assert len(files(store.root)) == 1
+    assert store.flush(10)
+    assert only(store) == new  # and the attempt did not take the new row away
+
+
+def test_replacing_is_seen_whole_by_a_reader_at_every_moment(tmp_path: Path) -> None:
+    births = [make(cci=0.5 + n / 100) for n in range(30)]
+    for n, birth in enumerate(births):
+        birth.kv.fill_(n)
+    with ChunkCacheStore.open(tmp_path / "s") as writer, ChunkCacheStore.open(tmp_path / "s", host_bytes=0) as reader:
+        stored(writer, births[0])
+        done = threading.Event()
+
+        def write() -> None:
+            for birth in births[1:]:
+                stored(writer, birth)
+            done.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        while not done.is_set():
+            variant = only(reader)  # always exactly one row
+            loaded = reader.load(variant)
+            if isinstance(loaded, LoadedVariant):
+                assert loaded.kv.unique().tolist() == [round((variant.cci - 0.5) * 100)]
+        thread.join()
+        assert only(reader).cci == births[-1].cci
+        assert reader.check().findings == ()
+
+
+def test_put_returns_at_once_whatever_the_disk_does(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        other = Catalog(tmp_path / "catalog.sqlite")
+        with other.standstill():  # nothing can be committed now
+            start = time.perf_counter()
+            futures = [store.put(make(f"chunk {n}")) for n in range(20)]
+            for n in range(20):
+                store.used(f"{n:032x}", 0.5, 10)
+            assert time.perf_counter() - start < 0.5
+            assert not futures[-1].done()
+            assert not store.flush(timeout=0.05)
+            assert store.stats().queued_bytes == 20 * LAYOUT.nbytes(10)
+            assert store.lookup("ns", "model", ["chunk 1"]) == {"chunk 1": []}  # reading goes on
+        assert all(isinstance(future.result(10), Variant) for future in futures)
+        other.close()
+
+
+def test_a_full_queue_drops_the_birth_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ChunkCacheStore.open(tmp_path, queue_bytes=2 * LAYOUT.nbytes(10)) as store:
+        other = Catalog(tmp_path / "catalog.sqlite")
+        with other.standstill():
+            kept = [store.put(make(f"kept {n}")) for n in range(2)]
+            dropped = [store.put(make(f"dropped {n}")).result() for n in range(2)]
+        other.close()
+        assert all(isinstance(result, Unavailable) and "too many births" in result.reason for result in dropped)
+        assert all(isinstance(future.result(10), Variant) for future in kept)
+        assert store.stats().host_bytes == 2 * LAYOUT.nbytes(10)  # what was dropped does not fill memory either
+        assert store.stats().births == {"too many births are waiting": 2, "stored": 2}
+    warnings = [record for record in caplog.records if "too many births" in record.getMessage()]
+    assert [record.levelno for record in warnings] == [logging.WARNING]  # the second one is for those who want details
+
+
+def test_a_cancelled_birth_frees_its_place(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        other = Catalog(tmp_path / "catalog.sqlite")
+        with other.standstill():
+            first, second = store.put(make("first")), store.put(make("second"))
+            assert second.cancel()
+        other.close()
+        assert isinstance(first.result(10), Variant)
+        assert store.flush(10)
+        assert store.stats().queued_bytes == 0
+        assert store.stats().host_bytes == LAYOUT.nbytes(10)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"cci": float("nan")}, "not finite"),
+        ({"inter": (float("inf"),)}, "not finite"),
+        ({"token_inter": np.zeros(9, dtype=np.float32)}, "token scores"),
+    ],
+)
+def test_a_birth_with_impossible_scores_is_dropped(
+    store: ChunkCacheStore, change: dict[str, object], reason: str
+) -> None:
+    result = store.put(dataclasses.replace(make(), **change)).result()  # type: ignore[arg-type]
+    assert isinstance(result, Unavailable)
+    assert reason in result.reason
+    assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda kv: kv.float(),
+        lambda kv: kv[:, :1],
+        lambda kv: kv.transpose(1, 2),
+        lambda kv: kv[:, :, :0],
+        lambda kv: kv[0],
+    ],
+    ids=["dtype", "shape", "strides", "empty", "dimensions"],
+)
+def test_a_tensor_that_contradicts_its_layout_is_a_mistake_of_the_caller(
+    store: ChunkCacheStore, spoil: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    birth = make()
+    with pytest.raises(StoreError, match="contiguous CPU tensor"):
+        store.put(dataclasses.replace(birth, kv=spoil(birth.kv)))
+
+
+# -- use and eviction -------------------------------------------------------------------------------------------------
+
+
+def test_uses_raise_the_frequency_by_one_over_cfo(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        variant = stored(store, make())
+        for cfo in (0.5, 0.0, 4.0, float("nan")):
+            store.used(variant.variant_id, cfo, 10)
+        store.used("0" * 32, 0.5, 10)  # evicted meanwhile: no harm
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert only(store).reuse_frequency == 2.0 + 10.0 + 1.0 + 1.0
+
+
+def test_uses_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, busy_timeout_s=0.01) as store:
+        variant = stored(store, make())
+        other = Catalog(tmp_path / "catalog.sqlite")
+        with other.standstill():
+            store.used(variant.variant_id, 0.5, 10)
+            assert store.flush(10)
+        other.close()
+        assert only(store).reuse_frequency == 0.0
+        store.used(variant.variant_id, 0.5, 10)
+        assert store.flush(10)
+        assert only(store).reuse_frequency == 4.0
+
+
+def test_a_locked_catalog_drops_births_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ChunkCacheStore.open(tmp_path, busy_timeout_s=0.01) as store:
+        other = Catalog(tmp_path / "catalog.sqlite")
+        with other.standstill():
+            result = store.put(make()).result(10)
+        other.close()
+        assert isinstance(result, Unavailable)
+        assert "locked by another process" in result.reason
+        assert "locked by another process" in caplog.text
+        stored(store, make())
+
+
+def test_the_byte_budget_evicts_the_least_used(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, disk_bytes=3 * FILE) as store:
+        variants = [stored(store, make(f"chunk {n}")) for n in range(3)]
+        store.used(variants[0].variant_id, 0.5, 10)
+        store.used(variants[2].variant_id, 0.9, 10)
+        assert store.flush(10)
+        stored(store, make("newcomer"))
+        found = store.lookup("ns", "model", ["chunk 0", "chunk 1", "chunk 2", "newcomer"])
+        assert [len(variants) for variants in found.values()] == [1, 0, 1, 1]
+        assert store.stats().disk_bytes == sum(path.stat().st_size for path in files(tmp_path)) == 3 * FILE
+        assert store.stats().host_bytes == 3 * LAYOUT.nbytes(10)  # memory does not keep what nobody can find
+    with ChunkCacheStore.open(tmp_path, disk_bytes=2 * FILE - 1) as store:  # a smaller budget holds from the opening on
+        assert (store.stats().variants, len(files(tmp_path))) == (1, 1)
+        assert only(store, "chunk 0") == dataclasses.replace(variants[0], reuse_frequency=2.0)
+
+
+def test_exact_births_are_kept_among_equals(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, max_variants=2) as store:
+        stored(store, make("exact"))
+        stored(store, make("impure", exact_share=0.4))
+        stored(store, make("newcomer"))
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["newcomer", "exact"]
+
+
+def test_a_chunk_has_at_most_m_variants(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, variants_per_chunk=2) as store:
+        for n in range(5):
+            stored(store, make(prefix=("system", f"before {n}")))
+            stored(store, make("another", prefix=("system", f"before {n}"), namespace="elsewhere"))
+        kept = store.lookup("ns", "model", ["chunk"])["chunk"]
+        assert {variant.key.birth_prefix[1] for variant in kept} == {"before 3", "before 4"}
+        assert len(files(tmp_path)) == store.stats().variants == 4
+        assert store.stats().chunks == 2
+
+
+def test_a_birth_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ChunkCacheStore.open(tmp_path, disk_bytes=FILE) as store:
+        small = stored(store, make("small"))
+        for tokens in (11, 1000):  # the first fits without its header, the second not at all
+            result = store.put(make("big", tokens=tokens)).result()
+            assert isinstance(result, Unavailable)
+            assert "larger than the whole byte budget" in result.reason
+        assert only(store, "small") == small
+    assert "larger than the whole byte budget" in caplog.text
+
+
+def test_budgets_hold_under_eight_threads(tmp_path: Path) -> None:
+    budget, over = 8 * FILE, []
+    settings = {"disk_bytes": budget, "host_bytes": 5 * LAYOUT.nbytes(10), "max_variants": 7, "variants_per_chunk": 2}
+    with ChunkCacheStore.open(tmp_path, **settings) as store:
+
+        def work(seed: int) -> None:
+            for n in range(12):
+                birth = make(f"chunk {(seed * 5 + n) % 9}", ("system", f"{seed % 4}"))
+                store.put(birth)
+                variants = store.lookup("ns", "model", [f"chunk {n % 9}"])[f"chunk {n % 9}"]
+                for variant, loaded in zip(variants, store.load_many(variants), strict=True):
+                    expected = make(variant.key.chunk_id, variant.key.birth_prefix).kv
+                    assert isinstance(loaded, Unavailable) or torch.equal(loaded.kv, expected)
+                    store.used(variant.variant_id, 0.3, 10)
+                stats = store.stats()
+                if stats.disk_bytes > budget or stats.host_bytes > 5 * LAYOUT.nbytes(10) or stats.variants > 7:
+                    over.append(stats)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.flush(30)
+        assert not over
+        assert store.stats().births == {"stored": 96}
+        assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats().disk_bytes <= budget
+        assert store.check().findings == ()
+
+
+def test_evict_by_filter_age_and_size(store: ChunkCacheStore) -> None:
+    for n in range(6):
+        stored(store, make(f"chunk {n}", namespace=f"ns {n % 2}"))
+    with pytest.raises(ConfigError, match="filter or down_to_bytes"):
+        store.evict()
+    assert store.evict(RowFilter(created_before=time.time() - 60)).variants == 0
+    gone = store.evict(RowFilter(namespace="ns 1", chunk_id="chunk 3"))
+    assert (gone.variants, gone.nbytes) == (1, FILE)
+    assert store.evict(down_to_bytes=3 * FILE).variants == 2
+    assert len(files(store.root)) == 3
+    assert store.evict(RowFilter(created_before=time.time() + 60)).variants == 3
+    assert (store.stats().disk_bytes, store.stats().host_bytes, files(store.root)) == (0, 0, [])
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def spoil_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def spoil_flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-17] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (Path.unlink, "file is missing"),
+        (spoil_truncate, "truncated"),
+        (spoil_flip, "data damaged: checksum of layer 2"),
+    ],
+)
+def test_a_damaged_file_is_a_miss_with_a_reason_and_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], reason: str
+) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make("whole"))
+        stored(store, make())
+    with ChunkCacheStore.open(tmp_path) as store:
+        variant = only(store)
+        spoil(next(path for path in files(tmp_path) if path.name.startswith(variant.variant_id)))
+        for _ in range(3):
+            result = store.load(variant)
+            assert isinstance(result, Unavailable)
+            assert reason in result.reason or result.reason == "file is missing"
+        assert store.flush(10)
+        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        assert len(files(tmp_path)) == 1
+        serves(store, make("whole"), "disk")
+        stored(store, make())  # and the chunk can be born anew
+        assert store.check().findings == ()
+    assert caplog.text.count("Removed chunk-cache") == 1
+
+
+def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        variants = {name: stored(store, make(name)) for name in ("whole", "lost", "cut", "flipped")}
+        paths = {name: next((tmp_path / "variants").rglob(f"{v.variant_id}*")) for name, v in variants.items()}
+        paths["lost"].unlink()
+        spoil_truncate(paths["cut"])
+        spoil_flip(paths["flipped"])
+        orphan = paths["whole"].with_name("0" * 32 + paths["whole"].name[32:])
+        orphan.write_bytes(b"nobody knows me")
+        leftover = paths["whole"].with_name(f".{paths['whole'].name}.deadbeef.tmp")
+        leftover.write_bytes(b"half")
+        stranger = tmp_path / "variants" / "notes.txt"
+        stranger.write_text("mine")
+        expected = {
+            (paths["lost"], "missing file"),
+            (paths["cut"], "damaged file"),
+            (paths["flipped"], "damaged file"),
+            (orphan, "file without row"),
+            (leftover, "leftover of a writer"),
+            (stranger, "foreign file"),
+        }
+        steps: list[tuple[int, int]] = []
+        report = store.check(progress=lambda done, total: steps.append((done, total)))
+        assert {(finding.path, finding.kind) for finding in report.findings} == expected
+        assert {finding.action for finding in report.findings} == {"would be removed", "left alone"}
+        assert (report.rows, report.files, report.repaired) == (4, 6, False)
+        assert steps == [(n, 4) for n in range(1, 5)]
+        assert orphan.exists()  # nothing was touched
+        report = store.check(repair=True)
+        assert {(finding.path, finding.kind) for finding in report.findings} == expected
+        assert [finding.path for finding in store.check().findings] == [stranger]
+        stranger.unlink()
+        assert store.check().findings == ()
+        assert store.stats().disk_bytes == FILE
+        serves(store, make("whole"), "host")
+
+
+def test_check_leaves_living_writers_alone(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as writer, ChunkCacheStore.open(tmp_path, host_bytes=0) as checker:
+        done = threading.Event()
+
+        def write() -> None:
+            for n in range(60):
+                stored(writer, make(f"chunk {n % 20}"))
+            done.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        while not done.is_set():
+            assert checker.check(repair=True).findings == ()
+        thread.join()
+        assert writer.stats().births == {"stored": 60}
+        assert (writer.stats().variants, len(files(tmp_path))) == (20, 20)
+
+
+def test_a_damaged_catalog_is_refused_at_opening_with_a_way_out(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make())
+    (tmp_path / "catalog.sqlite").write_bytes(b"\x00garbage" * 4096)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"catalog\.sqlite is damaged.*start anew"):
+            ChunkCacheStore.open(tmp_path)
+    assert list((tmp_path / "writers").iterdir()) == []  # the failed attempts left no locks behind
+
+
+def test_a_catalog_damaged_while_open_means_misses_not_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        variant = stored(store, make())
+        for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
+            with (tmp_path / name).open("r+b") as file:
+                file.write(b"\xff" * (tmp_path / name).stat().st_size)
+        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        assert store.token_inter([variant.variant_id]) == {variant.variant_id: None}
+        assert isinstance(store.put(make("another")).result(10), Unavailable)
+        store.used(variant.variant_id, 0.5, 10)
+        assert store.flush(10)
+        with pytest.raises(StoreError):
+            store.stats()
+    assert "Nothing can be reused" in caplog.text
+
+
+def test_a_place_that_cannot_hold_a_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="Choose a writable folder"):
+        ChunkCacheStore.open(tmp_path / "file")
+    (tmp_path / "store" / "catalog.sqlite").mkdir(parents=True)
+    with pytest.raises(StoreError, match="cannot be written"):
+        ChunkCacheStore.open(tmp_path / "store")
+
+
+def test_a_locked_catalog_is_refused_at_opening(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path):
+        other = Catalog(tmp_path / "catalog.sqlite")
+        with other.standstill(), pytest.raises(StoreError, match="locked by another process"):
+            ChunkCacheStore.open(tmp_path, busy_timeout_s=0.05)
+        other.close()
+
+
+# -- settings and life ------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, disk_bytes"):
+        ChunkCacheStore.open(tmp_path, ram=5)
+    for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
+        with pytest.raises(ConfigError, match=setting):
+            ChunkCacheStore.open(tmp_path, **{setting: value})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StoreConfig().disk_bytes = 5  # type: ignore[misc]
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = ChunkCacheStore.open(tmp_path)
+    variant = stored(store, make())
+    store.close()
+    store.close()
+    for call in (lambda: store.lookup("ns", "model", []), lambda: store.load(variant), lambda: store.load_many([])):
+        with pytest.raises(StoreError, match="is closed"):
+            call()
+    result = store.put(make()).result()
+    assert isinstance(result, Unavailable)
+    assert result.reason == "the store is closed"
+    assert store.flush(1)
+
+
+def test_rows_are_paged_and_filtered(store: ChunkCacheStore) -> None:
+    for n in range(7):
+        stored(store, make(f"chunk {n}", namespace=f"ns {n % 2}"))
+    assert len(store.rows()) == 7
+    assert [row.variant.key.chunk_id for row in store.rows(RowFilter(namespace="ns 1"))] == [
+        "chunk 5",
+        "chunk 3",
+        "chunk 1",
+    ]
+    assert [row.file_bytes for row in store.rows(offset=5, limit=5)] == [FILE, FILE]
+
+
+def test_stats_count_what_happened(store: ChunkCacheStore) -> None:
+    variant = stored(store, make())
+    store.lookup("ns", "model", ["chunk", "unknown", "nowhere"])
+    store.load(variant)
+    stats = store.stats()
+    assert (stats.variants, stats.chunks, stats.disk_bytes, stats.host_bytes) == (1, 1, FILE, LAYOUT.nbytes(10))
+    assert (stats.lookups, stats.loads, stats.births) == ({"found": 1, "no variant": 2}, {"host": 1}, {"stored": 1})
+    assert (stats.disk_budget, stats.host_budget, stats.queued_bytes) == (20 << 30, 2 << 30, 0)
