@@ -1,4 +1,4 @@
-"""The store as the engine and an administrator meet it: put, lookup, load, budgets, eviction, check, and its refusals."""
+"""The store as the engine and an administrator meet it: put, lookup, load, budgets, eviction, check, refusals."""
 
 from __future__ import annotations
 

@@ -212,23 +212,22 @@ class DurableVariants:
     def _check_file(self, file: FoundFile, *, repair: bool) -> list[Finding]:
         if file.variant_id is None:
             return [Finding("foreign file", file.path, "no file of this store", "left alone")]
-        if file.writer is None:
-            finding = _finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)
-        elif self._presence.is_alive(file.writer):
-            return []
-        else:
-            finding = _finding("leftover of a writer", file.path, _KILLED, repair=repair)
+        if file.writer is not None:
+            if self._presence.is_alive(file.writer):
+                return []
+            if repair:
+                _unlink(file.path)  # the dead do not come back, so nobody has to be stopped for this
+            return [_finding("leftover of a writer", file.path, _KILLED, repair=repair)]
         known = FileRef(file.variant_id, file.created)
-        if self.catalog.holds(known, or_at_risk=True):  # most files end here, without stopping anybody
+        if self.catalog.holds(known, or_at_risk=True):  # most files end here
             return []
-        with (
-            self.catalog.standstill()
-        ):  # nobody can announce the file or commit its row between the look and the deletion
+        # Between the look and the deletion nobody may announce this file or commit its row.
+        with self.catalog.standstill():
             if self.catalog.holds(known, or_at_risk=True) or not file.path.exists():
                 return []
             if repair:
                 _unlink(file.path)
-        return [finding]
+        return [_finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)]
 
 
 def _unlink(path: Path) -> bool:
