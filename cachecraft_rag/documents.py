@@ -295,50 +295,11 @@ def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 _UNSEEN = frozenset(("head", "script", "style", "nav", "template", "noscript", "svg", "iframe", "object", "select"))
 _HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
-_INLINE = frozenset(
-    (
-        "a",
-        "abbr",
-        "acronym",
-        "b",
-        "bdi",
-        "bdo",
-        "big",
-        "button",
-        "cite",
-        "code",
-        "data",
-        "del",
-        "dfn",
-        "em",
-        "font",
-        "i",
-        "img",
-        "input",
-        "ins",
-        "kbd",
-        "label",
-        "mark",
-        "meter",
-        "q",
-        "rp",
-        "rt",
-        "ruby",
-        "s",
-        "samp",
-        "small",
-        "span",
-        "strike",
-        "strong",
-        "sub",
-        "sup",
-        "time",
-        "tt",
-        "u",
-        "var",
-        "wbr",
-    )
-)
+_INLINE = frozenset((
+    "a", "abbr", "acronym", "b", "bdi", "bdo", "big", "button", "cite", "code", "data", "del", "dfn", "em", "font",
+    "i", "img", "input", "ins", "kbd", "label", "mark", "meter", "q", "rp", "rt", "ruby", "s", "samp", "small",
+    "span", "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr",
+))  # fmt: skip
 
 
 class _HtmlRenderer:
@@ -408,7 +369,7 @@ class _HtmlRenderer:
             self._block(prefix + ("\n" + " " * len(prefix)).join(lines), kind)
 
     def _block(self, text: str, kind: str = "") -> None:
-        """Write a block behind a blank line, or behind a line end if it is the next item of a list or row of a table."""
+        """Write a block behind a blank line; the next item of a list or row of a table behind a line end only."""
         if self.out:
             self.out.append("\n" if kind and kind == self.last else "\n\n")
         self.out.append(text)

@@ -18,7 +18,6 @@ import logging
 import os
 import sqlite3
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers.schema import model_name, prepare
 from cachecraft_rag.retrievers.vector_index import VectorIndex
 from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit
 
@@ -41,35 +41,6 @@ Where = Mapping[str, Scalar] | Callable[[Metadata], bool]
 _WAIT_S = 30.0  # for another process's transaction
 _BATCH = 4096  # rows per query; bounds memory
 _logger = logging.getLogger(__name__)
-
-# Append only: migration n brings a database from user_version n to n + 1.
-_MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-        """CREATE TABLE documents (
-            doc_id TEXT PRIMARY KEY,
-            content_digest TEXT NOT NULL,
-            root TEXT NOT NULL
-        ) WITHOUT ROWID""",
-        # `number` is the chunk's id in FAISS; `generation` is the one in which the row was written
-        """CREATE TABLE chunks (
-            number INTEGER PRIMARY KEY,
-            chunk_id TEXT NOT NULL UNIQUE,
-            generation INTEGER NOT NULL,
-            text TEXT NOT NULL,
-            vector BLOB NOT NULL
-        )""",
-        "CREATE INDEX chunks_by_generation ON chunks (generation)",
-        """CREATE TABLE owners (
-            doc_id TEXT NOT NULL REFERENCES documents (doc_id),
-            ordinal INTEGER NOT NULL,
-            number INTEGER NOT NULL REFERENCES chunks (number),
-            metadata TEXT NOT NULL,
-            PRIMARY KEY (doc_id, ordinal)
-        ) WITHOUT ROWID""",
-        "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +126,7 @@ class FaissStore:
                 f"{path}: the index cannot be opened ({error}); check the folder and its permissions"
             ) from error
         try:
-            _prepare(db, path, dim=dim, fingerprint=embedder_fingerprint)
+            prepare(db, path, dim=dim, fingerprint=embedder_fingerprint)
             return cls(path, db, number_of=number_of)
         except sqlite3.Error as error:
             db.close()
@@ -365,7 +336,7 @@ class FaissStore:
         if matrix.shape != (count, self.dim):
             raise IndexStoreError(
                 f"{self.folder}: vectors of shape {matrix.shape} where ({count}, {self.dim}) is needed; "
-                f"embed with the model the index was made with, {_name(self.embedder)}"
+                f"embed with the model the index was made with, {model_name(self.embedder)}"
             )
         if not np.isfinite(matrix).all():
             raise IndexStoreError(f"{self.folder}: a vector is not finite; run the embedding model in float32")
@@ -442,42 +413,6 @@ class FaissStore:
             index.add(np.array([row[0] for row in rows], dtype=np.int64), vectors)
         index.generation = generation
         return index
-
-
-def _prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> None:
-    """Bring the database to the newest schema, set up a new one, and check that it fits the embedding model."""
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # a commit that a power cut takes back would leave the index file ahead
-    db.execute("PRAGMA foreign_keys = ON")
-    db.execute("BEGIN IMMEDIATE")  # two processes may open a new folder at once
-    try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(_MIGRATIONS):
-            raise IndexStoreError(
-                f"{folder}: the index was made by a newer version of cachecraft-rag; upgrade, or index again"
-            )
-        for statement in (statement for migration in _MIGRATIONS[version:] for statement in migration):
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
-        if db.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
-            values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": str(fingerprint), "generation": "0"}
-            db.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
-        stored = dict(db.execute("SELECT key, value FROM settings").fetchall())
-        db.execute("COMMIT")
-    finally:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-    other_model = fingerprint is not None and fingerprint.rpartition("@")[2] != stored["embedder"].rpartition("@")[2]
-    if other_model or (dim is not None and dim != int(stored["dim"])):
-        raise IndexStoreError(
-            f"{folder}: the index was made with the embedding model {_name(stored['embedder'])} ({stored['dim']} "
-            f"dimensions), not with {_name(fingerprint or 'this one')} ({dim} dimensions); "
-            "use the first, or delete the folder and index again"
-        )
-
-
-def _name(fingerprint: str) -> str:
-    return fingerprint.rpartition("@")[0] or fingerprint
 
 
 def _encoded(metadata: Metadata) -> str:

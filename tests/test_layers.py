@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset(
         {"chunking", "documents", "prompt", "scoring", "selection", "focus", "embedded", "codecs", "stats", "turns"}
     ),
-    frozenset({"config", "catalog", "tiers", "retrievers.vector_index"}),
+    frozenset({"config", "catalog", "tiers", "retrievers.vector_index", "retrievers.schema"}),
     frozenset({"store", "models", "retrievers.faiss_store", "retrievers.embeddings"}),
     frozenset({"planner", "loading", "births", "retrievers.indexer"}),
     frozenset({"prefill", "decode", "birthing"}),

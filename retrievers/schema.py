@@ -1,0 +1,78 @@
+"""The vector store's database: its tables, their migrations, and the check that it fits the embedding model."""
+
+from __future__ import annotations
+
+import sqlite3
+import uuid
+from pathlib import Path
+
+from cachecraft_rag.errors import IndexStoreError
+
+# Append only: migration n brings a database from user_version n to n + 1.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE documents (
+            doc_id TEXT PRIMARY KEY,
+            content_digest TEXT NOT NULL,
+            root TEXT NOT NULL
+        ) WITHOUT ROWID""",
+        # `number` is the chunk's id in FAISS; `generation` is the one in which the row was written
+        """CREATE TABLE chunks (
+            number INTEGER PRIMARY KEY,
+            chunk_id TEXT NOT NULL UNIQUE,
+            generation INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            vector BLOB NOT NULL
+        )""",
+        "CREATE INDEX chunks_by_generation ON chunks (generation)",
+        """CREATE TABLE owners (
+            doc_id TEXT NOT NULL REFERENCES documents (doc_id),
+            ordinal INTEGER NOT NULL,
+            number INTEGER NOT NULL REFERENCES chunks (number),
+            metadata TEXT NOT NULL,
+            PRIMARY KEY (doc_id, ordinal)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
+    ),
+)
+
+
+def prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> None:
+    """Bring a database to the newest schema, set up a new one, and check that it fits the embedding model.
+
+    Raises `IndexStoreError` for one of a newer version or made with another model, `sqlite3.Error` for a damaged one.
+    """
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")  # a commit that a power cut takes back would leave the index file ahead
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("BEGIN IMMEDIATE")  # two processes may open a new folder at once
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(_MIGRATIONS):
+            raise IndexStoreError(
+                f"{folder}: the index was made by a newer version of cachecraft-rag; upgrade, or index again"
+            )
+        for statement in (statement for migration in _MIGRATIONS[version:] for statement in migration):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+        if db.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
+            values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": str(fingerprint), "generation": "0"}
+            db.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
+        stored = dict(db.execute("SELECT key, value FROM settings").fetchall())
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+    other_model = fingerprint is not None and fingerprint.rpartition("@")[2] != stored["embedder"].rpartition("@")[2]
+    if other_model or (dim is not None and dim != int(stored["dim"])):
+        raise IndexStoreError(
+            f"{folder}: the index was made with the embedding model {model_name(stored['embedder'])} ({stored['dim']} "
+            f"dimensions), not with {model_name(fingerprint or 'this one')} ({dim} dimensions); "
+            "use the first, or delete the folder and index again"
+        )
+
+
+def model_name(fingerprint: str) -> str:
+    """The model in a fingerprint `name@digest`."""
+    return fingerprint.rpartition("@")[0] or fingerprint

@@ -1,0 +1,612 @@
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore, chunk_number
+from cachecraft_rag.types import Chunk
+
+DIM = 8
+MODEL = "tiny@0123"
+
+
+def open_store(folder: Path, **settings) -> FaissStore:
+    return FaissStore.open(folder, **{"dim": DIM, "embedder_fingerprint": MODEL, **settings})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FaissStore]:
+    with open_store(tmp_path / "index") as opened:
+        yield opened
+
+
+def chunk(name: str, **metadata) -> Chunk:
+    return Chunk(f"The text of {name}.", metadata)
+
+
+def vector_of(text: str) -> np.ndarray:
+    """A unit vector that depends on the text alone."""
+    vector = np.random.default_rng(list(text.encode())).standard_normal(DIM)
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+
+def vectors_of(chunks: list[Chunk]) -> np.ndarray:
+    return np.stack([vector_of(one.text) for one in chunks]) if chunks else np.empty((0, DIM), np.float32)
+
+
+def put(store: FaissStore, doc_id: str, *names: str, **metadata) -> Change:
+    chunks = [chunk(name, doc=doc_id, **metadata) for name in names]
+    return store.upsert(doc_id, chunks, vectors_of(chunks))
+
+
+def nearest(store: FaissStore, name: str, k: int = 1, **settings) -> list[str]:
+    return [hit.text for hit in store.search(vector_of(chunk(name).text), k, **settings)]
+
+
+def names_of(texts: list[str]) -> list[str]:
+    return [text.removeprefix("The text of ").removesuffix(".") for text in texts]
+
+
+# --- documents, chunks, owners ---
+
+
+def test_a_chunk_is_found_by_its_vector(store: FaissStore):
+    put(store, "a.md", "one", "two", "three")
+    hits = store.search(vector_of(chunk("two").text), 3)
+    assert hits[0].chunk_id == chunk("two").chunk_id
+    assert hits[0].score == pytest.approx(1.0, abs=1e-6)
+    assert hits[0].metadata == {"doc": "a.md"}
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+def test_upsert_replaces_the_document_and_nothing_else(store: FaissStore):
+    put(store, "a.md", "one", "two")
+    put(store, "b.md", "three")
+    change = put(store, "a.md", "two", "four")
+    assert change == Change(added=(chunk("four").chunk_id,), removed=(chunk("one").chunk_id,))
+    assert names_of([one.text for one in store.chunks_of("a.md")]) == ["two", "four"]
+    assert names_of([one.text for one in store.chunks_of("b.md")]) == ["three"]
+    assert sorted(names_of(nearest(store, "one", 10))) == ["four", "three", "two"]
+
+
+def test_upsert_twice_is_upsert_once(store: FaissStore):
+    put(store, "a.md", "one", "two")
+    before = store.stats()
+    assert put(store, "a.md", "one", "two") == Change()
+    assert (store.stats().owners, store.stats().generation) == (before.owners, before.generation)
+
+
+def test_documents_are_listed_with_their_digests(store: FaissStore):
+    store.upsert(
+        "b.md", [chunk("x"), chunk("y")], vectors_of([chunk("x"), chunk("y")]), content_digest="7f", root="/docs"
+    )
+    put(store, "a.md")
+    listed = [(one.doc_id, one.content_digest, one.root, one.chunks) for one in store.documents()]
+    assert listed == [("a.md", "", "", 0), ("b.md", "7f", "/docs", 2)]
+
+
+def test_a_shared_chunk_is_one_chunk_with_two_owners(store: FaissStore):
+    put(store, "a.md", "shared", "only a")
+    assert put(store, "b.md", "shared") == Change()
+    assert (store.stats().chunks, store.stats().owners) == (2, 3)
+    assert names_of(nearest(store, "shared", 5)).count("shared") == 1
+
+
+def test_a_shared_chunk_stays_until_its_last_owner_goes(store: FaissStore):
+    put(store, "a.md", "shared")
+    put(store, "b.md", "shared")
+    hit = store.search(vector_of(chunk("shared").text), 1)[0]
+    assert hit.metadata == {"doc": "a.md"}
+    assert store.delete_document("a.md") == Change()
+    hit = store.search(vector_of(chunk("shared").text), 1)[0]
+    assert hit.metadata == {"doc": "b.md"}, "the metadata of a living owner"
+    assert store.delete_document("b.md") == Change(removed=(chunk("shared").chunk_id,))
+    assert store.search(vector_of(chunk("shared").text), 1) == []
+
+
+def test_a_chunk_twice_in_one_document_keeps_both_places(store: FaissStore):
+    put(store, "a.md", "x", "y", "x")
+    assert names_of([one.text for one in store.chunks_of("a.md")]) == ["x", "y", "x"]
+    assert store.stats().chunks == 2
+    put(store, "a.md", "x", "y")
+    assert names_of(nearest(store, "x")) == ["x"]
+
+
+def test_add_appends_and_clears_the_digest(store: FaissStore):
+    store.upsert("a.md", [chunk("x")], vectors_of([chunk("x")]), content_digest="7f")
+    store.add("a.md", [chunk("y")], vectors_of([chunk("y")]))
+    store.add("new", [chunk("z")], vectors_of([chunk("z")]))
+    assert names_of([one.text for one in store.chunks_of("a.md")]) == ["x", "y"]
+    assert [one.content_digest for one in store.documents()] == ["", ""]
+    assert names_of(nearest(store, "z")) == ["z"]
+
+
+def test_delete_chunks_removes_them_from_every_document(store: FaissStore):
+    put(store, "a.md", "shared", "a")
+    put(store, "b.md", "b", "shared")
+    change = store.delete_chunks([chunk("shared").chunk_id, "no such chunk"])
+    assert change.removed == (chunk("shared").chunk_id,)
+    assert sorted(names_of(nearest(store, "shared", 9))) == ["a", "b"]
+    assert [one.chunks for one in store.documents()] == [1, 1]
+
+
+def test_deleting_what_is_not_there_changes_nothing(store: FaissStore):
+    put(store, "a.md", "a")
+    assert store.delete_document("never was") == Change()
+    assert store.delete_chunks([]) == Change()
+    assert (store.stats().chunks, store.stats().owners, store.stats().generation) == (1, 1, 1)
+
+
+def test_get_keeps_the_order_and_names_what_is_missing(store: FaissStore):
+    put(store, "a.md", "x", "y", page=3)
+    ids = [chunk("y").chunk_id, chunk("x").chunk_id, chunk("y").chunk_id]
+    got = store.get(ids)
+    assert [one.chunk_id for one in got] == ids
+    assert got[0].metadata == {"doc": "a.md", "page": 3}
+    with pytest.raises(IndexStoreError, match="chunk nope is not in the index"):
+        store.get([*ids, "nope"])
+
+
+def test_known_vectors_are_those_that_were_stored(store: FaissStore):
+    put(store, "a.md", "x", "y")
+    known = store.known_vectors([chunk("y").chunk_id, "nope"])
+    assert list(known) == [chunk("y").chunk_id]
+    np.testing.assert_array_equal(known[chunk("y").chunk_id], vector_of(chunk("y").text))
+
+
+def test_thousands_of_ids_in_one_call(store: FaissStore):
+    many = [f"n{number}" for number in range(5000)]
+    put(store, "a.md", *many)
+    ids = [chunk(name).chunk_id for name in many]
+    assert len(store.known_vectors(ids)) == len(store.get(ids)) == 5000
+    assert store.stats().chunks == 5000
+    assert len(store.delete_chunks(ids[1:]).removed) == 4999
+    assert names_of(nearest(store, "n77", 9)) == ["n0"]
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, object()])
+def test_metadata_must_be_plain_values(store: FaissStore, value: object):
+    with pytest.raises(ConfigError, match="metadata 'key'"):
+        put(store, "a.md", "x", key=value)
+    assert store.documents() == [], "nothing of a refused document stays"
+
+
+# --- search: the traps ---
+
+
+def test_search_in_an_empty_store_finds_nothing(store: FaissStore):
+    assert store.search(vector_of("anything"), 5) == []
+
+
+def test_more_than_there_are_gives_all_and_never_minus_one(store: FaissStore):
+    put(store, "a.md", "x", "y", "z")
+    assert sorted(names_of(nearest(store, "x", 1000))) == ["x", "y", "z"]
+    assert names_of(nearest(store, "x", 1000, where={"doc": "b.md"})) == []
+
+
+def test_a_search_for_nothing_is_refused(store: FaissStore):
+    with pytest.raises(ConfigError, match="at least 1"):
+        store.search(vector_of("x"), 0)
+
+
+def test_ties_come_by_chunk_id_whatever_k_and_whatever_the_order_of_insertion(tmp_path: Path):
+    names = [f"tie {number}" for number in range(60)]
+    expected = sorted(chunk(name).chunk_id for name in names)
+    for seed in range(3):
+        random.Random(seed).shuffle(names)
+        with open_store(tmp_path / str(seed)) as store:
+            for name in names:
+                store.upsert(name, [chunk(name)], vector_of("the same")[None])
+            put(store, "other", "something else")
+            for k in (1, 5, 59, 60):
+                hits = store.search(vector_of("the same"), k)
+                assert [hit.chunk_id for hit in hits] == expected[:k]
+
+
+def test_every_filter_is_exact(store: FaissStore):
+    rng = random.Random(0)
+    chunks = [chunk(f"n{number}", colour=rng.choice("rgb"), size=rng.randrange(3)) for number in range(300)]
+    for number, one in enumerate(chunks):
+        store.upsert(f"doc{number}", [one], vectors_of([one]))
+    query = vector_of("query")
+    for where in ({"colour": "r"}, {"colour": "g", "size": 2}, {"size": 0}, {"colour": "purple"}):
+        matching = [one for one in chunks if all(one.metadata[key] == value for key, value in where.items())]
+        expected = sorted(matching, key=lambda one: (-float(vector_of(one.text) @ query), one.chunk_id))[:7]
+        assert [hit.chunk_id for hit in store.search(query, 7, where=where)] == [one.chunk_id for one in expected]
+        by_function = store.search(query, 7, where=lambda found, where=where: where.items() <= found.items())
+        assert by_function == store.search(query, 7, where=where)
+
+
+def test_a_filter_tells_values_apart(store: FaissStore):
+    values = {"true": True, "one": 1, "float": 1.5, "text": "1", "none": None, "quote": 'a"b', "ä": "ü😀"}
+    for name, value in values.items():
+        store.upsert(name, [chunk(name, **{'the "key"': value})], vectors_of([chunk(name)]))
+    put(store, "without", "without")
+    for name, value in values.items():
+        assert names_of(nearest(store, name, 9, where={'the "key"': value})) == [name]
+    assert names_of(nearest(store, "one", 9, where={'the "key"': 1.0})) == ["one"]
+
+
+def test_a_filtered_hit_has_the_metadata_of_an_owner_that_matches(store: FaissStore):
+    put(store, "a.md", "shared", lang="en")
+    put(store, "b.md", "shared", lang="de")
+    hits = store.search(vector_of(chunk("shared").text), 1, where={"lang": "de"})
+    assert [hit.metadata for hit in hits] == [{"doc": "b.md", "lang": "de"}]
+
+
+def test_after_delete_and_add_no_number_leads_to_the_wrong_chunk(store: FaissStore):
+    rng = random.Random(1)
+    living: dict[str, list[str]] = {}
+    for step in range(120):
+        doc_id = f"doc{rng.randrange(12)}"
+        if rng.random() < 0.35:
+            store.delete_document(doc_id)
+            living.pop(doc_id, None)
+        else:
+            living[doc_id] = [f"{step}-{part}" if rng.random() < 0.7 else f"common {part}" for part in range(3)]
+            put(store, doc_id, *living[doc_id])
+        if step % 5 == 0:
+            names = {name for document in living.values() for name in document}
+            for name in rng.sample(sorted(names), min(5, len(names))):
+                assert names_of(nearest(store, name)) == [name]
+            assert sorted(names_of(nearest(store, "any", 500))) == sorted(names)
+
+
+def test_the_index_is_flat_so_that_removal_keeps_recall(store: FaissStore):
+    names = [f"n{number}" for number in range(400)]
+    for name in names:
+        put(store, name, name)
+    assert names_of(nearest(store, "n7")) == ["n7"]
+    for name in names[::2]:
+        store.delete_document(name)
+    assert sorted(names_of(nearest(store, "n7", 400))) == sorted(names[1::2])
+    for name in names[::4]:
+        put(store, name, name)
+    store.delete_document("n1")  # a second removal is what ends the process with an inverted file below IDMap2
+    for name in names[3::2]:
+        assert names_of(nearest(store, name)) == [name]
+
+
+def clashing(chunk_id: str, salt: int) -> int:
+    """Every chunk wants the same number, and few are free."""
+    return 7 if salt == 0 else chunk_number(chunk_id, salt) % 50
+
+
+def test_chunks_that_collide_get_numbers_of_their_own(tmp_path: Path):
+    names = [f"n{number}" for number in range(20)]
+    with open_store(tmp_path, number_of=clashing) as store:
+        put(store, "a.md", *names)
+        assert all(names_of(nearest(store, name)) == [name] for name in names)
+    with open_store(tmp_path, number_of=clashing) as store:
+        assert all(names_of(nearest(store, name)) == [name] for name in names)
+        assert all(store.get([chunk(name).chunk_id])[0].text == chunk(name).text for name in names)
+
+
+def test_a_number_that_passes_to_another_chunk_takes_its_vector_along(tmp_path: Path):
+    with open_store(tmp_path, number_of=clashing) as writer, open_store(tmp_path, number_of=clashing) as reader:
+        put(writer, "a.md", "old")
+        assert names_of(nearest(reader, "old")) == ["old"]
+        writer.delete_document("a.md")
+        put(writer, "b.md", "new")
+        hit = reader.search(vector_of(chunk("new").text), 1)[0]
+        assert (hit.text, hit.score) == (chunk("new").text, pytest.approx(1.0, abs=1e-6))
+
+
+def test_numbers_are_non_negative_int64():
+    numbers = {chunk_number(f"chunk {number}", salt) for number in range(500) for salt in range(2)}
+    assert len(numbers) == 1000
+    assert min(numbers) >= 0
+    assert 2**60 < max(numbers) < 2**63
+
+
+# --- what is refused ---
+
+
+def test_another_embedding_model_is_refused_with_advice(tmp_path: Path):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x")
+    with pytest.raises(
+        IndexStoreError, match=r"tiny \(8 dimensions\), not with big .*delete the folder and index again"
+    ):
+        open_store(tmp_path, embedder_fingerprint="big@4567")
+    with pytest.raises(IndexStoreError, match="16 dimensions"):
+        open_store(tmp_path, dim=16)
+    open_store(tmp_path, embedder_fingerprint="same weights, another name@0123").close()
+
+
+def test_an_index_is_not_made_by_looking(tmp_path: Path):
+    with pytest.raises(IndexStoreError, match="no index here"):
+        FaissStore.open(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_index_can_be_looked_at_without_its_model(tmp_path: Path):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x")
+    with FaissStore.open(tmp_path) as store:
+        assert (store.dim, store.embedder, store.stats().chunks) == (DIM, MODEL, 1)
+
+
+def test_an_index_of_a_newer_version_is_refused(tmp_path: Path):
+    open_store(tmp_path).close()
+    with sqlite3.connect(tmp_path / DATABASE) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(IndexStoreError, match="newer version"):
+        open_store(tmp_path)
+
+
+def test_a_damaged_database_is_refused_with_advice(tmp_path: Path):
+    (tmp_path / DATABASE).write_bytes(b"this is no database" * 500)
+    with pytest.raises(IndexStoreError, match="delete the folder and index again"):
+        open_store(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
+    (tmp_path / "index").write_text("I was here first")
+    with pytest.raises(IndexStoreError, match="cannot be opened"):
+        open_store(tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    "vectors", [np.zeros((1, DIM + 1)), np.zeros((2, DIM)), np.zeros(DIM), np.full((1, DIM), np.nan)]
+)
+def test_vectors_that_do_not_fit_are_refused_and_change_nothing(store: FaissStore, vectors: np.ndarray):
+    with pytest.raises(IndexStoreError):
+        store.upsert("a.md", [chunk("x")], vectors)
+    assert store.documents() == []
+
+
+def test_a_query_of_another_width_is_refused(store: FaissStore):
+    with pytest.raises(IndexStoreError, match="tiny"):
+        store.search(np.ones(DIM - 1), 1)
+
+
+def test_a_closed_store_says_so(tmp_path: Path):
+    store = open_store(tmp_path)
+    store.close()
+    store.close()
+    with pytest.raises(IndexStoreError, match="closed"):
+        store.stats()
+
+
+# --- files, restarts, crashes ---
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x", "y")
+        before = store.search(vector_of("q"), 5)
+    with open_store(tmp_path) as store:
+        assert store.search(vector_of("q"), 5) == before
+
+
+def test_nothing_in_the_folder_is_a_pickle(tmp_path: Path):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x", "y")
+        store.save()
+        files = {path.name: path.read_bytes()[:8] for path in tmp_path.iterdir()}
+    assert files[DATABASE].startswith(b"SQLite")
+    assert files[INDEX_FILE] == b"CCINDEX1"
+    assert set(files) <= {DATABASE, INDEX_FILE, f"{DATABASE}-wal", f"{DATABASE}-shm"}
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+@pytest.mark.parametrize(
+    "damage", [None, cut, flip, lambda data: b"", lambda data: b"\0" * 300, lambda data: data[:11]]
+)
+def test_a_lost_or_damaged_index_file_is_built_anew(tmp_path: Path, damage, caplog: pytest.LogCaptureFixture):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x", "y", "z")
+        store.save()
+    path = tmp_path / INDEX_FILE
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with open_store(tmp_path) as store:
+        assert names_of(nearest(store, "y")) == ["y"]
+    assert [record for record in caplog.records if "damaged" in record.message] or damage is None
+    with open_store(tmp_path) as store:
+        assert names_of(nearest(store, "z", 3))[0] == "z"
+
+
+def test_an_index_file_that_lags_behind_catches_up(tmp_path: Path):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x", "y")
+        store.save()
+        old = (tmp_path / INDEX_FILE).read_bytes()
+        put(store, "a.md", "y", "z")
+    (tmp_path / INDEX_FILE).write_bytes(old)
+    with open_store(tmp_path) as store:
+        assert sorted(names_of(nearest(store, "z", 9))) == ["y", "z"]
+
+
+def test_an_index_file_of_another_store_is_not_believed(tmp_path: Path):
+    for name in ("one", "two"):
+        with open_store(tmp_path / name) as store:
+            put(store, "a.md", f"from {name}")
+            store.save()
+    (tmp_path / "one" / INDEX_FILE).replace(tmp_path / "two" / INDEX_FILE)
+    with open_store(tmp_path / "two") as store:
+        assert names_of(nearest(store, "from one", 5)) == ["from two"]
+
+
+def test_a_database_restored_from_an_older_copy_is_believed(tmp_path: Path):
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x")
+    copy = (tmp_path / DATABASE).read_bytes()
+    with open_store(tmp_path) as store:
+        put(store, "b.md", "y")
+        put(store, "c.md", "z")
+        store.save()
+    (tmp_path / DATABASE).write_bytes(copy)
+    with open_store(tmp_path) as store:
+        assert names_of(nearest(store, "y", 9)) == ["x"]
+        put(store, "d.md", "w")
+        assert sorted(names_of(nearest(store, "y", 9))) == ["w", "x"]
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path: Path):
+    old, young = tmp_path / f"{INDEX_FILE}.1.tmp", tmp_path / f"{INDEX_FILE}.2.tmp"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    with open_store(tmp_path) as store:
+        put(store, "a.md", "x")
+        store.save()
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_saving_where_nothing_can_be_written_is_no_error(store: FaissStore, caplog: pytest.LogCaptureFixture):
+    put(store, "a.md", "x")
+    (store.folder / INDEX_FILE).mkdir()
+    store.save()
+    assert "cannot be written" in caplog.text
+    assert names_of(nearest(store, "x")) == ["x"]
+
+
+def test_a_full_disk_is_an_error_with_advice_and_the_store_lives_on(store: FaissStore):
+    put(store, "a.md", "x")
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(IndexStoreError, match="full"):
+        put(store, "b.md", *[f"n{number}" for number in range(500)])
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    assert [one.doc_id for one in store.documents()] == ["a.md"]
+    put(store, "b.md", "y")
+    assert names_of(nearest(store, "y")) == ["y"]
+
+
+# --- threads and processes ---
+
+
+def test_another_process_is_seen_at_the_next_search(tmp_path: Path):
+    with open_store(tmp_path) as reader, open_store(tmp_path) as writer:
+        assert reader.search(vector_of("q"), 9) == []
+        put(writer, "a.md", "x", "y")
+        assert sorted(names_of(nearest(reader, "x", 9))) == ["x", "y"]
+        put(writer, "a.md", "y", "z")
+        assert sorted(names_of(nearest(reader, "x", 9))) == ["y", "z"]
+        reader.save()
+        writer.delete_document("a.md")
+        assert nearest(reader, "x", 9) == []
+
+
+def test_threads_search_while_others_write(store: FaissStore):
+    put(store, "fixed", *[f"fixed {number}" for number in range(30)])
+    failures: list[object] = []
+    done = threading.Event()
+
+    def search(seed: int) -> None:
+        rng = random.Random(seed)
+        while not done.is_set():
+            name = f"fixed {rng.randrange(30)}"
+            if names_of(nearest(store, name, 3))[:1] != [name]:
+                failures.append(name)
+
+    def write(seed: int) -> None:
+        for step in range(40):
+            put(store, f"doc {seed}", *[f"{seed} {step} {part}" for part in range(3)])
+            if step % 3 == 0:  # so too after the last step
+                store.delete_document(f"doc {seed}")
+
+    searchers = [threading.Thread(target=search, args=(seed,)) for seed in range(3)]
+    writers = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
+    for thread in [*searchers, *writers]:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    for thread in searchers:
+        thread.join()
+    assert failures == []
+    assert sorted(names_of(nearest(store, "any", 99))) == sorted(f"fixed {number}" for number in range(30))
+
+
+WRITER = """
+import sys
+import numpy as np
+from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.types import Chunk
+
+folder, seed, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store = FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123")
+print("ready", flush=True)
+for step in range(steps):
+    chunks = [Chunk(f"{seed} {step} {part}", {"step": step}) for part in range(4)]
+    vectors = np.random.default_rng([seed, step]).standard_normal((4, 8))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    store.upsert(f"doc {seed} {step % 5}", chunks, vectors, content_digest=str(step))
+    if step % 7 == 0:
+        store.save()
+store.close()
+"""
+
+
+def writer(folder: Path, seed: int, steps: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", WRITER, str(folder), str(seed), str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def check_consistent(folder: Path) -> None:
+    """Every document is whole, every chunk has an owner, and every chunk is found by its own vector."""
+    with open_store(folder) as store:
+        owned = set()
+        for document in store.documents():
+            chunks = store.chunks_of(document.doc_id)
+            assert {str(one.metadata["step"]) for one in chunks} == {document.content_digest}
+            assert len(chunks) == 4
+            owned |= {one.chunk_id for one in chunks}
+        hits = store.search(np.ones(DIM), 10_000)
+        assert {hit.chunk_id for hit in hits} == owned
+        assert len(hits) == len(owned) == store.stats().chunks
+        for chunk_id, vector in store.known_vectors(owned).items():
+            assert store.search(vector, 1)[0].chunk_id == chunk_id
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_documents(tmp_path: Path):
+    rng = random.Random(5)
+    for round_number in range(6):
+        process = writer(tmp_path, round_number, 100_000)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        check_consistent(tmp_path)
+
+
+def test_two_processes_write_and_a_third_reads(tmp_path: Path):
+    processes = [writer(tmp_path, seed, 40) for seed in range(2)]  # both make the store: neither may fail
+    open_store(tmp_path).close()
+    with open_store(tmp_path) as store:
+        while any(process.poll() is None for process in processes):
+            hits = store.search(np.ones(DIM), 1000)
+            assert len({hit.chunk_id for hit in hits}) == len(hits)
+            time.sleep(0.01)
+    for process in processes:
+        assert process.wait() == 0
+        assert process.stdout is not None
+        process.stdout.close()
+    check_consistent(tmp_path)
+    with open_store(tmp_path) as store:
+        assert len(store.documents()) == 10
