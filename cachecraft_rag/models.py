@@ -85,6 +85,7 @@ class Decoder:
         AttentionInterface.register(ATTENTION_NAME, _attention)
         self.name = name
         self.model = model.eval()
+        self.model.set_attn_implementation(ATTENTION_NAME)
         self.tokenizer = tokenizer
         config = model.config
         self._base = model.model

@@ -1,0 +1,203 @@
+"""`cachecraft index`, `ask` and `chat`."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from cachecraft_rag.prompt import Turn
+    from cachecraft_rag.rag import AnswerStream, CacheCraft
+    from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
+    from cachecraft_rag.stats import RequestStats
+
+
+def load(model: str, **settings: Any) -> CacheCraft:
+    """The facade with a spinner while the model loads."""
+    with waiting(f"Loading {model}"):
+        from cachecraft_rag.rag import CacheCraft
+
+        options.quiet_libraries()
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        return CacheCraft.from_pretrained(model, **chosen)
+
+
+def index(
+    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF.")],
+    store: options.Store = DEFAULT_STORE,
+    prime: Annotated[
+        bool, typer.Option("--prime", help="Also compute all chunk-caches now, so that the first question is fast too.")
+    ] = False,
+    model: options.Model = "demo",
+    embeddings: options.Embeddings = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    namespace: options.Namespace = "default",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Index documents; only what changed since the last time is embedded again, and what vanished is removed."""
+    options.set_threads(threads)
+    with waiting("Loading the embedding model"):
+        from cachecraft_rag.rag import open_index
+        from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
+        from cachecraft_rag.retrievers.indexer import index_folder
+
+        options.quiet_libraries()
+        embedder = Embedder(embeddings or EMBEDDED_MODEL)
+    with progress_bar("Indexing") as move, open_index(store, embedder) as found:
+
+        def step(done: IndexProgress) -> None:
+            move(done.files_done, done.files_total)
+
+        report = index_folder(folder, found, embedder, progress=step)
+    evict_removed(store, report)
+    born = None
+    if prime:
+        with load(
+            model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace
+        ) as rag, progress_bar("Computing chunk-caches") as move:
+            born = rag.prime(progress=move)
+    if as_json:
+        print_json({**asdict(report), "born": born})
+    else:
+        print_index_report(report, born)
+
+
+def evict_removed(store: Path, report: IndexReport) -> None:
+    """Drop the chunk-caches of chunks that are in no document any more."""
+    from cachecraft_rag.catalog import RowFilter
+    from cachecraft_rag.rag import CACHE_FOLDER
+    from cachecraft_rag.store import ChunkCacheStore
+
+    if report.removed_chunk_ids and (store / CACHE_FOLDER).is_dir():
+        with ChunkCacheStore.open(store / CACHE_FOLDER) as caches:
+            for chunk_id in report.removed_chunk_ids:
+                caches.evict(RowFilter(chunk_id=chunk_id))
+
+
+def print_index_report(report: IndexReport, born: int | None) -> None:
+    """The report in two or three lines."""
+    out.print(
+        f"{len(report.added)} documents added, {len(report.updated)} updated, {len(report.removed)} removed, "
+        f"{len(report.unchanged)} unchanged; {report.chunks_embedded} chunks embedded in {report.seconds:.1f} s"
+    )
+    if born is not None:
+        out.print(f"{born} chunk-caches computed")
+    for problem in report.problems:
+        err.print(f"left out {problem.doc_id}: {problem.reason}", style="yellow", markup=False)
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    store: options.Store = DEFAULT_STORE,
+    model: options.Model = "demo",
+    embeddings: options.Embeddings = None,
+    top_k: options.TopK = 5,
+    max_new_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    recompute_ratio: options.Ratio = None,
+    focus: options.Focus = "off",
+    reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse stored chunk-caches.")] = True,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    namespace: options.Namespace = "default",
+    threads: options.Threads = None,
+    seed: options.Seed = None,
+    as_json: options.Json = False,
+) -> None:
+    """Answer one question over the indexed documents."""
+    options.set_threads(threads)
+    config = ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, focus=focus)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    with load(
+        model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace, reuse=config
+    ) as rag:
+        stream = rag.stream(question, top_k=top_k, sampling=sampling)
+        if as_json:
+            print_json(stream.answer().as_dict())
+        else:
+            print_stream(stream)
+            print_sources(stream)
+            print_stats(stream.stats)
+
+
+def print_stream(stream: AnswerStream) -> None:
+    """The answer as it comes."""
+    for piece in stream:
+        out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    out.print()
+
+
+def print_sources(stream: AnswerStream) -> None:
+    """Where each chunk comes from, and what happened to its chunk-cache."""
+    reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
+    table = Table("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "tier", box=None)
+    for place, source in enumerate(stream.sources, start=1):
+        chunk = reports[source.chunk_id]
+        outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
+        score = "" if source.score is None else f"{source.score:.2f}"
+        where, heading = (str(source.metadata.get(key) or "") for key in ("source", "heading"))
+        table.add_row(
+            str(place), where, heading, score, str(chunk.tokens), outcome, str(chunk.recomputed), chunk.tier or ""
+        )
+    out.print(table)
+
+
+def print_stats(stats: RequestStats) -> None:
+    """One line of numbers."""
+    out.print(
+        f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, prefill {stats.prefill_s:.2f}); "
+        f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, {stats.tokens_recomputed} recomputed, "
+        f"{stats.tokens_computed} computed",
+        style="dim",
+        highlight=False,
+    )
+
+
+def chat(
+    store: options.Store = DEFAULT_STORE,
+    model: options.Model = "demo",
+    embeddings: options.Embeddings = None,
+    top_k: options.TopK = 5,
+    max_new_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    namespace: options.Namespace = "default",
+    threads: options.Threads = None,
+    seed: options.Seed = None,
+) -> None:
+    """Talk about the indexed documents. /sources shows the last answer's, /new forgets the conversation, /quit leaves."""
+    options.set_threads(threads)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    history: list[Turn] = []
+    session = uuid.uuid4().hex
+    with load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag:
+        err.print("Ask away. /sources, /new, /quit", style="dim")
+        last: AnswerStream | None = None
+        while True:
+            try:
+                question = out.input("[bold]> [/]").strip()
+            except EOFError:
+                break
+            if question in ("/quit", "/exit"):
+                break
+            if question == "/new":
+                history.clear()
+            elif question == "/sources" and last is not None:
+                print_sources(last)
+            elif question:
+                last = rag.stream(question, top_k=top_k, history=history, session=session, sampling=sampling)
+                print_stream(last)
+                print_stats(last.stats)
+                history += [("user", question), ("assistant", last.text)]

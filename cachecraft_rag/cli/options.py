@@ -1,0 +1,88 @@
+"""What the commands share: their common options, the two consoles, and how results and errors are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
+Model = Annotated[
+    str, typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo": the embedded SmolLM2-135M-Instruct.')
+]
+Embeddings = Annotated[
+    str | None, typer.Option("--embeddings", help="sentence-transformers model for retrieval. [default: the embedded one]")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
+Namespace = Annotated[str, typer.Option("--namespace", help="Tenant; chunk-caches never cross it.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads. [default: torch's choice]")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampled answers.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines, and nothing else, on stdout.")]
+TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
+Ratio = Annotated[
+    float | None,
+    typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute this share of each moved chunk. [default: CFO decides]"),
+]
+Focus = Annotated[str, typer.Option("--focus", help="Early termination of unfocused chunks: off, gap or printed.")]
+MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")]
+
+DEFAULT_STORE = Path("chunk-caches")
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    typer.echo(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def set_threads(threads: int | None) -> None:
+    """Let torch use so many CPU threads."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars of the libraries below us off the terminal; ours say more."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr with a text that can be changed."""
+    with err.status(text) as status:
+        yield lambda message: status.update(f"{text}: {message}")
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, moved by calls with (done, total)."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=False) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def megabytes(nbytes: int) -> str:
+    """Bytes as megabytes, for people.
+
+    >>> megabytes(1_500_000)
+    '1.5 MB'
+    """
+    return f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,129 @@
+"""`cachecraft store …`: look after the chunk-caches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import DEFAULT_STORE, megabytes, out, print_json, progress_bar
+from cachecraft_rag.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from cachecraft_rag.store import ChunkCacheStore
+
+app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=True)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[ChunkCacheStore]:
+    """The store below a folder; it must exist, so that a mistyped path does not make a new one."""
+    from cachecraft_rag.rag import CACHE_FOLDER
+    from cachecraft_rag.store import ChunkCacheStore
+
+    if not (folder / CACHE_FOLDER).is_dir():
+        raise StoreError(f"{folder} holds no chunk-caches; name the folder with --store, or make one with `cachecraft ask`")
+    with ChunkCacheStore.open(folder / CACHE_FOLDER) as store:
+        yield store
+
+
+@app.command()
+def ls(
+    store: options.Store = DEFAULT_STORE,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to show.")] = 50,
+    offset: Annotated[int, typer.Option("--offset", min=0, help="Rows to skip.")] = 0,
+    chunk: Annotated[str | None, typer.Option("--chunk", help="Only this chunk id.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List variants, the most worthy first."""
+    from cachecraft_rag.catalog import RowFilter
+
+    with opened(store) as found:
+        rows = found.rows(RowFilter(chunk_id=chunk), offset=offset, limit=limit)
+        total = found.stats().variants
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    table = Table("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size", "namespace", "private")
+    for row in rows:
+        v = row.variant
+        table.add_row(
+            v.variant_id[:12],
+            v.key.chunk_id[:12],
+            f"{len(v.key.birth_prefix)} segments",
+            str(v.tokens),
+            f"{v.cci:.3f}",
+            f"{v.exact_share:.0%}",
+            f"{v.reuse_frequency:.1f}",
+            megabytes(v.nbytes),
+            v.key.namespace,
+            "yes" if v.session else "",
+        )
+    out.print(table)
+    out.print(f"{len(rows)} of {total} variants")
+
+
+@app.command()
+def stats(store: options.Store = DEFAULT_STORE, as_json: options.Json = False) -> None:
+    """How many, how large, and within which budgets."""
+    with opened(store) as found:
+        numbers = found.stats()
+    if as_json:
+        print_json(asdict(numbers))
+        return
+    out.print(f"{numbers.variants} variants of {numbers.chunks} chunks")
+    out.print(f"disk {megabytes(numbers.disk_bytes)} of {megabytes(numbers.disk_budget)}")
+
+
+@app.command()
+def check(
+    store: options.Store = DEFAULT_STORE,
+    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Compare catalog and files and verify every checksum. Exit code 1 when something is wrong and was not repaired."""
+    with opened(store) as found, progress_bar("Checking") as move:
+        report = found.check(repair=repair, progress=move)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        for finding in report.findings:
+            out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}", markup=False, highlight=False)
+        verdict = "all sound" if not report.findings else f"{len(report.findings)} findings"
+        out.print(f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}")
+    if report.findings and not repair:
+        raise typer.Exit(1)
+
+
+@app.command()
+def evict(
+    store: options.Store = DEFAULT_STORE,
+    chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of this chunk id.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Variants of this tenant.")] = None,
+    fingerprint: Annotated[str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")] = None,
+    older_than_days: Annotated[float | None, typer.Option("--older-than-days", min=0.0, help="Variants born before.")] = None,
+    down_to_mb: Annotated[float | None, typer.Option("--down-to-mb", min=0.0, help="Only until this much is left.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Remove chunk-caches; the least worthy first. They are only a cache: nothing else is lost."""
+    from cachecraft_rag.catalog import RowFilter
+
+    before = None if older_than_days is None else time.time() - older_than_days * 86400
+    chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_id=chunk, created_before=before)
+    if chosen == RowFilter() and down_to_mb is None and not everything:
+        raise ConfigError("say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all")
+    down_to = int(down_to_mb * 1e6) if down_to_mb is not None else 0 if everything else None
+    with opened(store) as found:
+        gone = found.evict(chosen, down_to_bytes=down_to)
+    if as_json:
+        print_json(asdict(gone))
+    else:
+        out.print(f"{gone.variants} variants removed, {megabytes(gone.nbytes)} freed")

@@ -1,0 +1,241 @@
+"""`CacheCraft`: documents in, answers out. The retriever and the engine behind one framework-free facade."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cachecraft_rag.catalog import RowFilter
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.models import Decoder
+from cachecraft_rag.priming import Primer
+from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
+from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
+from cachecraft_rag.retrievers.faiss_store import FaissStore, Where
+from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
+from cachecraft_rag.selfcheck import self_check
+from cachecraft_rag.stats import Answer, RequestStats, Source
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk, Document, SearchHit
+
+INDEX_FOLDER, CACHE_FOLDER = "index", "caches"  # below the folder a user names as the store
+DEFAULT_TOP_K = 5
+
+PathLike = str | os.PathLike[str]
+
+
+class AnswerStream(Iterator[str]):
+    """An answer on its way: an iterator of text pieces, with `sources` at once and `text` and `stats` as they come in."""
+
+    def __init__(self, generation: Generation, sources: tuple[Source, ...]) -> None:
+        self._generation = generation
+        self.sources = sources
+
+    def __next__(self) -> str:
+        return next(self._generation)
+
+    @property
+    def text(self) -> str:
+        """What has come so far."""
+        return self._generation.text
+
+    @property
+    def stats(self) -> RequestStats:
+        """Numbers so far; complete once the stream has ended."""
+        return self._generation.stats
+
+    def close(self) -> None:
+        """Stop here."""
+        self._generation.close()
+
+    def answer(self) -> Answer:
+        """Wait for the end and return everything."""
+        for _ in self:
+            pass
+        return Answer(self.text, self.sources, self.stats)
+
+
+class CacheCraft:
+    """Answers questions over your documents, reusing the chunk-caches of what it retrieves.
+
+    >>> rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")  # doctest: +SKIP
+    >>> rag.add_documents("docs/", prime=True)  # doctest: +SKIP
+    >>> rag.ask("How do I descale the kettle?").text  # doctest: +SKIP
+
+    Make it with `from_pretrained`, or from parts of your own: an engine, an index and an embedder, which stay yours to close.
+    """
+
+    def __init__(self, engine: Engine, index: FaissStore, embedder: Embedder) -> None:
+        self.engine, self.index, self.embedder = engine, index, embedder
+        self._owned: tuple[FaissStore | ChunkCacheStore, ...] = ()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str = "demo",
+        *,
+        store: PathLike = "chunk-caches",
+        embeddings: PathLike = EMBEDDED_MODEL,
+        dtype: str = "auto",
+        device: str = "auto",
+        namespace: str = "default",
+        reuse: ReuseConfig | None = None,
+        system: str = DEFAULT_SYSTEM,
+        host_bytes: int | None = None,
+        disk_bytes: int | None = None,
+    ) -> Self:
+        """Load a model and open (or make) a store folder.
+
+        Args:
+            model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
+            store: folder for the retrieval index and the chunk-caches; several processes may share it.
+            embeddings: sentence-transformers model for retrieval.
+            dtype, device: see `Decoder.load`.
+            namespace: the tenant; chunk-caches never cross it.
+            reuse: how caches are reused.
+            system: the instruction in front of every prompt.
+            host_bytes, disk_bytes: byte budgets of memory and disk for chunk-caches.
+
+        Raises:
+            ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
+        """
+        decoder = Decoder.load(model, dtype=dtype, device=device)
+        self_check(decoder)
+        root = Path(store)
+        budgets = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
+        caches = ChunkCacheStore.open(root / CACHE_FOLDER, **{k: v for k, v in budgets.items() if v is not None})
+        embedder = Embedder(embeddings)
+        index = open_index(root, embedder)
+        rag = cls(Engine(decoder, caches, namespace=namespace, config=reuse, system=system), index, embedder)
+        rag._owned = (index, caches)
+        return rag
+
+    def add_documents(
+        self,
+        documents: PathLike | Iterable[Document],
+        *,
+        prime: bool = False,
+        progress: Callable[[IndexProgress], None] | None = None,
+    ) -> IndexReport:
+        """Index a folder, a file or documents in memory; what is unchanged since the last time is left alone.
+
+        A folder is made to match: files that vanished are removed, with the chunk-caches nobody else needs.
+
+        Args:
+            prime: also bear the chunk-caches of all documents, so that the first question is fast too (see `prime`).
+        """
+        if isinstance(documents, str | os.PathLike):
+            report = index_folder(documents, self.index, self.embedder, progress=progress)
+        else:
+            report = index_documents(documents, self.index, self.embedder, progress=progress)
+        for chunk_id in report.removed_chunk_ids:
+            self.engine.store.evict(RowFilter(chunk_id=chunk_id))
+        if prime:
+            self.prime()
+        return report
+
+    def prime(self, *, progress: Callable[[int, int], None] | None = None) -> int:
+        """Bear every chunk behind its document's preceding chunks; returns how many were born, skipping what is there.
+
+        Args:
+            progress: called with (documents done, documents in all).
+        """
+        engine = self.engine
+        primer = Primer(
+            engine.decoder,
+            engine.store,
+            prompts=engine.prompts,
+            births=engine.births,
+            turn=engine.turn,
+            namespace=engine.namespace,
+            sink_tokens=engine.config.sink_tokens,
+        )
+        documents = self.index.documents()
+        born = 0
+        for done, document in enumerate(documents, start=1):
+            born += primer.prime(self.index.chunks_of(document.doc_id))
+            if progress is not None:
+                progress(done, len(documents))
+        return born
+
+    def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
+        """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
+        if self.index.stats().chunks == 0:
+            raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
+        return self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
+
+    def stream(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        history: Sequence[Turn] = (),
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+    ) -> AnswerStream:
+        """Retrieve, then answer piece by piece.
+
+        Args:
+            top_k, where: how many chunks to retrieve, and which may be (see `FaissStore.search`).
+            history, session, sampling, config: see `Engine.stream`.
+        """
+        hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
+        generation = self.engine.stream(
+            question,
+            [Chunk(hit.text, hit.metadata) for hit in hits],
+            history=history,
+            session=session,
+            sampling=sampling,
+            config=config,
+        )
+        return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))
+
+    def ask(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        history: Sequence[Turn] = (),
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+    ) -> Answer:
+        """Retrieve and answer; arguments as in `stream`."""
+        return self.stream(
+            question,
+            top_k=top_k,
+            where=where,
+            history=history,
+            session=session,
+            sampling=sampling,
+            config=config,
+        ).answer()
+
+    def close(self) -> None:
+        """Finish and write the births under way; close what `from_pretrained` opened."""
+        self.engine.close()
+        for part in self._owned:
+            part.close()
+
+    def __enter__(self) -> Self:
+        """The facade itself; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def open_index(root: PathLike, embedder: Embedder) -> FaissStore:
+    """The retrieval index below a store folder, made if it is not there."""
+    return FaissStore.open(Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint)
