@@ -24,7 +24,7 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -66,6 +66,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # Kept by triggers, so the sums are exact in every transaction of every process and cost nothing to read.
         "CREATE TABLE totals (variants INTEGER NOT NULL, file_bytes INTEGER NOT NULL)",
         "INSERT INTO totals VALUES (0, 0)",
+        "CREATE TABLE limits (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
         """CREATE TRIGGER variant_added AFTER INSERT ON variants BEGIN
              UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
         """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
@@ -330,8 +331,13 @@ class Catalog:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            victims = _until(connection.execute(query, astuple(chosen)), excess)
-            return _remove(connection, victims, writer)
+            return _remove(connection, _until(connection.execute(query, astuple(chosen)), excess), writer)
+
+    def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
+        """Write down these limits by name and return all that were ever written down, the latest of each."""
+        with self._writing() as connection:
+            connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
+            return dict(connection.execute("SELECT name, value FROM limits").fetchall())
 
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
@@ -380,10 +386,8 @@ class Catalog:
     def _prepare(self) -> None:
         """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
         # 8 KiB pages: a row has some 600 bytes, and a page should hold more than a handful of them.
-        self._writer.execute("PRAGMA page_size = 8192")
-        self._writer.execute("PRAGMA journal_mode = WAL")
-        self._writer.execute("PRAGMA synchronous = NORMAL")
-        self._writer.execute("PRAGMA journal_size_limit = 16777216")
+        for mode in ("page_size = 8192", "journal_mode = WAL", "synchronous = NORMAL", "journal_size_limit = 16777216"):
+            self._writer.execute(f"PRAGMA {mode}")
         with self._transaction() as connection:
             version: int = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > len(_MIGRATIONS):

@@ -16,6 +16,9 @@ import torch
 from cachecraft_rag.catalog import Catalog
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.tiers import Tier
+from cachecraft_rag.tiers.disk import DiskTier
+from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -52,6 +55,11 @@ def serves(store: ChunkCacheStore, birth: Birth, tier: str) -> None:
     assert torch.equal(loaded.kv, birth.kv)
 
 
+def stored_on_disk(root: Path) -> Variant:
+    with ChunkCacheStore.open(root) as store:
+        return stored(store, make())
+
+
 def files(root: Path) -> list[Path]:
     return sorted((root / "variants").rglob("*.safetensors"))
 
@@ -78,6 +86,22 @@ def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None
     scores = store.token_inter([variant.variant_id])[variant.variant_id]
     assert scores is not None
     assert np.array_equal(scores, np.linspace(0.0, 1.0, 10, dtype=np.float32))
+
+
+def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
+    variant = stored_on_disk(tmp_path)
+    tiers: list[Tier] = [HostTier(1 << 20), DiskTier(tmp_path / "variants")]
+    first, second = (tier.read(variant) for tier in tiers)
+    assert isinstance(first, Unavailable)
+    assert isinstance(second, LoadedVariant)
+    for tier in tiers:
+        tier.remove(variant.variant_id, variant.created + 1)  # of another file: nothing happens
+    assert isinstance(tiers[1].read(variant), LoadedVariant)
+    for tier in tiers:
+        tier.remove(variant.variant_id, variant.created)
+        tier.remove(variant.variant_id, variant.created)
+        assert isinstance(tier.read(variant), Unavailable)
+    assert torch.equal(second.kv, make().kv)  # what was read stays valid
 
 
 def test_after_a_restart_the_disk_serves_and_memory_then_keeps(tmp_path: Path) -> None:
@@ -526,8 +550,22 @@ def test_settings_are_checked(tmp_path: Path) -> None:
     for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
         with pytest.raises(ConfigError, match=setting):
             ChunkCacheStore.open(tmp_path, **{setting: value})
+    assert not (tmp_path / "catalog.sqlite").exists()
     with pytest.raises(dataclasses.FrozenInstanceError):
         StoreConfig().disk_bytes = 5  # type: ignore[misc]
+
+
+def test_limits_once_set_stay_with_the_folder(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, disk_bytes=5 * FILE, max_variants=4, host_bytes=1000) as store:
+        for n in range(4):
+            stored(store, make(f"chunk {n}"))
+    with ChunkCacheStore.open(tmp_path, max_variants=3) as store:  # one changes, the others stay
+        config = store.config
+        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (5 * FILE, 3, 5)
+        assert config.host_bytes == StoreConfig().host_bytes  # that one belongs to the process
+        assert store.stats().variants == 3
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert store.config == dataclasses.replace(StoreConfig(), disk_bytes=5 * FILE, max_variants=3)
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

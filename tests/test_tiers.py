@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -105,13 +106,11 @@ def test_every_flipped_byte_of_the_header_and_every_spot_of_the_data_is_noticed(
     content = path.read_bytes()
     data = len(content) - kv.nbytes
     assert data == 4096
-    for position in [*range(data), *range(data, len(content), 7), len(content) - 1]:
-        changed = bytearray(content)
-        changed[position] ^= 1 << position % 8
-        path.write_bytes(changed)
-        result = tier.read(variant)
-        assert isinstance(result, Damaged), position
-    path.write_bytes(content)
+    with path.open("r+b", buffering=0) as file:
+        for position in [*range(data), *range(data, len(content), 7), len(content) - 1]:
+            os.pwrite(file.fileno(), bytes([content[position] ^ 1 << position % 8]), position)
+            assert isinstance(tier.read(variant), Damaged), position
+            os.pwrite(file.fileno(), content[position : position + 1], position)
     assert isinstance(tier.read(variant), LoadedVariant)
 
 

@@ -9,9 +9,9 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ import numpy as np
 from cachecraft_rag.catalog import Limits, Listed, RowFilter
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
-from cachecraft_rag.tiers import Damaged
+from cachecraft_rag.tiers import Damaged, Tier
 from cachecraft_rag.tiers.disk import encode
 from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
@@ -33,21 +33,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Settings of a store. They belong to the process, not to the folder, and may differ from one opening to the next.
+    """Settings of a store.
 
-    host_bytes          tensors kept in memory; 0 switches the host tier off
+    The first three limit the folder: what `ChunkCacheStore.open` is not told stays as it was told last, so a command
+    that only looks at a store does not shrink it to the defaults. The others belong to the process.
+
     disk_bytes          all files together
     variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
     max_variants        N×M of Cache-Craft §3.3: variants in all
+    host_bytes          tensors kept in memory; 0 switches the host tier off
     queue_bytes         births waiting to be written; what comes while it is full is dropped
     readers             threads that `load_many` reads files with
     busy_timeout_s      how long a background write waits for another process's transaction
     """
 
-    host_bytes: int = 2 << 30
     disk_bytes: int = 20 << 30
     variants_per_chunk: int = 5
     max_variants: int = 100_000
+    host_bytes: int = 2 << 30
     queue_bytes: int = 1 << 30
     readers: int = 4
     busy_timeout_s: float = 5.0
@@ -58,11 +61,6 @@ class StoreConfig:
             value, least = getattr(self, setting.name), 0 if setting.name in ("host_bytes", "busy_timeout_s") else 1
             if not value >= least:
                 raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
-
-    @property
-    def limits(self) -> Limits:
-        """What the catalog has to keep to."""
-        return Limits(self.disk_bytes, self.max_variants, self.variants_per_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +88,19 @@ class StoreStats:
 class ChunkCacheStore:
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
 
-    def __init__(self, root: Path, config: StoreConfig) -> None:
-        """Open or create the store in the folder `root`. Raises StoreError when that is not possible."""
-        self.root, self.config = root, config
+    def __init__(self, root: Path, config: StoreConfig, *, limits: Mapping[str, int]) -> None:
+        """Use `open`. `limits` are the fields of `config` that the folder shall keep to from now on."""
+        self.root = root
         self._host = HostTier(config.host_bytes)
         self._durable = DurableVariants(
-            root, limits=config.limits, busy_timeout_s=config.busy_timeout_s, on_removed=self._host.remove
+            root,
+            limits=limits,
+            defaults=Limits(config.disk_bytes, config.max_variants, config.variants_per_chunk),
+            busy_timeout_s=config.busy_timeout_s,
+            on_removed=self._host.remove,
         )
+        self.config = replace(config, **asdict(self._durable.limits))
+        self._tiers: tuple[Tier, ...] = (self._host, self._durable.disk)  # the nearest first
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._queued_bytes = 0
@@ -124,7 +128,9 @@ class ChunkCacheStore:
             raise ConfigError(
                 f"Unknown store settings: {', '.join(sorted(unknown))}. Known: {', '.join(sorted(known))}."
             )
-        return cls(Path(root), StoreConfig(**settings))  # type: ignore[arg-type]  # mypy sees one type for all settings
+        config = StoreConfig(**settings)  # type: ignore[arg-type]  # mypy sees one type for all settings
+        lasting = ("disk_bytes", "max_variants", "variants_per_chunk")
+        return cls(Path(root), config, limits={name: int(settings[name]) for name in lasting if name in settings})
 
     # -- the request's path -------------------------------------------------------------------------------------------
 
@@ -163,11 +169,12 @@ class ChunkCacheStore:
         `close`.
         """
         self._check_open()
-        loaded = self._host.read(variant)
-        if isinstance(loaded, Unavailable):
-            loaded = self._durable.disk.read(variant)
+        for tier in self._tiers:
+            loaded = tier.read(variant)
             if isinstance(loaded, LoadedVariant):
-                self._host.add(variant, loaded.kv)
+                break
+        if isinstance(loaded, LoadedVariant) and loaded.tier != "host":
+            self._host.add(variant, loaded.kv)
         with self._lock:
             self._loads[loaded.tier if isinstance(loaded, LoadedVariant) else _kind(loaded.reason)] += 1
         if isinstance(loaded, Damaged):
@@ -177,7 +184,8 @@ class ChunkCacheStore:
     def load_many(self, variants: Sequence[Variant]) -> list[LoadedVariant | Unavailable]:
         """`load` for each, in the same order; files are read in parallel."""
         self._check_open()
-        return list(self._readers.map(self.load, variants))
+        reads = {n: self._readers.submit(self.load, v) for n, v in enumerate(variants) if v not in self._host}
+        return [reads[n].result() if n in reads else self.load(variant) for n, variant in enumerate(variants)]
 
     def put(self, birth: Birth) -> Future[Variant | Unavailable]:
         """Store a chunk-cache in the background; the caller never waits and must not write to `birth.kv` any more.

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,10 +68,18 @@ class DurableVariants:
     """
 
     def __init__(
-        self, root: Path, *, limits: Limits, busy_timeout_s: float, on_removed: Callable[[str, float], None]
+        self,
+        root: Path,
+        *,
+        limits: Mapping[str, int],
+        defaults: Limits,
+        busy_timeout_s: float,
+        on_removed: Callable[[str, float], None],
     ) -> None:
-        """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError."""
-        self.limits = limits
+        """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError.
+
+        `limits` are those the caller insists on; the others are as at an earlier opening, at the first as `defaults`.
+        """
         self._on_removed = on_removed
         self._lock = threading.Lock()
         self._unsettled: list[FileRef] = []
@@ -87,7 +95,8 @@ class DurableVariants:
         try:
             if leftovers := self._sweep(repair=True):
                 log.info("Removed %d unfinished files of writers that were killed", len(leftovers))
-            self.delete(self.catalog.enforce(limits, writer=self._presence.token))
+            self.limits = replace(defaults, **self.catalog.remember(limits))
+            self.delete(self.catalog.enforce(self.limits, writer=self._presence.token))
         except BaseException:
             self.close()
             raise

@@ -51,6 +51,11 @@ class HostTier:
         """How many chunk-caches are held now."""
         return len(self._held)
 
+    def __contains__(self, variant: Variant) -> bool:
+        """Whether `read` would give the tensor now."""
+        held = self._held.get(variant.variant_id)
+        return held is not None and held.created == variant.created
+
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; False when it alone is over the budget.
 
