@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from cachecraft_rag.models import Decoder
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.
@@ -27,3 +34,65 @@ def handbook() -> Path:
     from cachecraft_rag.embedded import handbook_folder
 
     return handbook_folder()
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A real tokenizer that needs no file: a token for each byte, and the four of its chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decoder]:
+    """Makes small random decoders: `tiny_decoder("Llama")`, with settings of its config by name; each made once."""
+    made: dict[str, Decoder] = {}
+
+    def make(family: str, *, dtype: str = "float32", seed: int = 0, **settings: object) -> Decoder:
+        import torch
+        import transformers
+
+        from cachecraft_rag.models import Decoder
+
+        name = f"tiny {family} {dtype} {seed} {sorted(settings.items(), key=str)}"
+        if name not in made:
+            shape: dict[str, object] = {
+                "vocab_size": 260,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 2048,
+                "pad_token_id": 0,
+                "bos_token_id": None,
+                "eos_token_id": 256,
+            }
+            if family == "Gemma2":  # its defaults are for a head of 256
+                shape |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512}
+            config = getattr(transformers, f"{family}Config")(**(shape | settings))
+            torch.manual_seed(seed)
+            model = getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype))
+            with torch.no_grad():  # the usual initialisation is so small that every token would look alike
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_(4)
+            made[name] = Decoder(model, byte_tokenizer, name=name)
+        return made[name]
+
+    return make
