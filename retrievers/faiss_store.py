@@ -18,6 +18,7 @@ import logging
 import os
 import sqlite3
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ class FaissStore:
         self.dim = int(self._setting("dim"))
         self.embedder = self._setting("embedder")
         self._index: VectorIndex | None = None
-        self._saved_generation = -1
+        self._saved_stamp = ""
 
     @classmethod
     def open(
@@ -272,14 +273,14 @@ class FaissStore:
         """
         with self._transaction("DEFERRED") as db:
             index = self._synchronised(db)
-            if index.generation == self._saved_generation:
+            if index.stamp == self._saved_stamp:
                 return
             try:
                 index.save(self.folder / INDEX_FILE, store=self._store)
             except OSError as error:
                 _logger.warning("%s cannot be written (%s); it will be built anew", self.folder / INDEX_FILE, error)
             else:
-                self._saved_generation = index.generation
+                self._saved_stamp = index.stamp
 
     def close(self) -> None:
         """Write the index file if a search has brought it up to date, and close; closing twice is no error."""
@@ -386,20 +387,21 @@ class FaissStore:
         """What a call did, after a new generation has begun if the index is affected."""
         if added or removed:
             db.execute("UPDATE settings SET value = value + 1 WHERE key = 'generation'")
+            db.execute("UPDATE settings SET value = ? WHERE key = 'stamp'", (uuid.uuid4().hex,))
         return Change(tuple(added), tuple(removed))
 
     def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
         """The index, brought to the generation of the transaction's snapshot."""
         if self._index is None:
             self._index = VectorIndex.load(self.folder / INDEX_FILE, dim=self.dim, store=self._store)
-            self._saved_generation = -1 if self._index is None else self._index.generation
-        generation = int(self._setting("generation"))
-        # An index ahead of its database: the database was restored from an older copy, and generations mean nothing.
-        if self._index is None or self._index.generation > generation:
+            self._saved_stamp = "" if self._index is None else self._index.stamp
+        generation, stamp = int(self._setting("generation")), self._setting("stamp")
+        if self._index is not None and self._index.stamp == stamp:
+            return self._index
+        # Not behind and yet not the same: the database was restored from an older copy, and generations mean nothing.
+        if self._index is None or self._index.generation >= generation:
             self._index = VectorIndex(self.dim)
         index = self._index
-        if index.generation == generation:
-            return index
         present = _numbers(db.execute("SELECT number FROM chunks ORDER BY number"))
         rewritten = _numbers(db.execute("SELECT number FROM chunks WHERE generation > ?", (index.generation,)))
         held = index.numbers()
@@ -411,7 +413,7 @@ class FaissStore:
             rows = list(_by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch))
             vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(len(rows), self.dim)
             index.add(np.array([row[0] for row in rows], dtype=np.int64), vectors)
-        index.generation = generation
+        index.generation, index.stamp = generation, stamp
         return index
 
 

@@ -57,7 +57,8 @@ def prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprin
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
         if db.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
-            values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": str(fingerprint), "generation": "0"}
+            values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": str(fingerprint)}
+            values |= {"generation": "0", "stamp": uuid.uuid4().hex}  # of the vectors; both change with them
             db.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
         stored = dict(db.execute("SELECT key, value FROM settings").fetchall())
         db.execute("COMMIT")

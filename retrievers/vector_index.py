@@ -28,7 +28,11 @@ _logger = logging.getLogger(__name__)
 
 
 class VectorIndex:
-    """Vectors under int64 numbers; `generation` is the state of the database that they mirror. Not thread safe."""
+    """Vectors under int64 numbers. Not thread safe.
+
+    `generation` is the state of the database that they mirror, and `stamp` its random name: a database restored from an
+    older copy comes to the same generation again, but not to the same stamp.
+    """
 
     def __init__(self, dim: int) -> None:
         import faiss
@@ -36,6 +40,7 @@ class VectorIndex:
         self._faiss: Any = faiss  # its type stubs know neither selectors nor arrays
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
         self.generation = 0
+        self.stamp = ""
 
     def numbers(self) -> NDArray[np.int64]:
         """The numbers of all vectors, sorted."""
@@ -78,7 +83,9 @@ class VectorIndex:
     def save(self, path: Path, *, store: str) -> None:
         """Write the cache file of a store: under a temporary name first, so a reader sees the old or the new."""
         payload = self._faiss.serialize_index(self._index).tobytes()
-        header = json.dumps({"store": store, "dim": int(self._index.d), "generation": self.generation}).encode()
+        header = json.dumps(
+            {"store": store, "dim": int(self._index.d), "generation": self.generation, "stamp": self.stamp}
+        ).encode()
         _sweep(path)
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -113,7 +120,7 @@ class VectorIndex:
             return None
         loaded = cls(dim)
         loaded._index = loaded._faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
-        loaded.generation = int(meta["generation"])
+        loaded.generation, loaded.stamp = int(meta["generation"]), str(meta["stamp"])
         return loaded
 
 
