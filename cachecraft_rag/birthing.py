@@ -1,7 +1,7 @@
 """Births on their way to the store: described and written in the background, one at a time.
 
-No answer waits for its own births. A later question that needs a chunk which is still being born waits for it (`wait_for`): the
-rest of the birth is a fraction of what computing the chunk a second time would cost.
+No answer waits for its own births. A later question that needs a chunk which is still being born waits for it
+(`wait_for`): the rest of the birth is a fraction of what computing the chunk a second time would cost.
 """
 
 from __future__ import annotations

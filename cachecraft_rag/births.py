@@ -1,8 +1,9 @@
 """Births: chunks computed afresh, recorded during a pass and described after it.
 
-What is stored of a birth is its raw keys and values; what the planner later needs of it are its attention statistics (eq. 3, 4, 9–11
-and the token scores of eq. 14). Those need attention weights, which fast attention kernels never form. So the pass keeps the born
-chunks' queries, and `describe` computes the statistics once the answer is out. Rejected: explicit softmax inside the pass.
+What is stored of a birth is its raw keys and values; what the planner later needs of it are its attention statistics
+(eq. 3, 4, 9–11 and the token scores of eq. 14). Those need attention weights, which fast attention kernels never
+form. So the pass keeps the born chunks' queries, and `describe` computes the statistics once the answer is out.
+Rejected: explicit softmax inside the pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cachecraft_rag.types import KVLayout
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How a layer attends: factor on the scores, sliding window in tokens (None = all), soft cap of the scores (None = none)."""
+    """How a layer attends: factor on the scores, sliding window in tokens and soft cap of the scores (None = none)."""
 
     scale: float
     window: int | None = None
@@ -58,7 +59,7 @@ class BirthRecorder:
         self._rows: list[slice] = []
 
     def locate(self, positions: Tensor) -> None:
-        """Find each birth among the pass's rows, `[rows]` ascending positions; births are computed whole, so their rows adjoin."""
+        """Find each birth among the pass's ascending positions `[rows]`; its rows adjoin, for it is computed whole."""
         starts = torch.searchsorted(positions, torch.tensor([b.start for b in self.births], device=positions.device))
         lengths = [birth.stop - birth.start for birth in self.births]
         self._rows = [slice(row, row + length) for row, length in zip(starts.tolist(), lengths, strict=True)]
@@ -74,7 +75,7 @@ class BirthRecorder:
 
 @dataclass(frozen=True)
 class BirthStatistics:
-    """See `types.Variant` for inter, intra and cci; `token_inter` float32 `[tokens]`, None when no chunk stood before."""
+    """As in `types.Variant` and `types.Birth`; `token_inter` is None when no chunk stood before."""
 
     inter: tuple[float, ...]
     intra: float
@@ -104,7 +105,7 @@ class BirthDescriber:
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:
-        """Add one layer; `keys` `[keys, kv_heads, head_dim]` are the rotated keys of at least all positions up to the birth's end."""
+        """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the birth's end."""
         use = self._settings[layer]
         blocks = row_blocks(self._positions, window=use.window)
         self._mass += attention_mass(

@@ -20,7 +20,8 @@ class ReuseConfig:
 
     reuse            False computes every prompt in full (and still records births unless `births` is off)
     births           store newly computed chunk-caches
-    alpha            α of eq. 12. The default makes a chunk whose old neighbours are all gone recompute some 15 to 20 % of its tokens
+    alpha            α of eq. 12. The default makes a chunk whose old neighbours are all gone recompute some 15 to 20
+                     % of its tokens
     recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
     selector         which tokens those are, a name of `selection.SELECTORS`
     focus            early termination of unfocused chunks: "off", "printed" (Algorithm 1 as printed) or "gap" (mended)
@@ -68,5 +69,7 @@ class SamplingParams:
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
         _require(self.temperature >= 0, f"temperature must be 0 or more, not {self.temperature}")
         _require(0 < self.top_p <= 1, f"top_p must lie above 0 and at most at 1, not {self.top_p}")
-        _require(not isinstance(self.stop, str), "stop must be a sequence of strings, not one string: write stop=('…',)")
+        _require(
+            not isinstance(self.stop, str), "stop must be a sequence of strings, not one string: write stop=('…',)"
+        )
         _require(all(self.stop), "stop must not hold an empty string")

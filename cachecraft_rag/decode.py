@@ -37,7 +37,8 @@ class Sampler:
 class TextStream:
     """Turns token ids into text piece by piece.
 
-    A piece is given out once no later token can change it: bytes of an unfinished character and a possible beginning of a stop
+    A piece is given out once no later token can change it: bytes of an unfinished character and a possible beginning
+    of a stop
     string are held back. `text` is everything given out so far.
     """
 

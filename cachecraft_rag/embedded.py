@@ -166,7 +166,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
     # transformers refuses to save a model that came from a GGUF, so the same weights go into a plain one.
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
-    model = type(loaded)(type(loaded.config)(**settings)).float()
+    model = type(loaded)(type(loaded.config)(**settings)).to(torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

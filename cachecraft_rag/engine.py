@@ -1,7 +1,8 @@
 """The engine: chunks and a question in, an answer out, token by token.
 
-One request: prompt → look-up → plan → load → partial prefill → decode; new births go to the store in the background once the
-answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none sees another's state.
+One request: prompt → look-up → plan → load → partial prefill → decode; new births go to the store in the background
+once the answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none sees another's
+state.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Engine:
         sampling: SamplingParams | None = None,
         config: ReuseConfig | None = None,
     ) -> Generation:
-        """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first piece.
+        """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first
+        piece.
 
         Args:
             history: earlier turns of the conversation, user first; they stand behind the chunks.

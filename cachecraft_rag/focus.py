@@ -1,13 +1,14 @@
 """Focused chunks and early termination of recomputation (Cache-Craft §3.2.2, eq. 15, Algorithm 1).
 
-Layer by layer the attention of the question's tokens to each chunk is added up. Once the same chunks lead for `window` layers,
-they are the focused ones, and the other chunks' tokens are not recomputed any further.
+Layer by layer the attention of the question's tokens to each chunk is added up. Once the same chunks lead for
+`window` layers, they are the focused ones, and the other chunks' tokens are not recomputed any further.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 FocusRule = Literal["printed", "gap"]
@@ -16,17 +17,20 @@ FocusRule = Literal["printed", "gap"]
 def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
     """How many of the best chunks are focused, from cumulative scores in descending order; at least 1.
 
-    `printed` follows lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i), which is
-    -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap that holds
-    nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk above the gap it chose,
+    `printed` follows lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i),
+    which is
+    -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap
+    that holds
+    nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk above the
+    gap it chose,
     so the first gap is never looked at. `gap` is the mended rule: it cuts at the largest gap.
 
     >>> focused_count([9.0, 1.0, 0.9, 0.8], "gap")
     1
-    >>> focused_count([9.0, 1.0, 0.9, 0.1], "printed")  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22; so i* = 2
+    >>> focused_count([9.0, 1.0, 0.9, 0.1], "printed")  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22: i* = 2
     2
     """
-    gaps = [high - low for high, low in zip(scores[:-1], scores[1:], strict=True)]
+    gaps = [high - low for high, low in pairwise(scores)]
     total = math.fsum(gaps)
     if total <= 0.0:  # fewer than two chunks, or all alike: nothing sets one apart
         return max(1, len(scores))
@@ -56,7 +60,7 @@ class FocusMonitor:
         self.layer: int | None = None
 
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
-        """Add one layer's attention mass from the question to each chunk (eq. 15); True once, in the layer that decides."""
+        """Add one layer's attention mass from the question to each chunk (eq. 15); True in the layer that decides."""
         if self.focused is not None:
             return False
         self._cumulative = [old + new for old, new in zip(self._cumulative, mass, strict=True)]

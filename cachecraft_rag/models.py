@@ -1,8 +1,8 @@
 """A decoder-only Hugging Face model taken apart: its stock layers, run one by one with raw keys and our own attention.
 
-Each stock decoder layer is called with the identity as rotary embedding (cos = 1, sin = 0), so that queries and keys reach the
-attention function *raw*; the attention function is ours and finds the running pass among the layer's keyword arguments. Nothing
-of the model is patched, no inverse rotation is needed and nothing is lost to rounding.
+Each stock decoder layer is called with the identity as rotary embedding (cos = 1, sin = 0), so that queries and keys
+reach the attention function *raw*; the attention function is ours and finds the running pass among the layer's
+keyword arguments. Nothing of the model is patched, no inverse rotation is needed and nothing is lost to rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LayerPass(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """Attend with raw `q` `[rows, heads, head_dim]` and raw new `k`, `v` `[rows, kv_heads, head_dim]`; returns like `q`."""
+        """Attend: raw `q` `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]`; returns like `q`."""
         ...
 
 
@@ -125,7 +125,7 @@ class Decoder:
             kind = torch.bfloat16
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(
                 f"cannot load the model {name!r}: {error}\n"
@@ -165,12 +165,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
-        scores = self.model.lm_head(self._base.norm(hidden))[0].float()
+        scores: Tensor = self.model.lm_head(self._base.norm(hidden))[0].float()
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
-        """The unmodified model's own forward: logits of the last `keep` positions `[keep, vocabulary]`; the reference of every gate.
+        """The unmodified model's own forward: logits of the last `keep` positions `[keep, vocabulary]`; the reference
+        of every gate.
 
         It runs transformers' stock attention (sdpa; eager where scores are soft-capped, which sdpa cannot do).
         """
@@ -181,7 +182,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:
-        """The model with transformers' own attention for as long as the block lasts; no other pass may run meanwhile."""
+        """The model with transformers' own attention while the block lasts; no other pass may run meanwhile."""
         self.model.set_attn_implementation(self._stock_attention)
         try:
             yield self.model
@@ -209,7 +210,9 @@ def _fingerprint(model: Any, tokenizer: Any) -> str:
     vocabulary = getattr(tokenizer, "backend_tokenizer", None)
     words = vocabulary.to_str() if vocabulary is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     dtype = str(next(model.parameters()).dtype)
-    return digest("model", LAYOUT_VERSION, weights.hexdigest(), json.dumps(config, sort_keys=True, default=str), words, dtype)
+    return digest(
+        "model", LAYOUT_VERSION, weights.hexdigest(), json.dumps(config, sort_keys=True, default=str), words, dtype
+    )
 
 
 def _refuse_unsupported(model: Any, name: str) -> None:
@@ -219,7 +222,8 @@ def _refuse_unsupported(model: Any, name: str) -> None:
         kind = getattr(model.config, "model_type", type(model).__name__)
         raise UnsupportedModelError(
             f"{name} ({kind}) cannot be served from chunk-caches: {reason}. "
-            "Use a decoder-only model with rotary embeddings: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2 or one of the same build."
+            "Use a decoder-only model with rotary embeddings: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2 or one of "
+            "the same build."
         )
 
 
@@ -238,7 +242,7 @@ def _unsupported_reason(model: Any) -> str | None:
     if layers is None or not hasattr(model, "lm_head") or not hasattr(model.model, "norm"):
         if hasattr(config, "state_size") or hasattr(config, "ssm_cfg"):
             return "state-space layers keep one running state, not a key per token"
-        return "its layers are not laid out like Llama's (model.model.layers, norm, lm_head); learned positions cannot be moved"
+        return "its layers are not laid out like Llama's; learned positions, for one, cannot be moved"
     rotary = getattr(model.model, "rotary_emb", None)
     if rotary is None or not hasattr(rotary, "inv_freq"):
         return "it has no single rotary embedding whose positions could be re-applied"
@@ -261,7 +265,8 @@ def _rotary_reason(model: Any, attention: Any) -> str | None:
         expected = own(x, x, angle.cos()[None], angle.sin()[None])[1]
     except (TypeError, RuntimeError) as error:
         return f"its rotary embedding has another form ({error})"
-    if not torch.allclose(expected[0].transpose(0, 1), rotate(x[0].transpose(0, 1), angle.cos(), angle.sin()), atol=1e-5):
+    if not torch.allclose(
+        expected[0].transpose(0, 1), rotate(x[0].transpose(0, 1), angle.cos(), angle.sin()), atol=1e-5
+    ):
         return "its rotary embedding pairs other dimensions than Llama's"
     return None
-

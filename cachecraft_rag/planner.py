@@ -1,4 +1,4 @@
-"""What will be reused, recomputed and computed: decided before any tensor moves (Cache-Craft §3.4.1). Pure functions."""
+"""What is reused, recomputed and computed: decided before any tensor moves (Cache-Craft §3.4.1). Pure functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Outcome = Literal["exact", "reused", "computed"]
 class SegmentPlan:
     """What happens to one segment.
 
-    outcome      exact: stored under the very same prefix, nothing to fix; reused: moved and partly recomputed; computed: afresh
+    outcome      exact: stored under the very same prefix, nothing to fix; reused: moved and partly recomputed;
+                 computed: afresh
     reason       why it was not reused as it is, in words
     variant      the chosen variant of a reused or exact segment
     beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
@@ -75,7 +76,9 @@ def make_plan(
         else:
             prefix = tuple(s.segment_id for s in segments[:index])
             offers = stored.get(segment.segment_id, ())
-            best = _best(segment, [v for v in offers if v.variant_id not in lost] if lost else offers, prefix, places, config)
+            best = _best(
+                segment, [v for v in offers if v.variant_id not in lost] if lost else offers, prefix, places, config
+            )
             reasons = [lost[v.variant_id] for v in offers if v.variant_id in lost]
             plans.append(replace(best, reason=reasons[0]) if reasons and best.variant is None else best)
         if segment.kind == "chunk":
@@ -103,7 +106,9 @@ def _best(
         reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
         return SegmentPlan("computed", reason)
     if (best.cfo or 0.0) >= 1.0:
-        return replace(best, outcome="computed", reason="CFO is 1: fixing it costs as much as computing it", variant=None)
+        return replace(
+            best, outcome="computed", reason="CFO is 1: fixing it costs as much as computing it", variant=None
+        )
     return best
 
 
@@ -111,10 +116,8 @@ def _exact_share(plan: SegmentPlan) -> float:
     return plan.variant.exact_share if plan.variant is not None else 0.0
 
 
-def _score(
-    variant: Variant, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig
-) -> SegmentPlan:
-    """CFO of one variant behind this prefix. `prefix` starts with the system segment, `places` holds the chunks in it."""
+def _score(variant: Variant, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
+    """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
     born = variant.key.birth_prefix
     if born == prefix and variant.exact_share >= 1.0:
         return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0)
@@ -151,7 +154,8 @@ def with_selection(plan: Plan, token_inter: Mapping[str, np.ndarray | None], con
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
 
-    A chunk computed behind reused ones inherits their error (an impure birth): reused segments count nothing, exact ones all, and
+    A chunk computed behind reused ones inherits their error (an impure birth): reused segments count nothing, exact
+    ones all, and
     computed ones as much as their own context was exact.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")

@@ -1,9 +1,10 @@
-"""Partial prefill: compute only some rows of a prompt, over a merged K/V buffer that stored chunk-caches fill in (§3.4.3).
+"""Partial prefill: compute only some rows of a prompt, over a merged K/V buffer that stored chunk-caches fill in
+(§3.4.3).
 
-    MergedKV        the K/V of one request, rotated, in prompt order; decode goes on in it
-    RowPass         one pass of some rows through the layers: rotate, scatter, attend
-    FocusWatcher    measures what the question looks at, for early termination
-    prefill         the loop over layers that ties them together
+MergedKV        the K/V of one request, rotated, in prompt order; decode goes on in it
+RowPass         one pass of some rows through the layers: rotate, scatter, attend
+FocusWatcher    measures what the question looks at, for early termination
+prefill         the loop over layers that ties them together
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class MergedKV:
     """Keys and values of one request.
 
     Attributes:
-        kv: `[layers, 2, capacity, kv_heads, head_dim]`: rotated keys, then values; filled up to the position computed last.
+        kv: `[layers, 2, capacity, kv_heads, head_dim]`: rotated keys, then values; filled up to the position computed
+        last.
         cos, sin: `[capacity, rotary_dim]`, of all positions.
     """
 
@@ -50,7 +52,7 @@ class FocusWatcher:
         self.decided = False
 
     def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
-        """Look at one layer: rotated `q` `[rows, heads, head_dim]` whose last rows are the question, rotated `k` of all keys."""
+        """Look at one layer: rotated `q` `[rows, heads, head_dim]`, the question last, and all rotated keys `k`."""
         if self.monitor.focused is not None:
             return
         if settings.window not in self._blocks:

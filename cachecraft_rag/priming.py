@@ -1,7 +1,7 @@
 """Priming: bear a document's chunks ahead of the first question, each behind the chunks before it in the document.
 
-Neighbours from the same document are the most faithful birth prefix measured: reuse behind other chunks loses half as much as
-after births behind unrelated ones (docs/log.md).
+Neighbours from the same document are the most faithful birth prefix measured: reuse behind other chunks loses half as
+much as after births behind unrelated ones (docs/log.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Primer:
             index
             for index, name in enumerate(ids)
             if not 0 < index <= known
-            and VariantKey(self._namespace, self._decoder.fingerprint, name, tuple(ids[:index])).variant_id not in present
+            and VariantKey(self._namespace, self._decoder.fingerprint, name, tuple(ids[:index])).variant_id
+            not in present
         ]
         if not births:
             return 0
@@ -86,7 +87,8 @@ class Primer:
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Segment], int]]:
         """Runs of neighbouring chunks that fit one pass, and how many of each run's first ones are context only.
 
-        A next run begins with up to a quarter of the pass taken from the end of the one before, so that no chunk is born out of
+        A next run begins with up to a quarter of the pass taken from the end of the one before, so that no chunk is
+        born out of
         context.
         """
         room = self._window - len(self._prompts.system.token_ids)

@@ -1,14 +1,16 @@
 """The prompt as a row of segments: system | chunk … chunk | question.
 
-The model's own chat template is rendered once with marks in the places of the chunks and the question and cut at the marks. Each
-segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its neighbours. Text from
-documents and users is tokenised with special tokens split, so that it cannot close a turn or open one.
+The model's own chat template is rendered once with marks in the places of the chunks and the question and cut at the
+marks. Each segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its
+neighbours. Text from documents and users is tokenised with special tokens split, so that it cannot close a turn or
+open one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
@@ -87,7 +89,8 @@ class PromptBuilder:
     ) -> Prompt:
         """Lay out the prompt; `reserve` tokens are kept free for the answer.
 
-        History goes *behind* the chunks: the first user turn carries the context and the first question, later turns follow. So no
+        History goes *behind* the chunks: the first user turn carries the context and the first question, later turns
+        follow. So no
         private text ever stands before a chunk, and every chunk-cache born here may be shared.
 
         Where the context is too small, chunks are left out from the end (retrieval ranks the best first), each named in
@@ -103,8 +106,9 @@ class PromptBuilder:
         room = self._context_length - reserve - len(self.system.token_ids) - len(tail.token_ids)
         if room < 0:
             raise ContextLengthError(
-                f"question and history need {len(tail.token_ids)} tokens, the instruction {len(self.system.token_ids)}, the answer "
-                f"{reserve}; the model's context is {self._context_length}. Shorten the question or history, or lower max_new_tokens."
+                f"question and history need {len(tail.token_ids)} tokens, the instruction "
+                f"{len(self.system.token_ids)}, the answer {reserve}; the model's context is {self._context_length}. "
+                "Shorten the question or history, or lower max_new_tokens."
             )
         kept: list[Segment] = []
         distinct = list({chunk.chunk_id: chunk for chunk in chunks}.values())
@@ -121,7 +125,7 @@ class PromptBuilder:
 
     def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
         turns = [*history, ("user", question)]
-        if turns[0][0] != "user" or any(a[0] == b[0] for a, b in zip(turns, turns[1:], strict=False)):
+        if turns[0][0] != "user" or any(a[0] == b[0] for a, b in pairwise(turns)):
             raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
         _, pieces = self._cut([text for _, text in turns])
         ids: list[int] = []
@@ -130,7 +134,10 @@ class PromptBuilder:
         return Segment("question", digest("question", " ".join(map(str, ids))), tuple(ids), private=True)
 
     def _cut(self, turns: Sequence[str]) -> tuple[str, list[tuple[str, bool]]]:
-        """Render the template with marks; returns the text before the chunks and the pieces behind (text, holds special tokens)."""
+        """Render the template with marks; returns the text before the chunks and the pieces behind them.
+
+        A piece is its text and whether special tokens in it are meant.
+        """
         texts = list(turns) or [""]
         marks = [f"{_QUESTION_MARK}{place}\u27e7" for place in range(len(texts))]
         rendered = self._render([f"Context:\n{_CONTEXT_MARK}Question: {marks[0]}", *marks[1:]])
@@ -139,7 +146,9 @@ class PromptBuilder:
         for mark, text in zip(marks, texts, strict=True):
             before, found, rest = rest.partition(mark)
             if not found or not head:
-                raise ConfigError("the model's chat template drops or reorders the user's text; it cannot be cut into segments")
+                raise ConfigError(
+                    "the model's chat template drops or reorders the user's text; it cannot be cut into segments"
+                )
             pieces += [(before, True), (text, False)]
         return head, [*pieces, (rest, True)]
 
@@ -149,7 +158,11 @@ class PromptBuilder:
         if not getattr(self._tokenizer, "chat_template", None):
             start = self._tokenizer.bos_token or ""
             names = {"user": "", "assistant": "Answer: "}
-            return start + "\n".join([self._system_text, *(names[m["role"]] + m["content"] for m in messages)]) + "\nAnswer:"
+            return (
+                start
+                + "\n".join([self._system_text, *(names[m["role"]] + m["content"] for m in messages)])
+                + "\nAnswer:"
+            )
         from jinja2.exceptions import TemplateError
 
         system = {"role": "system", "content": self._system_text}

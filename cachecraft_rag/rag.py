@@ -30,7 +30,7 @@ PathLike = str | os.PathLike[str]
 
 
 class AnswerStream(Iterator[str]):
-    """An answer on its way: an iterator of text pieces, with `sources` at once and `text` and `stats` as they come in."""
+    """An answer on its way: an iterator of text pieces; `sources` is there at once, `text` and `stats` as they come."""
 
     def __init__(self, generation: Generation, sources: tuple[Source, ...]) -> None:
         self._generation = generation
@@ -67,7 +67,8 @@ class CacheCraft:
     >>> rag.add_documents("docs/", prime=True)  # doctest: +SKIP
     >>> rag.ask("How do I descale the kettle?").text  # doctest: +SKIP
 
-    Make it with `from_pretrained`, or from parts of your own: an engine, an index and an embedder, which stay yours to close.
+    Make it with `from_pretrained`, or from parts of your own: an engine, an index and an embedder, which stay yours
+    to close.
     """
 
     def __init__(self, engine: Engine, index: FaissStore, embedder: Embedder) -> None:

@@ -1,7 +1,8 @@
 """The equations of Cache-Craft §3.1–3.2, one function each, on plain numbers.
 
-Prefixes here hold corpus chunks only. The system segment stands before every chunk of every prompt, so counting it would make
-the overlap of a chunk that was born right behind it 1 behind anything; it is compared for equality instead (see `planner`).
+Prefixes here hold corpus chunks only. The system segment stands before every chunk of every prompt, so counting it
+would make the overlap of a chunk that was born right behind it 1 behind anything; it is compared for equality instead
+(see `planner`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str,
 
 
 def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
-    """γ, eq. 7: normalised Kendall tau distance between the old and new order of the chunks they share; 0 for fewer than two.
+    """γ, eq. 7: normalised Kendall tau distance between the old and new order of the chunks they share; 0 for fewer
+    than two.
 
     >>> order_penalty(["a", "b", "c"], {"c": 0, "b": 1, "a": 2}), order_penalty(["a", "b", "x"], {"b": 0, "a": 4})
     (1.0, 1.0)

@@ -1,7 +1,7 @@
 """Selectors: which tokens of a reused chunk are recomputed.
 
-A selector is a pure function from what is known of a chunk-cache to a ranking of its tokens, best first; the budget is cut from
-the front of the ranking. `SELECTORS` is the one registry; a new selector is a function and a line there.
+A selector is a pure function from what is known of a chunk-cache to a ranking of its tokens, best first; the budget
+is cut from the front of the ranking. `SELECTORS` is the one registry; a new selector is a function and a line there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class TokenFacts:
     """What a selector may look at.
 
     tokens       length of the chunk
-    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at birth (eq. 14); None when none stood there
+    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at birth (eq. 14); None when none
+                 stood there
     seed         for selectors that draw; differs from chunk to chunk, the same in every run
     """
 
@@ -33,7 +34,8 @@ Selector = Callable[[TokenFacts], np.ndarray]
 
 
 def craft(facts: TokenFacts) -> np.ndarray:
-    """Cache-Craft eq. 14: the most contextualised tokens first; leading tokens where nothing stood before the chunk at birth.
+    """Cache-Craft eq. 14: the most contextualised tokens first; leading tokens where nothing stood before the chunk
+    at birth.
 
     >>> craft(TokenFacts(3, np.array([0.1, 0.9, 0.5], dtype=np.float32), seed=0)).tolist()
     [1, 2, 0]
@@ -46,7 +48,7 @@ def craft(facts: TokenFacts) -> np.ndarray:
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
-    """EPIC's choice: a chunk's first tokens, which at birth took the role of an attention sink or looked furthest outside."""
+    """EPIC's choice: a chunk's first tokens, which at birth took the role of an attention sink."""
     return np.arange(facts.tokens)
 
 

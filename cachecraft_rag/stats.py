@@ -13,7 +13,8 @@ from cachecraft_rag.types import Scalar, Tier
 class ChunkStats:
     """What happened to one chunk of the prompt.
 
-    outcome     exact: stored behind the very same prefix; reused: moved and partly recomputed; computed: afresh; trimmed: left out
+    outcome     exact: stored behind the very same prefix; reused: moved and partly recomputed; computed: afresh;
+                trimmed: left out
     reason      why it was not simply reused, in words; empty otherwise
     tokens, recomputed  its length, and how many of its tokens were recomputed
     cfo, beta_prime     eq. 12 and eq. 8 of the chosen variant; None where none was stored

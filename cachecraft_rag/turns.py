@@ -1,6 +1,7 @@
 """A lock that is handed on in the order of asking.
 
-`threading.Lock` may be taken again by the thread that just gave it up, so a request in a tight decode loop could starve the others.
+`threading.Lock` may be taken again by the thread that just gave it up, so a request in a tight decode loop could
+starve the others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The words of the package as frozen dataclasses; no behaviour beyond identity.
 
-Shape legend, used in every docstring: `layers` decoder layers; `tokens` tokens of one chunk; `kv_heads` key/value heads;
-`heads` query heads; `head_dim` width of a head; `rows` token positions computed in the current pass; `keys` all positions
-of the prompt so far. A chunk-cache is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys (before rotary embedding) at
-index 0, values at index 1.
+Shape legend, used in every docstring: `layers` decoder layers; `tokens` tokens of one chunk; `kv_heads` key/value
+heads; `heads` query heads; `head_dim` width of a head; `rows` token positions computed in the current pass; `keys`
+all positions of the prompt so far. A chunk-cache is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys (before
+rotary embedding) at index 0, values at index 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chunk_id_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a document's text. `metadata` travels with it (source, heading, page …) and is no part of its identity."""
+    """A piece of a document's text; `metadata` (source, heading …) travels with it and is no part of its identity."""
 
     text: str
     metadata: Metadata = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A whole text before it is split; `doc_id` is stable across re-indexing (for files: the path below the indexed folder)."""
+    """A whole text before it is split; `doc_id` is stable across re-indexing (files: the path below the folder)."""
 
     doc_id: str
     text: str
@@ -117,7 +117,8 @@ class Variant:
     inter          eq. 3 towards each segment of the birth prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
-    exact_share    share of the birth prefix's tokens that were computed, not reused, when this variant was born (1.0 = exact birth)
+    exact_share    share of the birth prefix's tokens that were computed, not reused, when this variant was born (1.0
+                   = exact birth)
     session        None when shared; otherwise the only session that may see it (it was born after private text)
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
@@ -143,7 +144,8 @@ class Birth:
     """A newly computed chunk-cache on its way into the store.
 
     kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, contiguous, on the CPU
-    token_inter  float32 `[tokens]`: eq. 14's score of each token (inter attention towards all prior chunks); None when no chunk stood before
+    token_inter  float32 `[tokens]`: eq. 14's score of each token (inter attention towards all prior chunks); None
+                 when no chunk stood before
     """
 
     key: VariantKey

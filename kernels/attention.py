@@ -1,8 +1,8 @@
 """Attention of scattered rows over a merged K/V buffer, and the attention mass each row gives to each segment.
 
-The rows of a partial prefill are a sorted subset of the prompt's positions. A row sees the keys at or before its own position
-(and, in a sliding-window layer, none further back than the window). FlashAttention's `causal=True` is aligned to the bottom right
-and is wrong for such rows, so the mask is by position.
+The rows of a partial prefill are a sorted subset of the prompt's positions. A row sees the keys at or before its own
+position (and, in a sliding-window layer, none further back than the window). FlashAttention's `causal=True` is
+aligned to the bottom right and is wrong for such rows, so the mask is by position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK_ROWS = 256  # a block skips the keys behind its last row: smaller wastes l
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive rows `start:stop` that attend to the keys `first_key:last_key`, through `mask` where not all are visible."""
+    """Rows `start:stop` that attend to the keys `first_key:last_key`, through `mask` where not all are visible."""
 
     start: int
     stop: int
@@ -97,9 +97,11 @@ def attention_mass(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The share of each row's attention that falls on each segment, averaged over heads; a row's own position is left out.
+    """The share of each row's attention that falls on each segment, averaged over heads; a row's own position is left
+    out.
 
-    Leaving out the own position makes the sum over a chunk's rows exactly eq. 3 (other segments) and eq. 4 (its own) of Cache-Craft.
+    Leaving out the own position makes the sum over a chunk's rows exactly eq. 3 (other segments) and eq. 4 (its own)
+    of Cache-Craft.
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.
@@ -137,7 +139,8 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, s
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     """`[rows, heads, head_dim]` seen as `[kv_heads, group, rows, head_dim]`, without a copy."""
-    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    rows, heads, head_dim = q.shape
+    return q.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
 
 
 def _expanded(x: Tensor, heads: int) -> Tensor:

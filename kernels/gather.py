@@ -1,7 +1,8 @@
 """Moves of keys and values between stored chunk-caches, freshly computed rows and one merged K/V buffer of a request.
 
-The merged buffer of a layer is `[2, keys, kv_heads, head_dim]`: *rotated* keys, then values, in prompt order. It is token-major
-like the stored chunk-caches, so that placing a chunk is one contiguous copy of its values and one rotation of its keys.
+The merged buffer of a layer is `[2, keys, kv_heads, head_dim]`: *rotated* keys, then values, in prompt order. It is
+token-major like the stored chunk-caches, so that placing a chunk is one contiguous copy of its values and one
+rotation of its keys.
 """
 
 from __future__ import annotations

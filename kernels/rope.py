@@ -1,8 +1,8 @@
 """Rotary position embedding as its own step, so that a stored raw key can be placed at any position.
 
-RoFormer, eq. 34, in the half-split form of the Llama family: dimension i is paired with dimension i + rotary_dim / 2. Dimensions
-past `rotary_dim` (partial rotary) pass through. `cos` and `sin` come from the model's own rotary module, so every rope scaling
-it knows is honoured here too.
+RoFormer, eq. 34, in the half-split form of the Llama family: dimension i is paired with dimension i + rotary_dim / 2.
+Dimensions past `rotary_dim` (partial rotary) pass through. `cos` and `sin` come from the model's own rotary module,
+so every rope scaling it knows is honoured here too.
 """
 
 from __future__ import annotations

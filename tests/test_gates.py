@@ -1,11 +1,13 @@
 """The exactness gates: what every path of the engine must keep, on all model families and on the demo model.
 
-fp32: largest difference of a logit ≤ 1e-3 and the same greedy tokens. bf16: no further from fp32 than the model's own bf16.
+fp32: largest difference of a logit ≤ 1e-3 and the same greedy tokens. bf16: no further from fp32 than the model's own
+bf16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +116,12 @@ def test_g3_a_moved_key_is_the_key_computed_there(decoder: Decoder) -> None:
     chunk = token_ids(seed=1, length=40)
     near = prefill(decoder, PrefillInput(chunk, [0, 40], range(40), births=[0]))
     ids = [*token_ids(seed=2, length=60), *chunk, *token_ids(seed=3, length=10)]
-    moved = prefill(decoder, PrefillInput(ids, [0, 60, 100, 110], [*range(60), *range(100, 110)], reused=[
-        Reused(60, births_of(near)[0].kv)
-    ]))
+    moved = prefill(
+        decoder,
+        PrefillInput(
+            ids, [0, 60, 100, 110], [*range(60), *range(100, 110)], reused=[Reused(60, births_of(near)[0].kv)]
+        ),
+    )
     with decoder.stock() as model, torch.inference_mode():
         cache = model(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
     own = cache.layers[0].keys[0].transpose(0, 1)  # [keys, kv_heads, head_dim]; layer 0 knows no neighbours
@@ -154,7 +159,9 @@ def test_early_termination_computes_fewer_rows_and_keeps_the_questions(decoder: 
     work = moved_chunks(decoder, share=0.3)
     monitor = FocusMonitor(len(CHUNKS), rule="gap", window=1)
     output = prefill(decoder, work, monitor=monitor)
-    assert monitor.focused is not None and monitor.layer is not None and len(monitor.focused) < len(CHUNKS)
+    assert monitor.focused is not None
+    assert monitor.layer is not None
+    assert len(monitor.focused) < len(CHUNKS)
     dropped = sum(owner > 0 and owner - 1 not in monitor.focused for owner in work.owners)
     rest = decoder.layout.layers - monitor.layer - 1
     assert output.row_layers == len(work.positions) * decoder.layout.layers - dropped * rest
@@ -164,7 +171,7 @@ def test_early_termination_computes_fewer_rows_and_keeps_the_questions(decoder: 
 def test_g6_chunks_born_alone_are_a_forward_with_a_block_diagonal_mask(decoder: Decoder) -> None:
     ids = token_ids()
     alone = []
-    for start, stop in zip(BOUNDS[:-2], BOUNDS[1:-1], strict=True):
+    for start, stop in pairwise(BOUNDS[:-1]):
         born = prefill(decoder, PrefillInput(ids[start:stop], [0, stop - start], range(stop - start), births=[0]))
         alone.append(Reused(start, births_of(born)[0].kv))
     output = prefill(decoder, PrefillInput(ids, BOUNDS, QUESTION, reused=alone))

@@ -1,7 +1,8 @@
-"""Time to first token: reuse against the model's own prefill, both in one run and in the dtype in which that prefill is fastest.
+"""Time to first token: reuse against the model's own prefill, both in one run and in the dtype in which that prefill
+is fastest.
 
-The prompt holds some chunks that were all born behind *other* neighbours, so every one of them is moved and partly recomputed. The
-sides are run in turn and compared by medians, because a machine's speed drifts.
+The prompt holds some chunks that were all born behind *other* neighbours, so every one of them is moved and partly
+recomputed. The sides are run in turn and compared by medians, because a machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ QUESTION = "Which of these parts wear out, and how often should each be replaced
 
 @dataclass(frozen=True)
 class TtftReport:
-    """Medians over the pairs. Ratios are to the model's own prefill (transformers' sdpa, logits of the last token only).
+    """Medians over the pairs. Ratios are to the model's own prefill (transformers' sdpa, logits of the last token
+    only).
 
-    ratio_host, ratio_disk  reuse with the chunk-caches in memory, and on disk (page cache dropped where the system lets us)
+    ratio_host, ratio_disk  reuse with the chunk-caches in memory, and on disk (page cache dropped where the system
+                            lets us)
     ratio_focus             as ratio_host with early termination (mended rule) on
     ratio_all_recomputed    our own engine computing everything
     token_ratio             rows computed / prompt tokens: what the time ratio would be if everything scaled with rows

@@ -63,9 +63,10 @@ def index(
     evict_removed(store, report)
     born = None
     if prime:
-        with load(
-            model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace
-        ) as rag, progress_bar("Computing chunk-caches") as move:
+        with (
+            load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag,
+            progress_bar("Computing chunk-caches") as move,
+        ):
             born = rag.prime(progress=move)
     if as_json:
         print_json({**asdict(report), "born": born})
@@ -156,7 +157,8 @@ def print_sources(stream: AnswerStream) -> None:
 def print_stats(stats: RequestStats) -> None:
     """One line of numbers."""
     out.print(
-        f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, prefill {stats.prefill_s:.2f}); "
+        f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "
+        f"prefill {stats.prefill_s:.2f}); "
         f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, {stats.tokens_recomputed} recomputed, "
         f"{stats.tokens_computed} computed",
         style="dim",
@@ -177,7 +179,10 @@ def chat(
     threads: options.Threads = None,
     seed: options.Seed = None,
 ) -> None:
-    """Talk about the indexed documents. /sources shows the last answer's, /new forgets the conversation, /quit leaves."""
+    """Talk about the indexed documents.
+
+    /sources shows what the last answer drew on, /new forgets the conversation, /quit leaves.
+    """
     options.set_threads(threads)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     history: list[Turn] = []

@@ -19,8 +19,8 @@ from cachecraft_rag.errors import CacheCraftError
 
 app = typer.Typer(
     name="cachecraft",
-    help="Answers over your documents, several times sooner: the key/value caches of retrieved chunks are reused wherever "
-    "they land in the prompt.",
+    help="Answers over your documents, several times sooner: the key/value caches of retrieved chunks are reused "
+    "wherever they land in the prompt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

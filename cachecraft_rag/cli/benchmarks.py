@@ -33,7 +33,8 @@ def ttft(
 ) -> None:
     """Time to first token: reuse against the model's own prefill, side by side.
 
-    With `--dtype auto` both sides run in the dtype in which the model's own prefill is fastest here. `--seed` seeds torch; the
+    With `--dtype auto` both sides run in the dtype in which the model's own prefill is fastest here. `--seed` seeds
+    torch; the
     prompt is the same in every run.
     """
     options.set_threads(threads)
@@ -70,5 +71,6 @@ def ttft(
     out.print(table)
     out.print(
         f"{report.prompt_tokens} tokens, {report.chunks} chunks, r = {report.recompute_ratio}, rows computed "
-        f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, {report.pairs} pairs"
+        f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, "
+        f"{report.pairs} pairs"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +43,8 @@ def demo(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Index a sample handbook, answer questions about it, and compare with full prefill. Run it twice: the second run starts
+    """Index a sample handbook, answer questions about it, and compare with full prefill. Run it twice: the second run
+    starts
     from the disk."""
     options.set_threads(threads)
     with load("demo", store=store) as rag:
@@ -79,8 +79,8 @@ def _compare(rag: CacheCraft, question: str, top_k: int) -> Compared:
 
 def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
     """Seconds of the unmodified model's own prefill of the same prompt, down to the first token."""
-    chunks = [hit for hit in rag.retrieve(question, top_k=top_k)]
-    prompt = rag.engine.prompts.build(question, rag.index.get([hit.chunk_id for hit in chunks]), reserve=60)
+    hits = rag.retrieve(question, top_k=top_k)
+    prompt = rag.engine.prompts.build(question, rag.index.get([hit.chunk_id for hit in hits]), reserve=60)
     started = time.perf_counter()
     rag.engine.decoder.own_logits(prompt.token_ids).argmax().item()
     return time.perf_counter() - started
@@ -96,7 +96,8 @@ def _print_one(one: Compared) -> None:
     tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
     out.print(f"from {', '.join(sources)}", style="dim", highlight=False)
     out.print(
-        f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, [bold]{one.speedup:.1f} times sooner[/]; "
+        f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, "
+        f"[bold]{one.speedup:.1f} times sooner[/]; "
         f"{stats.tokens_prompt} tokens, {stats.tokens_reused} reused (from {tiers or 'nowhere yet'}), "
         f"{stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed",
         style="dim",
@@ -126,7 +127,8 @@ def _print_summary(compared: list[Compared]) -> None:
     reuse = statistics.median(one.reused.stats.ttft_s for one in compared)
     same = sum(one.reused.text == one.full.text for one in compared)
     out.print(
-        f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: [bold]{own / reuse:.1f} times sooner[/]; "
+        f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: "
+        f"[bold]{own / reuse:.1f} times sooner[/]; "
         f"{same} of {len(compared)} answers word for word the same",
         highlight=False,
     )

@@ -14,10 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
 Model = Annotated[
-    str, typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo": the embedded SmolLM2-135M-Instruct.')
+    str,
+    typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo": the embedded SmolLM2-135M-Instruct.'),
 ]
 Embeddings = Annotated[
-    str | None, typer.Option("--embeddings", help="sentence-transformers model for retrieval. [default: the embedded one]")
+    str | None,
+    typer.Option("--embeddings", help="sentence-transformers model for retrieval. [default: the embedded one]"),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
@@ -28,7 +30,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for ma
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
 Ratio = Annotated[
     float | None,
-    typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute this share of each moved chunk. [default: CFO decides]"),
+    typer.Option(
+        "--recompute-ratio", min=0.0, max=1.0, help="Recompute this share of each moved chunk. [default: CFO decides]"
+    ),
 ]
 Focus = Annotated[str, typer.Option("--focus", help="Early termination of unfocused chunks: off, gap or printed.")]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
@@ -55,12 +59,15 @@ def set_threads(threads: int | None) -> None:
 
 def quiet_libraries() -> None:
     """Keep the progress bars of the libraries below us off the terminal; ours say more."""
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils import logging as transformers_logging
+    import transformers.utils.logging
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    for say_less in (
+        transformers.utils.logging.disable_progress_bar,
+        transformers.utils.logging.set_verbosity_error,
+    ):
+        say_less()
 
 
 @contextmanager
@@ -73,7 +80,13 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr, moved by calls with (done, total)."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=err, transient=False) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

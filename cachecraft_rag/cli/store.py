@@ -29,7 +29,9 @@ def opened(folder: Path) -> Iterator[ChunkCacheStore]:
     from cachecraft_rag.store import ChunkCacheStore
 
     if not (folder / CACHE_FOLDER).is_dir():
-        raise StoreError(f"{folder} holds no chunk-caches; name the folder with --store, or make one with `cachecraft ask`")
+        raise StoreError(
+            f"{folder} holds no chunk-caches; name the folder with --store, or make one with `cachecraft ask`"
+        )
     with ChunkCacheStore.open(folder / CACHE_FOLDER) as store:
         yield store
 
@@ -95,7 +97,9 @@ def check(
         print_json(asdict(report))
     else:
         for finding in report.findings:
-            out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}", markup=False, highlight=False)
+            out.print(
+                f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}", markup=False, highlight=False
+            )
         verdict = "all sound" if not report.findings else f"{len(report.findings)} findings"
         out.print(f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}")
     if report.findings and not repair:
@@ -107,9 +111,15 @@ def evict(
     store: options.Store = DEFAULT_STORE,
     chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of this chunk id.")] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Variants of this tenant.")] = None,
-    fingerprint: Annotated[str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")] = None,
-    older_than_days: Annotated[float | None, typer.Option("--older-than-days", min=0.0, help="Variants born before.")] = None,
-    down_to_mb: Annotated[float | None, typer.Option("--down-to-mb", min=0.0, help="Only until this much is left.")] = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")
+    ] = None,
+    older_than_days: Annotated[
+        float | None, typer.Option("--older-than-days", min=0.0, help="Variants born before.")
+    ] = None,
+    down_to_mb: Annotated[
+        float | None, typer.Option("--down-to-mb", min=0.0, help="Only until this much is left.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all.")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -119,7 +129,9 @@ def evict(
     before = None if older_than_days is None else time.time() - older_than_days * 86400
     chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_id=chunk, created_before=before)
     if chosen == RowFilter() and down_to_mb is None and not everything:
-        raise ConfigError("say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all")
+        raise ConfigError(
+            "say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all"
+        )
     down_to = int(down_to_mb * 1e6) if down_to_mb is not None else 0 if everything else None
     with opened(store) as found:
         gone = found.evict(chosen, down_to_bytes=down_to)

@@ -1,7 +1,8 @@
 """What reuse costs: the next-token distributions of reuse against full prefill, along the full-prefill answer.
 
-For each question the model's greedy answer over the fully computed prompt is forced upon every method, and the Kullback-Leibler
-divergence KL(full ‖ method) of the next-token distributions is averaged along it. All chunks are born behind unrelated ones, on
+For each question the model's greedy answer over the fully computed prompt is forced upon every method, and the
+Kullback-Leibler divergence KL(full ‖ method) of the next-token distributions is averaged along it. All chunks are
+born behind unrelated ones, on
 purpose: the hardest case. Run it with `python -m cachecraft_rag.evaluation.fidelity --data FILE`.
 """
 
@@ -58,7 +59,7 @@ class FidelityReport:
 
 @dataclass(frozen=True)
 class BornChunk:
-    """A chunk's tensors as some other prompt left them: raw `[layers, 2, tokens, kv_heads, head_dim]`, and eq. 14's scores."""
+    """A chunk as some other prompt left it: raw `[layers, 2, tokens, kv_heads, head_dim]`, and eq. 14's scores."""
 
     kv: Tensor
     token_inter: np.ndarray | None
@@ -174,7 +175,7 @@ def _bounds(segments: Sequence[Segment]) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one JSON object. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m cachecraft_rag.evaluation.fidelity", description=__doc__)
-    parser.add_argument("--data", type=Path, help="questions in SQuAD format; the sample handbook's own where it is left out")
+    parser.add_argument("--data", type=Path, help="questions in SQuAD format (default: the sample handbook's own)")
     parser.add_argument("--questions", type=int, default=40, help="how many (default: 40)")
     parser.add_argument("--passages", type=int, default=3, help="chunks in each prompt (default: 3)")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio r (default: 0.15)")
@@ -195,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[bold red]error:[/] {error}")
         return 2
     console.print(
-        f"naive {report.kl_naive:.4f}, random {report.kl_random:.4f}, craft {report.kl_craft:.4f} mean KL to full prefill at "
-        f"r = {report.ratio}; the paper's selector recovers {report.recovered:.0%} of what naive reuse loses"
+        f"naive {report.kl_naive:.4f}, random {report.kl_random:.4f}, craft {report.kl_craft:.4f} mean KL to full "
+        f"prefill at r = {report.ratio}; the paper's selector recovers {report.recovered:.0%} of what naive reuse loses"
     )
     print(json.dumps(asdict(report)))
     return 0

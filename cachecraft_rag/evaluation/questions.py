@@ -15,7 +15,7 @@ from cachecraft_rag.types import Chunk
 
 @dataclass(frozen=True)
 class Item:
-    """A question, its passages in prompt order (one of them holds the answer), and passages that have nothing to do with it."""
+    """A question, its passages in prompt order (one holds the answer), and passages that have nothing to do with it."""
 
     question: str
     passages: tuple[Chunk, ...]
@@ -65,7 +65,11 @@ def handbook_items(*, count: int, passages: int, seed: int) -> list[Item]:
         draw.shuffle(rest)
         chosen = (own + rest)[:passages]
         draw.shuffle(chosen)
-        items.append(Item(asked.question, _chunks(chosen), _chunks([text for text in rest if text not in chosen][: 2 * passages])))
+        items.append(
+            Item(
+                asked.question, _chunks(chosen), _chunks([text for text in rest if text not in chosen][: 2 * passages])
+            )
+        )
     return items
 
 
