@@ -63,11 +63,8 @@ def quiet_libraries() -> None:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    for say_less in (
-        transformers.utils.logging.disable_progress_bar,
-        transformers.utils.logging.set_verbosity_error,
-    ):
-        say_less()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
