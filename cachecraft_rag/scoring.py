@@ -21,7 +21,7 @@ def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str,
 
     The paper leaves 0/0 open (a chunk born first): 1 if the new prefix is empty too, else 0.
 
-    >>> prefix_overlap([0.3, 0.1], ["a", "b"], {"a": 0, "c": 1})  # 0.3 / 0.4
+    >>> prefix_overlap([3.0, 1.0], ["a", "b"], {"a": 0, "c": 1})  # 3 / 4
     0.75
     >>> prefix_overlap([], [], {}), prefix_overlap([], [], {"a": 0})
     (1.0, 0.0)

@@ -1,1 +1,0 @@
-"""How the bytes of a chunk-cache are encoded."""

@@ -1,1 +1,0 @@
-"""Reading chunk-caches while the model computes."""
