@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from cachecraft_rag.embedded import demo_model_folder
-from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.types import KVLayout, digest
 
@@ -28,6 +28,9 @@ logger = logging.getLogger("cachecraft_rag.models")
 
 ATTENTION_NAME = "cachecraft"
 LAYOUT_VERSION = "1"
+_CALL_STATE = ("padding", "truncation")
+_ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,12 +52,17 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    layer_pass: LayerPass,
+    layer_pass: LayerPass | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; tensors arrive as `[1, heads, rows, head_dim]`."""
+    if layer_pass is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} ran outside a pass of this package: either its model does not hand keyword arguments "
+            "on to its attention, which makes it unsupported, or it was called directly; do that inside Decoder.stock()."
+        )
     out = layer_pass.attend(
         module.layer_idx,
         query[0].transpose(0, 1),
@@ -90,7 +98,8 @@ class Decoder:
         config = model.config
         self._base = model.model
         self._layers = self._base.layers
-        self._stock_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        capped = getattr(config, "attn_logit_softcapping", None)
+        self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         heads = config.num_attention_heads
@@ -100,7 +109,7 @@ class Decoder:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
         )
-        self.context_length: int = config.max_position_embeddings
+        self.context_length = _context_length(config)
         self.end_tokens = _end_tokens(model, tokenizer)
         self.fingerprint = _fingerprint(model, tokenizer)
 
@@ -115,15 +124,21 @@ class Decoder:
         Raises:
             ModelNotFoundError: nothing of that name can be loaded.
             UnsupportedModelError: it has no raw keys to store.
+            ConfigError: an unknown dtype.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         source = str(demo_model_folder()) if name == "demo" else name
         place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if dtype not in ("auto", *_DTYPES):
+            raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         kind: Any = _DTYPES.get(dtype, "auto")
         if kind == "auto" and place == "cpu":
             kind = torch.bfloat16
         try:
+            config = AutoConfig.from_pretrained(source)
+            if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
+                raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
         except (OSError, ValueError) as error:
@@ -136,7 +151,7 @@ class Decoder:
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[1, rows, hidden]`."""
         hidden: Tensor = self._base.embed_tokens(ids[None])
-        return hidden
+        return hidden * getattr(self.model.config, "embedding_multiplier", 1.0)  # Granite
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the model's own rotary module at these positions, each `[tokens, rotary_dim]`."""
@@ -166,6 +181,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
         scores: Tensor = self.model.lm_head(self._base.norm(hidden))[0].float()
+        scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
 
@@ -189,6 +205,41 @@ class Decoder:
         finally:
             self.model.set_attn_implementation(ATTENTION_NAME)
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Collects, while the block lasts, what goes into each layer and what its attention makes of it (for self-checks).
+
+        Yields a list that fills with pairs of `[1, rows, hidden]` in the order of the layers that run.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+        inputs: list[Tensor] = []
+
+        def before(_layer: Any, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            inputs.append(args[0] if args else named["hidden_states"])
+
+        def after(_attention: Any, _args: object, out: Any) -> None:
+            seen.append((inputs[-1], out[0] if isinstance(out, tuple) else out))
+
+        with contextlib.ExitStack() as hooks:
+            for layer in self._layers:
+                hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(layer.self_attn.register_forward_hook(after).remove)
+            yield seen
+
+
+def _context_length(config: Any) -> int:
+    """Most positions that one set of rotary frequencies serves.
+
+    LongRoPE has two sets and changes all keys when a prompt passes the original length, so that a chunk-cache born on one
+    side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would bear
+    every chunk twice.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return min(longest, int(rope["original_max_position_embeddings"]))
+    return longest
+
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Ids that end an answer: the generation config's, the config's and the tokenizer's."""
@@ -208,7 +259,11 @@ def _fingerprint(model: Any, tokenizer: Any) -> str:
     volatile = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
     config = {key: value for key, value in model.config.to_dict().items() if key not in volatile}
     vocabulary = getattr(tokenizer, "backend_tokenizer", None)
-    words = vocabulary.to_str() if vocabulary is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    if vocabulary is not None:  # padding and truncation change with every call of the tokenizer and shape no token
+        kept = {key: value for key, value in json.loads(vocabulary.to_str()).items() if key not in _CALL_STATE}
+    else:
+        kept = tokenizer.get_vocab()
+    words = json.dumps(kept, sort_keys=True)
     dtype = str(next(model.parameters()).dtype)
     return digest(
         "model", LAYOUT_VERSION, weights.hexdigest(), json.dumps(config, sort_keys=True, default=str), words, dtype
@@ -219,37 +274,55 @@ def _refuse_unsupported(model: Any, name: str) -> None:
     """Raise UnsupportedModelError with the reason unless the model is of the Llama build."""
     reason = _unsupported_reason(model)
     if reason is not None:
-        kind = getattr(model.config, "model_type", type(model).__name__)
-        raise UnsupportedModelError(
-            f"{name} ({kind}) cannot be served from chunk-caches: {reason}. "
-            "Use a decoder-only model with rotary embeddings: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2 or one of "
-            "the same build."
-        )
+        raise _refusal(name, getattr(model.config, "model_type", type(model).__name__), reason)
+
+
+def _refusal(name: str, kind: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} ({kind}) cannot be served from chunk-caches: {reason}. "
+        "Use a decoder-only model with rotary embeddings: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2 or one of "
+        "the same build."
+    )
 
 
 def _unsupported_reason(model: Any) -> str | None:
+    base, parameter = getattr(model, "model", None), next(model.parameters())
+    layers = getattr(base, "layers", None)
+    known = _position_reason(model)
+    if known is not None:
+        return known
+    if layers is None or not hasattr(model, "lm_head") or not hasattr(base, "norm"):
+        return "its parts are not laid out like Llama's (model.layers, model.norm, lm_head)"
+    if str(parameter.dtype).removeprefix("torch.") not in _DTYPES:
+        return f"its weights are {parameter.dtype}, and chunk-caches hold {', '.join(_DTYPES)}"
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return "it carries an adapter that may be switched while it runs; merge the adapter into the weights first"
+    if not hasattr(getattr(base, "rotary_emb", None), "inv_freq"):
+        return "it has no single rotary embedding whose positions could be re-applied"
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    if any(one is None or "position_embeddings" not in inspect.signature(one.forward).parameters for one in attentions):
+        return "its attention does not take rotary embeddings from outside"
+    return _rotary_reason(model, attentions[0])
+
+
+def _position_reason(model: Any) -> str | None:
+    """Whether the model is of a kind that is known to have no key which could be moved."""
     config = model.config
-    layers = getattr(getattr(model, "model", None), "layers", None)
     if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
+        return _ENCODER_DECODER
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) stores a compressed latent, not keys"
-    if getattr(config, "alibi", False):
+    if getattr(config, "alibi", False) or any("alibi" in name for name in dir(model.base_model)):
         return "ALiBi puts positions into the scores, not into keys that could be moved"
     kinds = set(getattr(config, "layer_types", None) or ())
-    if any("mamba" in kind or "linear" in kind or "recurrent" in kind or "conv" in kind for kind in kinds):
-        return "its state-space or linear-attention layers keep one running state, not a key per token"
-    if layers is None or not hasattr(model, "lm_head") or not hasattr(model.model, "norm"):
-        if hasattr(config, "state_size") or hasattr(config, "ssm_cfg"):
-            return "state-space layers keep one running state, not a key per token"
-        return "its layers are not laid out like Llama's; learned positions, for one, cannot be moved"
-    rotary = getattr(model.model, "rotary_emb", None)
-    if rotary is None or not hasattr(rotary, "inv_freq"):
-        return "it has no single rotary embedding whose positions could be re-applied"
-    attention = getattr(layers[0], "self_attn", None)
-    if attention is None or "position_embeddings" not in inspect.signature(attention.forward).parameters:
-        return "its attention does not take rotary embeddings from outside"
-    return _rotary_reason(model, attention)
+    state = ("mamba", "linear", "recurrent", "conv")
+    if any(word in kind for kind in kinds for word in state) or config.model_type in ("rwkv", "xlstm"):
+        return "its state-space, recurrent or linear-attention layers keep one running state, not a key per token"
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are of a kind that is not known here ({', '.join(sorted(kinds))})"
+    if any(name.rpartition(".")[2] in _POSITION_TABLES for name, _ in model.named_modules()):
+        return "learned or absolute positions are added to the tokens, so its keys cannot be moved"
+    return None
 
 
 def _rotary_reason(model: Any, attention: Any) -> str | None:
@@ -259,7 +332,8 @@ def _rotary_reason(model: Any, attention: Any) -> str | None:
         return "its module has no apply_rotary_pos_emb"
     width = int(model.model.rotary_emb.inv_freq.shape[-1]) * 2
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, 3, attention.head_dim, generator=generator)  # [1, heads, tokens, head_dim]
+    # Only the rotated part of a head: some modules cut it off themselves before they call the function.
+    x = torch.randn(1, 2, 3, width, generator=generator)  # [1, heads, tokens, rotary_dim]
     angle = torch.randn(3, width // 2, generator=generator).repeat(1, 2)
     try:
         expected = own(x, x, angle.cos()[None], angle.sin()[None])[1]
