@@ -31,7 +31,7 @@ class ReuseConfig:
 
     reuse: bool = True
     births: bool = True
-    alpha: float = 0.3
+    alpha: float = 0.25
     recompute_ratio: float | None = None
     selector: str = "craft"
     focus: Literal["off", "printed", "gap"] = "off"

@@ -38,8 +38,7 @@ class TextStream:
     """Turns token ids into text piece by piece.
 
     A piece is given out once no later token can change it: bytes of an unfinished character and a possible beginning
-    of a stop
-    string are held back. `text` is everything given out so far.
+    of a stop string are held back. `text` is everything given out so far.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:

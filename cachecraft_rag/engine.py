@@ -86,6 +86,7 @@ class Engine:
         namespace: the tenant; chunk-caches never cross it.
         config: how caches are reused; a call may bring its own.
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
+        best_last: see `PromptBuilder`.
     """
 
     def __init__(
@@ -97,11 +98,16 @@ class Engine:
         config: ReuseConfig | None = None,
         system: str = DEFAULT_SYSTEM,
         private_system: bool = False,
+        best_last: bool = True,
     ) -> None:
         self.decoder, self.store, self.namespace = decoder, store, namespace
         self.config = config or ReuseConfig()
         self.prompts = PromptBuilder(
-            decoder.tokenizer, context_length=decoder.context_length, system=system, private_system=private_system
+            decoder.tokenizer,
+            context_length=decoder.context_length,
+            system=system,
+            private_system=private_system,
+            best_last=best_last,
         )
         self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self.births = BirthQueue(

@@ -18,12 +18,9 @@ def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
     """How many of the best chunks are focused, from cumulative scores in descending order; at least 1.
 
     `printed` follows lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i),
-    which is
-    -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap
-    that holds
-    nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk above the
-    gap it chose,
-    so the first gap is never looked at. `gap` is the mended rule: it cuts at the largest gap.
+    which is -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a
+    gap that holds nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk
+    above the gap it chose, so the first gap is never looked at. `gap` is the mended rule: it cuts at the largest gap.
 
     >>> focused_count([9.0, 1.0, 0.9, 0.8], "gap")
     1

@@ -88,8 +88,7 @@ class Primer:
         """Runs of neighbouring chunks that fit one pass, and how many of each run's first ones are context only.
 
         A next run begins with up to a quarter of the pass taken from the end of the one before, so that no chunk is
-        born out of
-        context.
+        born out of context.
         """
         room = self._window - len(self._prompts.system.token_ids)
         run: list[Segment] = []

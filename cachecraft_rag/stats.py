@@ -69,7 +69,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A chunk that stood in the prompt, in prompt order."""
+    """A retrieved chunk, as ranked by the retriever: best first."""
 
     chunk_id: str
     text: str
@@ -79,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer's text, the chunks it could draw on, and its numbers."""
+    """The answer's text, the chunks it could draw on (best first), and its numbers (chunks in prompt order)."""
 
     text: str
     sources: tuple[Source, ...]

@@ -34,8 +34,7 @@ def ttft(
     """Time to first token: reuse against the model's own prefill, side by side.
 
     With `--dtype auto` both sides run in the dtype in which the model's own prefill is fastest here. `--seed` seeds
-    torch; the
-    prompt is the same in every run.
+    torch; the prompt is the same in every run.
     """
     options.set_threads(threads)
     with waiting("Benchmark") as say:

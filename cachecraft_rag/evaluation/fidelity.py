@@ -2,8 +2,8 @@
 
 For each question the model's greedy answer over the fully computed prompt is forced upon every method, and the
 Kullback-Leibler divergence KL(full ‖ method) of the next-token distributions is averaged along it. All chunks are
-born behind unrelated ones, on
-purpose: the hardest case. Run it with `python -m cachecraft_rag.evaluation.fidelity --data FILE`.
+born behind unrelated ones, on purpose: the hardest case. Run it with `python -m cachecraft_rag.evaluation.fidelity
+--data FILE`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,151 @@
+"""The `cachecraft` command as a user types it: in a process of its own, on real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = str(Path(sys.executable).with_name("cachecraft"))
+QUESTION = "How many days do I have to return an appliance?"
+
+
+def run(*arguments: str | Path, cwd: Path, code: int = 0, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command and check its exit code."""
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+    done = subprocess.run(
+        [COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> Any:
+    """The object on the last line of stdout."""
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def home(handbook: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two pages, indexed and primed by the command itself."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "docs").mkdir()
+    for page in ("returns.md", "warranty.md"):
+        shutil.copy(handbook / page, folder / "docs")
+    report = last_json(run("index", "docs", "--prime", "--threads", "2", "--json", cwd=folder))
+    assert sorted(report["added"]) == ["docs/returns.md", "docs/warranty.md"]
+    assert report["born"] == report["chunks_embedded"] + 1
+    return folder
+
+
+def test_help_and_version_come_at_once_and_without_torch(tmp_path: Path) -> None:
+    assert "index" in run("--help", cwd=tmp_path).stdout
+    assert run("--version", cwd=tmp_path).stdout.startswith("cachecraft ")
+    code = "import sys; from cachecraft_rag.cli import main; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_ask_json_has_what_scripts_need(home: Path) -> None:
+    answer = last_json(
+        run("ask", QUESTION, "--max-new-tokens", "12", "--seed", "1", "--threads", "2", "--json", cwd=home)
+    )
+    assert set(answer) == {"text", "sources", "stats"}
+    stats = answer["stats"]
+    assert stats["tokens_reused"] > 0
+    assert stats["tokens_reused"] + stats["tokens_recomputed"] + stats["tokens_computed"] == stats["tokens_prompt"]
+    assert 0 < stats["ttft_s"] <= stats["total_s"]
+    for chunk in stats["chunks"]:
+        assert {"chunk_id", "outcome", "reason", "cfo", "tier"} <= set(chunk)
+        assert (chunk["outcome"], chunk["tier"]) in {("exact", "disk"), ("reused", "disk")}
+    assert {source["chunk_id"] for source in answer["sources"]} == {chunk["chunk_id"] for chunk in stats["chunks"]}
+
+
+def test_ask_prints_answer_sources_and_numbers(home: Path) -> None:
+    shown = run("ask", QUESTION, "--max-new-tokens", "12", cwd=home).stdout
+    assert "docs/returns.md" in shown
+    assert "first token after" in shown
+
+
+def test_no_reuse_computes_everything(home: Path) -> None:
+    answer = last_json(run("ask", QUESTION, "--max-new-tokens", "2", "--no-reuse", "--json", cwd=home))
+    assert answer["stats"]["tokens_reused"] == 0
+    assert {chunk["reason"] for chunk in answer["stats"]["chunks"]} == {"reuse is off"}
+
+
+def test_chat_keeps_the_conversation_and_leaves_at_the_end_of_input(home: Path) -> None:
+    done = run("chat", "--max-new-tokens", "8", cwd=home, typed=f"{QUESTION}\n/sources\n/new\nAnd the warranty?\n")
+    assert done.stdout.count("first token after") == 2
+    assert "docs/returns.md" in done.stdout
+
+
+def test_an_unchanged_folder_is_left_alone(home: Path) -> None:
+    report = last_json(run("index", "docs", "--json", cwd=home))
+    assert (report["chunks_embedded"], len(report["unchanged"]), report["born"]) == (0, 2, None)
+
+
+def test_store_commands(home: Path) -> None:
+    rows = last_json(run("store", "ls", "--json", cwd=home))
+    assert rows
+    assert last_json(run("store", "stats", "--json", cwd=home))["variants"] == len(rows)
+    assert last_json(run("store", "check", "--json", cwd=home))["findings"] == []
+    assert "all sound" in run("store", "check", cwd=home).stdout
+    copy = home / "copy"
+    shutil.copytree(home / "chunk-caches", copy)
+    victim = next(iter(sorted(copy.rglob("*.safetensors"))))
+    victim.write_bytes(victim.read_bytes()[:-100])
+    assert "damaged file" in run("store", "check", "--store", copy, cwd=home, code=1).stdout
+    run("store", "check", "--repair", "--store", copy, cwd=home)
+    assert "all sound" in run("store", "check", "--store", copy, cwd=home).stdout
+    assert last_json(run("store", "evict", "--all", "--json", "--store", copy, cwd=home))["variants"] == len(rows) - 1
+    assert "0 variants" in run("store", "stats", "--store", copy, cwd=home).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["store", "ls"], "holds no chunk-caches"),
+        (["store", "evict"], "say what to evict"),
+        (["index", "nowhere"], "nowhere"),
+        (["ask", "What?", "--focus", "sharp"], "focus must be off"),
+        (["ask", "What?", "--model", "./no-such-model"], "cannot load the model"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_errors_say_what_to_do_and_leave_with_2(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path, code=2)
+    assert "error:" in done.stderr
+    assert says in done.stderr
+
+
+def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> None:
+    done = run(
+        "bench",
+        "ttft",
+        "--pairs",
+        "1",
+        "--chunks",
+        "2",
+        "--chunk-tokens",
+        "64",
+        "--dtype",
+        "float32",
+        "--json",
+        cwd=tmp_path,
+    )
+    report = last_json(done)
+    assert {"ratio_host", "ratio_disk", "ratio_all_recomputed", "token_ratio"} <= set(report)
+    assert 0.15 < report["token_ratio"] < 0.5
+    assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))

@@ -1,0 +1,143 @@
+"""The facade on the embedded models: documents in, answers out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.types import Document
+
+PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
+SHORT = SamplingParams(max_new_tokens=12)
+QUESTION = "How often should I descale the Wren K2 kettle?"
+
+
+@pytest.fixture(scope="module")
+def documents(handbook: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three pages of the handbook in a folder of their own."""
+    folder = tmp_path_factory.mktemp("pages") / "pages"
+    folder.mkdir()
+    for page in PAGES:
+        shutil.copy(handbook / page, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rag(demo_model: Path, documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheCraft]:
+    """A facade with the three pages indexed and nothing primed."""
+    with CacheCraft.from_pretrained(str(demo_model), store=tmp_path_factory.mktemp("store")) as made:
+        made.add_documents(documents)
+        yield made
+
+
+@pytest.fixture
+def fresh(rag: CacheCraft) -> CacheCraft:
+    """The same facade with an empty chunk-cache store."""
+    rag.engine.births.wait_for([])
+    rag.engine.store.flush()
+    rag.engine.store.evict(down_to_bytes=0)
+    return rag
+
+
+def test_an_empty_index_says_what_to_do(demo_model: Path, tmp_path: Path) -> None:
+    with (
+        CacheCraft.from_pretrained(str(demo_model), store=tmp_path) as empty,
+        pytest.raises(IndexStoreError, match="cachecraft index"),
+    ):
+        empty.ask("Anything?")
+
+
+def test_the_second_question_reuses_what_the_first_one_bore(fresh: CacheCraft) -> None:
+    first = fresh.ask(QUESTION, sampling=SHORT)
+    second = fresh.ask(QUESTION, sampling=SHORT)
+    assert {chunk.outcome for chunk in first.stats.chunks} == {"computed"}
+    assert {chunk.outcome for chunk in second.stats.chunks} == {"exact"}
+    assert second.stats.tokens_reused > 0
+    assert second.stats.tokens_recomputed == 0
+    ranked = [source.chunk_id for source in first.sources]
+    assert ranked == [chunk.chunk_id for chunk in reversed(first.stats.chunks)]  # the best stands nearest the question
+
+
+def test_reuse_of_exact_caches_gives_the_answer_of_full_prefill_in_fp32(
+    demo_model: Path, documents: Path, tmp_path: Path
+) -> None:
+    with CacheCraft.from_pretrained(str(demo_model), store=tmp_path, dtype="float32") as rag:
+        rag.add_documents(documents)
+        full = rag.ask(QUESTION, sampling=SHORT, config=ReuseConfig(reuse=False))
+        reused = rag.ask(QUESTION, sampling=SHORT)
+    assert reused.stats.tokens_reused > 0
+    assert reused.text == full.text
+
+
+def test_a_chunk_moves_when_another_question_ranks_it_elsewhere(fresh: CacheCraft) -> None:
+    fresh.ask(QUESTION, sampling=SHORT)
+    other = fresh.ask("What does the warranty say about limescale?", sampling=SHORT)
+    moved = [chunk for chunk in other.stats.chunks if chunk.outcome == "reused"]
+    assert moved
+    assert all(0 < chunk.recomputed < chunk.tokens for chunk in moved)
+    assert all(chunk.cfo is not None and 0 < chunk.cfo < 1 for chunk in moved)
+
+
+def test_priming_bears_every_chunk_once_and_resumes(fresh: CacheCraft) -> None:
+    chunks = fresh.index.stats().chunks
+    seen: list[tuple[int, int]] = []
+    born = fresh.prime(progress=lambda done, total: seen.append((done, total)))
+    assert born == chunks + 1  # the chunks and the system segment
+    assert seen[-1] == (len(PAGES), len(PAGES))
+    assert fresh.prime() == 0
+    answer = fresh.ask(QUESTION, sampling=SHORT)
+    assert all(chunk.outcome in ("exact", "reused") for chunk in answer.stats.chunks)
+
+
+def test_streamed_pieces_are_the_answer(fresh: CacheCraft) -> None:
+    stream = fresh.stream(QUESTION, sampling=SHORT)
+    assert stream.sources
+    assert stream.stats.finish is None
+    pieces = list(stream)
+    assert "".join(pieces) == stream.text
+    assert stream.stats.finish in ("end", "length")
+    assert stream.stats.tokens_generated <= SHORT.max_new_tokens
+
+
+def test_the_chunk_caches_of_a_removed_document_go_with_it(demo_model: Path, documents: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    shutil.copytree(documents, folder)
+    with CacheCraft.from_pretrained(str(demo_model), store=tmp_path / "store") as rag:
+        rag.add_documents(folder, prime=True)
+        before = rag.engine.store.stats().chunks
+        (folder / "warranty.md").unlink()
+        report = rag.add_documents(folder)
+        assert report.removed == ("pages/warranty.md",)
+        assert rag.engine.store.stats().chunks == before - len(report.removed_chunk_ids)
+        found = rag.retrieve("What does the warranty cover?", top_k=50)
+        assert {hit.metadata["source"] for hit in found} == {"pages/kettle-wren-k2.md", "pages/descaling.md"}
+
+
+def test_documents_in_memory_and_filters(fresh: CacheCraft) -> None:
+    note = Document("note", "The Wren K2 was drawn by Ida Moll in a barn near the river.", {"kind": "note"})
+    assert fresh.add_documents([note]).added == ("note",)
+    hits = fresh.retrieve("Who drew the kettle?", where={"kind": "note"})
+    assert [hit.metadata["source"] for hit in hits] == ["note"]
+    fresh.index.delete_document("note")
+
+
+def test_another_namespace_sees_no_chunk_caches(fresh: CacheCraft, documents: Path) -> None:
+    from cachecraft_rag.engine import Engine
+
+    fresh.ask(QUESTION, sampling=SHORT)
+    tenant = Engine(fresh.engine.decoder, fresh.engine.store, namespace="another tenant")
+    theirs = CacheCraft(tenant, fresh.index, fresh.embedder)
+    answer = theirs.ask(QUESTION, sampling=SHORT)
+    theirs.close()
+    assert {chunk.outcome for chunk in answer.stats.chunks} == {"computed"}
+
+
+def test_a_question_without_words_is_refused(rag: CacheCraft) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        rag.ask("  ")
