@@ -27,13 +27,25 @@ class FairLock:
             gate = threading.Lock()
             gate.acquire()
             self._waiting.append(gate)
-        gate.acquire()  # released by the holder before us, who leaves `_held` set for us
+        try:
+            gate.acquire()  # released by the holder before us, who leaves `_held` set for us
+        except BaseException:  # Ctrl-C: a turn handed to somebody who has left would never be given back
+            with self._guard:
+                if gate in self._waiting:
+                    self._waiting.remove(gate)
+                else:
+                    self._hand_on()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._guard:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._held = False
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Wake the next in line; the caller holds `_guard`."""
+        if self._waiting:
+            self._waiting.popleft().release()
+        else:
+            self._held = False
