@@ -8,9 +8,9 @@ open one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
@@ -66,8 +66,8 @@ class PromptBuilder:
         context_length: most tokens of prompt and answer together.
         system: the instruction; part of the system segment, so caches born under another one are a miss for eq. 6.
         private_system: True where `system` holds one user's text: what is born behind it is then kept to the session.
-        best_last: chunks come ranked best first and are laid out with the best one nearest to the question, where models
-            make most of it (the sample handbook: 13 of 13 questions right, against 10 with the best one first).
+        best_last: chunks come ranked best first and are laid out with the best one nearest to the question, where
+            models make most of it (the sample handbook: 13 of 13 questions right, against 10 with the best one first).
     """
 
     def __init__(
@@ -82,11 +82,15 @@ class PromptBuilder:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
             raise ConfigError("the system prompt holds one of this package's own marks; choose other words")
         self._tokenizer = tokenizer
+        # Its own copy for text that must not hold special tokens: transformers keeps that choice in the tokenizer, so
+        # that of two threads with one tokenizer each would read the other's text the wrong way.
+        self._plain_tokenizer = copy.deepcopy(tokenizer)
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
-        head, _ = self._cut([])
-        ids = self._encode(head, special=True)
+        self._head: str | None = None
+        self._head, _ = self._cut([])
+        ids = self._encode(self._head, special=True)
         self.system = Segment("system", digest("system", " ".join(map(str, ids))), ids, private=private_system)
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
@@ -134,7 +138,7 @@ class PromptBuilder:
 
     def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
         turns = [*history, ("user", question)]
-        if turns[0][0] != "user" or any(a[0] == b[0] for a, b in pairwise(turns)):
+        if any(role != ("user", "assistant")[place % 2] for place, (role, _) in enumerate(turns)):
             raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
         _, pieces = self._cut([text for _, text in turns])
         ids: list[int] = []
@@ -149,42 +153,59 @@ class PromptBuilder:
         """
         texts = list(turns) or [""]
         marks = [f"{_QUESTION_MARK}{place}\u27e7" for place in range(len(texts))]
-        rendered = self._render([f"Context:\n{_CONTEXT_MARK}Question: {marks[0]}", *marks[1:]])
-        head, _, rest = rendered.partition(_CONTEXT_MARK)
+        renderings = self._renderings([f"Context:\n{_CONTEXT_MARK}Question: {marks[0]}", *marks[1:]])
+        cuts = (rendered.partition(_CONTEXT_MARK) for rendered in renderings)
+        best = next(cuts)
+        if self._head not in (None, best[0]):
+            best = next((cut for cut in cuts if cut[0] == self._head), best)
+        head, _, rest = best
         pieces: list[tuple[str, bool]] = []
+        whole = bool(head)
         for mark, text in zip(marks, texts, strict=True):
             before, found, rest = rest.partition(mark)
-            if not found or not head:
-                raise ConfigError(
-                    "the model's chat template drops or reorders the user's text; it cannot be cut into segments"
-                )
+            whole = whole and bool(found)
             pieces += [(before, True), (text, False)]
-        return head, [*pieces, (rest, True)]
+        pieces.append((rest, True))
+        if not whole or any(_CONTEXT_MARK in piece or _QUESTION_MARK in piece for piece, own in pieces if own):
+            raise ConfigError(
+                "the model's chat template drops, repeats or reorders the user's text; it cannot be cut into segments"
+            )
+        return head, pieces
 
-    def _render(self, turns: Sequence[str]) -> str:
+    def _renderings(self, turns: Sequence[str]) -> Iterator[str]:
+        """The prompt's text with the instruction as a system turn, then with it in front of the first user turn.
+
+        The second is the only one where the template has no system role (Gemma-2 raises, others pass over it). It is
+        also right where a template puts the instruction in front of the *last* user turn (Mistral), behind the chunks.
+        """
         roles = ["user", "assistant"] * (len(turns) // 2 + 1)
         messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
         if not getattr(self._tokenizer, "chat_template", None):
             start = self._tokenizer.bos_token or ""
             names = {"user": "", "assistant": "Answer: "}
-            return (
-                start
-                + "\n".join([self._system_text, *(names[m["role"]] + m["content"] for m in messages)])
-                + "\nAnswer:"
-            )
+            lines = [self._system_text, *(names[m["role"]] + m["content"] for m in messages)]
+            yield start + "\n".join(lines) + "\nAnswer:"
+            return
         from jinja2.exceptions import TemplateError
 
-        system = {"role": "system", "content": self._system_text}
         try:
-            return self._apply([system, *messages])
-        except TemplateError:  # a template without a system role (Gemma-2) says so by raising
-            messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
-            return self._apply(messages)
+            rendered = self._apply([{"role": "system", "content": self._system_text}, *messages])
+        except TemplateError:
+            rendered = None
+        if rendered is not None and self._system_text.strip() in rendered:
+            yield rendered
+        messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
+        try:
+            yield self._apply(messages)
+        except TemplateError as error:
+            raise ConfigError(f"the model's chat template refuses a plain conversation: {error}") from error
 
     def _apply(self, messages: list[dict[str, str]]) -> str:
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return rendered
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
-        return tuple(encoded["input_ids"])
+        tokenizer = self._tokenizer if special else self._plain_tokenizer
+        # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
+        text = text.encode("utf-8", "replace").decode()
+        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"])

@@ -120,9 +120,7 @@ def test_an_adapter_that_is_not_merged_is_refused(byte_tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize(("family", "settings"), EXACT, ids=[row[0] for row in EXACT])
-def test_models_of_the_same_build_are_exact(
-    family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder
-) -> None:
+def test_models_of_the_same_build_are_exact(family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder) -> None:
     decoder = tiny_decoder(family, **settings)
     assert self_check(decoder) <= 2e-6
     ids = torch.randint(3, 256, (100,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -199,7 +197,10 @@ def test_auto_is_bf16_on_a_cpu(saved: Path) -> None:
 def test_the_fingerprint_is_the_same_in_another_process_and_folder(
     saved: Path, tmp_path: Path, tiny_decoder: MakeDecoder
 ) -> None:
-    code = "import sys; from cachecraft_rag.models import Decoder; print(Decoder.load(sys.argv[1], dtype='float32').fingerprint)"
+    code = (
+        "import sys; from cachecraft_rag.models import Decoder; "
+        "print(Decoder.load(sys.argv[1], dtype='float32').fingerprint)"
+    )
     elsewhere = saved.rename(tmp_path.parent / f"{tmp_path.name}-moved")
     env = os.environ | {"PYTHONHASHSEED": "7"}
     there = subprocess.run(
@@ -246,7 +247,9 @@ def other_tokenizer(_: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [one_weight, merged_adapter, other_rope, other_norm, other_dtype, other_tokenizer], ids=lambda f: f.__name__
+    "change",
+    [one_weight, merged_adapter, other_rope, other_norm, other_dtype, other_tokenizer],
+    ids=lambda f: f.__name__,
 )
 def test_the_fingerprint_tells_apart(change: Callable[[Any, Any], None], byte_tokenizer: Any) -> None:
     torch.manual_seed(0)

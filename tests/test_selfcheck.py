@@ -88,4 +88,6 @@ def test_a_window_that_the_probe_is_too_short_to_see_is_checked_by_name(tiny_dec
 def test_the_model_is_left_ready_for_passes(tiny_decoder: MakeDecoder) -> None:
     decoder = tampered(tiny_decoder("Llama"), lambda model: None)
     assert self_check(decoder) == self_check(decoder)
-    assert all(not layer._forward_pre_hooks and not layer.self_attn._forward_hooks for layer in decoder.model.model.layers)
+    assert all(
+        not layer._forward_pre_hooks and not layer.self_attn._forward_hooks for layer in decoder.model.model.layers
+    )
