@@ -9,8 +9,10 @@ open one.
 from __future__ import annotations
 
 import copy
+import hashlib
+import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
@@ -24,17 +26,21 @@ Turn = tuple[Literal["user", "assistant"], str]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served."""
+    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
+
+    `tokens_digest` is a digest of the token ids: a stored chunk-cache fits a segment only where these agree. Made here and
+    not when it is asked for: asked for at every plan, it was a third of planning.
+    """
 
     kind: Literal["system", "chunk", "question"]
     segment_id: str
     token_ids: tuple[int, ...]
     private: bool = False
+    tokens_digest: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def tokens_digest(self) -> str:
-        """Digest of the token ids: a stored chunk-cache fits a segment only where these agree."""
-        return digest(" ".join(map(str, self.token_ids)))
+    def __post_init__(self) -> None:
+        packed = struct.pack(f"<{len(self.token_ids)}q", *self.token_ids)
+        object.__setattr__(self, "tokens_digest", hashlib.blake2b(packed, digest_size=16).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
