@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,7 +40,7 @@ class ReuseConfig:
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
-        _require(self.alpha >= 0, f"alpha must be 0 or more, not {self.alpha}")
+        _require(0 <= self.alpha < math.inf, f"alpha must be 0 or more and finite, not {self.alpha}")
         ratio = self.recompute_ratio
         _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
         _require(self.focus in ("off", "printed", "gap"), f"focus must be off, printed or gap, not {self.focus!r}")
