@@ -26,7 +26,8 @@ class Sampler:
         """One token id from `[vocabulary]` logits."""
         if self._params.temperature == 0.0:
             return int(logits.argmax())
-        shares = torch.softmax(logits.float().cpu() / self._params.temperature, dim=-1)
+        logits = logits.double().cpu()  # float32 has no room for the smallest temperatures
+        shares = torch.softmax((logits - logits.max()) / self._params.temperature, dim=-1)
         if self._params.top_p < 1.0:
             ordered, ids = shares.sort(descending=True)
             before = ordered.cumsum(0) - ordered  # a token stays when those before it have not reached top_p
@@ -45,7 +46,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._settled = 0  # ids before it decode to `_prefix` for good
+        self._anchor = 0  # where the last piece that had any text begins
+        self._settled = 0  # the ids before it are text for good
         self._pending = ""
         self.text = ""
         self.stopped = False
@@ -53,22 +55,31 @@ class TextStream:
     def push(self, token: int) -> str:
         """Take one more token; returns the text that is now certain (possibly empty)."""
         self._ids.append(token)
-        # Decoding two tokens of known text along keeps the spaces that tokenizers drop at a beginning.
-        context = max(0, self._settled - 2)
-        known = self._decode(self._ids[context : self._settled])
-        whole = self._decode(self._ids[context:])
-        if whole.endswith("\ufffd"):  # in the middle of a character
+        fresh = self._fresh()
+        if fresh.endswith("\ufffd"):  # in the middle of a character
             return ""
-        self._settled = len(self._ids)
-        self._pending += whole[len(known) :]
+        self._settle(fresh)
         return self._release(final=False)
 
     def finish(self) -> str:
         """The rest that was held back."""
-        rest = self._ids[self._settled :]
-        self._pending += self._decode(rest) if rest else ""
-        self._settled = len(self._ids)
+        self._settle(self._fresh())
         return self._release(final=True)
+
+    def _fresh(self) -> str:
+        """The text of the ids that are not settled.
+
+        The piece before them is decoded along, because tokenizers drop a space at the beginning. Whole pieces, not a
+        number of tokens: a decoder that starts in the middle of a character garbles the next one too.
+        """
+        known = self._decode(self._ids[self._anchor : self._settled])
+        return self._decode(self._ids[self._anchor :])[len(known) :]
+
+    def _settle(self, fresh: str) -> None:
+        if fresh:
+            self._anchor = self._settled
+        self._settled = len(self._ids)
+        self._pending += fresh
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
