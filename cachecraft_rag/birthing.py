@@ -6,6 +6,7 @@ No answer waits for its own births. A later question that needs a chunk which is
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +19,8 @@ from cachecraft_rag.prompt import Segment
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.turns import FairLock
 from cachecraft_rag.types import Birth, KVLayout, VariantKey
+
+logger = logging.getLogger("cachecraft_rag.birthing")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class BirthQueue:
         self._pending: dict[str, Future[None]] = {}
 
     def submit(self, recorder: BirthRecorder, keys: Tensor, context: BirthContext) -> None:
-        """Queue what a pass recorded; returns at once.
+        """Queue what a pass recorded; returns at once. After `close` it is dropped, which is no concern of its answer.
 
         Args:
             keys: `[layers, keys, kv_heads, head_dim]`, the pass's rotated keys; must not change below the births' ends.
@@ -67,7 +70,11 @@ class BirthQueue:
                 continue
             session = context.session if private else None
             with self._guard:
-                job = self._worker.submit(self._store_birth, birth, recorder, keys, context, key, session)
+                try:
+                    job = self._worker.submit(self._store_birth, birth, recorder, keys, context, key, session)
+                except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+                    logger.info("the births of an answer that outlived its engine are dropped")
+                    return
                 self._pending[key.chunk_id] = job
             job.add_done_callback(lambda done, chunk=key.chunk_id: self._forget(chunk, done))  # type: ignore[misc]
 
@@ -85,6 +92,8 @@ class BirthQueue:
         with self._guard:
             if self._pending.get(chunk_id) is job:
                 del self._pending[chunk_id]
+        if (error := job.exception()) is not None:  # nobody waits for a birth, and a mistake must not go unheard
+            logger.error("the birth of chunk %s failed and is not stored", chunk_id, exc_info=error)
 
     def _key(self, birth: RecordedBirth, context: BirthContext) -> VariantKey:
         prefix = tuple(segment.segment_id for segment in context.segments[: birth.segment])

@@ -178,6 +178,7 @@ class Engine:
             request.loaded_s = request.clock() - request.planned_s
         reused = [s.variant.variant_id for s in plan.segments if s.outcome == "reused" and s.variant is not None]
         request.plan = with_selection(plan, self.store.token_inter(reused), request.config)
+        request.planned_s = request.clock() - request.loaded_s
 
     def _compute(self, request: _Request) -> PrefillOutput:
         prompt, bounds = request.prompt, request.prompt.bounds
@@ -228,7 +229,10 @@ class Engine:
             with self.turn:
                 logits = decode_step(self.decoder, output.merged, token, position)
             position += 1
-        if rest := text.finish():
+        rest = text.finish()
+        if text.stopped:  # by a stop string in what was held back, too
+            request.finish = "stop"
+        if rest:
             yield rest
 
     def _settle(self, request: _Request, output: PrefillOutput) -> None:

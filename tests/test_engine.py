@@ -1,0 +1,415 @@
+"""The engine over a real store: what it reuses, what it never serves, and what no failure may spoil."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cachecraft_rag.catalog import RowFilter
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.models import Decoder
+from cachecraft_rag.stats import RequestStats
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk
+
+KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")
+TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left.")
+FRIDGE = Chunk("Set the fridge to four degrees.")
+CHUNKS = [KETTLE, TOASTER, FRIDGE]
+QUESTION = "How do I descale the kettle?"
+SHORT = SamplingParams(max_new_tokens=12)
+# Another α than the default, so that its calibration changes nothing here.
+CONFIG = ReuseConfig(alpha=0.3)
+
+MakeDecoder = Callable[..., Decoder]
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_decoder: MakeDecoder) -> Decoder:
+    """A tiny Llama that prefers to write letters: half of what a random one writes is no text at all."""
+    random = tiny_decoder("Llama")
+    model, tokenizer = copy.deepcopy(random.model), random.tokenizer
+    texts = [tokenizer.decode([token]) for token in range(260)]
+    letters = [len(text) == 1 and text.isascii() and text.isprintable() for text in texts]
+    with torch.no_grad():
+        model.lm_head.weight[~torch.tensor(letters)] = 0.0
+    return Decoder(model, tokenizer, name="tiny Llama of letters")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
+    with ChunkCacheStore.open(tmp_path / "caches") as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[MakeEngine]:
+    """Makes engines over one store that are closed in the end."""
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        made.append(Engine(**({"decoder": decoder, "store": store, "config": CONFIG} | settings)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Engine:
+    return make_engine()
+
+
+def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, question: str = QUESTION, **how: Any) -> Generation:
+    """A whole answer, its births in the store."""
+    answer = engine.stream(question, chunks, **({"sampling": SHORT} | how))
+    for _ in answer:
+        pass
+    engine.births.wait_for([segment.chunk_id for segment in chunks] + [engine.prompts.system.segment_id])
+    return answer
+
+
+def outcomes(answer: Generation) -> dict[str, str]:
+    """Chunk id → what happened to it."""
+    return {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}
+
+
+def all_of(outcome: str, chunks: list[Chunk] = CHUNKS) -> dict[str, str]:
+    return {chunk.chunk_id: outcome for chunk in chunks}
+
+
+def files(store: ChunkCacheStore) -> list[Path]:
+    return sorted(store.root.rglob("*.safetensors"))
+
+
+def assert_adds_up(stats: RequestStats) -> None:
+    """Every token of the prompt is counted once, and times are in order."""
+    assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+    assert min(stats.tokens_reused, stats.tokens_recomputed, stats.tokens_computed) >= 0
+    assert sum(chunk.recomputed for chunk in stats.chunks) == stats.tokens_recomputed
+    assert stats.ttft_s == pytest.approx(stats.plan_s + stats.load_s + stats.prefill_s)
+    assert 0 < stats.ttft_s <= stats.total_s
+    assert 0 < stats.recompute_share <= 1
+
+
+# -- reuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_identical_question_is_exact_and_gets_the_same_answer(engine: Engine) -> None:
+    first, second = ask(engine), ask(engine)
+    assert outcomes(first) == all_of("computed")
+    assert outcomes(second) == all_of("exact")
+    assert first.text == second.text != ""
+    assert (first.stats.tokens_reused, first.stats.recompute_share) == (0, 1.0)
+    assert second.stats.tokens_computed < 0.4 * second.stats.tokens_prompt
+    assert second.stats.tokens_recomputed == 0
+    assert {chunk.tier for chunk in second.stats.chunks} == {"host"}
+    for answer in (first, second):
+        assert_adds_up(answer.stats)
+
+
+def test_another_question_over_the_same_chunks_is_exact_too(engine: Engine) -> None:
+    ask(engine)
+    history = [("user", "Hello?"), ("assistant", "Hello.")]
+    other = ask(engine, question="And the toaster?", history=history)
+    assert outcomes(other) == all_of("exact")
+    full = ask(engine, question="And the toaster?", history=history, config=ReuseConfig(reuse=False, births=False))
+    assert other.text == full.text
+    assert outcomes(full) == all_of("computed")
+
+
+def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
+    ask(engine)
+    moved = ask(engine, [FRIDGE, KETTLE])
+    assert set(outcomes(moved).values()) == {"reused"}
+    assert 0 < moved.stats.tokens_recomputed < 0.3 * moved.stats.tokens_prompt
+    for chunk in moved.stats.chunks:
+        assert chunk.cfo is not None
+        assert chunk.recomputed >= chunk.cfo * chunk.tokens
+        assert chunk.variant_id is not None
+    assert_adds_up(moved.stats)
+    assert moved.stats.recompute_share == pytest.approx(
+        (moved.stats.tokens_recomputed + moved.stats.tokens_computed) / moved.stats.tokens_prompt
+    )
+
+
+def test_recomputing_every_moved_token_gives_the_full_answer(engine: Engine) -> None:
+    ask(engine)
+    moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))
+    full = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(reuse=False, births=False))
+    assert moved.text == full.text
+
+
+def test_a_new_chunk_among_reused_ones_is_computed_and_born_impure(engine: Engine, store: ChunkCacheStore) -> None:
+    ask(engine, [KETTLE, TOASTER])
+    mixed = ask(engine, [FRIDGE, TOASTER, KETTLE])  # laid out the other way round: the best one last
+    assert outcomes(mixed) == {
+        KETTLE.chunk_id: "reused",
+        TOASTER.chunk_id: "reused",
+        FRIDGE.chunk_id: "computed",
+    }
+    (born,) = store.rows(RowFilter(chunk_id=FRIDGE.chunk_id))
+    assert 0 < born.variant.exact_share < 0.7  # the system segment was exact, the chunks were not
+    again = ask(engine, [FRIDGE, TOASTER, KETTLE])
+    assert outcomes(again)[FRIDGE.chunk_id] == "reused"
+
+
+def test_an_overhead_of_one_computes_and_bears_a_variant(engine: Engine, store: ChunkCacheStore) -> None:
+    ask(engine)
+    costly = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))
+    assert set(outcomes(costly).values()) == {"computed"}
+    assert all("CFO is 1" in chunk.reason for chunk in costly.stats.chunks)
+    assert len(store.rows(RowFilter(chunk_id=KETTLE.chunk_id))) == 2
+    assert outcomes(ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))) == all_of("exact", [FRIDGE, KETTLE])
+
+
+def test_reuse_counts_uses(engine: Engine, store: ChunkCacheStore) -> None:
+    ask(engine)
+    ask(engine)
+    store.flush()
+    rows = store.rows()
+    assert len(rows) == 4
+    assert all(row.variant.reuse_frequency == pytest.approx(row.variant.tokens) for row in rows)
+
+
+def test_without_births_nothing_is_stored(engine: Engine, store: ChunkCacheStore) -> None:
+    ask(engine, config=ReuseConfig(births=False))
+    assert store.stats().variants == 0
+
+
+@pytest.mark.parametrize("rule", ["gap", "printed"])
+def test_early_termination_computes_less(rule: Any, engine: Engine) -> None:
+    ask(engine)
+    order = [FRIDGE, KETTLE, TOASTER]
+    plain = ask(engine, order, config=ReuseConfig(alpha=0.3, recompute_ratio=0.8, births=False))
+    focused = ask(
+        engine,
+        order,
+        config=ReuseConfig(alpha=0.3, recompute_ratio=0.8, focus=rule, focus_window=1, births=False),
+    )
+    assert plain.stats.focus_layer is None
+    assert focused.stats.focus_layer == 0
+    assert focused.stats.tokens_recomputed == plain.stats.tokens_recomputed
+    assert focused.stats.recompute_share < plain.stats.recompute_share
+    assert_adds_up(focused.stats)
+
+
+def test_a_restart_reuses_from_disk(tmp_path: Path, decoder: Decoder) -> None:
+    texts = []
+    for _ in range(2):
+        with ChunkCacheStore.open(tmp_path / "lasting") as store:
+            engine = Engine(decoder, store, config=CONFIG)
+            answer = ask(engine)
+            texts.append(answer.text)
+            engine.close()
+    assert {chunk.tier for chunk in answer.stats.chunks} == {"disk"}
+    assert texts[0] == texts[1]
+
+
+# -- what must never be served ----------------------------------------------------------------------------------------
+
+
+def test_no_other_namespace_model_or_system_is_served(make_engine: MakeEngine, tiny_decoder: MakeDecoder) -> None:
+    ask(make_engine(namespace="a"))
+    assert outcomes(ask(make_engine(namespace="b"))) == all_of("computed")
+    assert outcomes(ask(make_engine(namespace="a", decoder=tiny_decoder("Llama", seed=1)))) == all_of("computed")
+    assert outcomes(ask(make_engine(namespace="a"))) == all_of("exact")
+    assert "exact" not in outcomes(ask(make_engine(namespace="a", system="Answer in verse."))).values()
+
+
+def test_what_is_born_behind_private_text_is_kept_to_its_session(
+    make_engine: MakeEngine, store: ChunkCacheStore
+) -> None:
+    private = {"system": "The user is Ada.", "private_system": True}
+    ask(make_engine(**private))
+    assert store.stats().variants == 0  # without a session nobody could ever be served it
+    ask(make_engine(**private), session="ada")
+    assert {row.variant.session for row in store.rows()} == {"ada"}
+    assert outcomes(ask(make_engine(**private), session="ada")) == all_of("exact")
+    assert outcomes(ask(make_engine(**private), session="bob", config=ReuseConfig(births=False))) == all_of("computed")
+    assert outcomes(ask(make_engine(), config=ReuseConfig(births=False))) == all_of("computed")
+
+
+def test_a_session_shares_what_nothing_private_stood_before(engine: Engine, store: ChunkCacheStore) -> None:
+    ask(engine, question="I am Ada. Why?", session="ada", history=[("user", "secret"), ("assistant", "noted")])
+    assert {row.variant.session for row in store.rows()} == {None}
+    assert outcomes(ask(engine, session="bob")) == all_of("exact")
+
+
+@pytest.mark.parametrize("damage", ["deleted", "flipped", "cut"])
+def test_a_damaged_file_is_a_miss_with_a_reason_and_the_answer_stays_right(
+    damage: str, decoder: Decoder, tmp_path: Path
+) -> None:
+    with ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store:
+        engine = Engine(decoder, store, config=CONFIG)
+        right = ask(engine).text
+        for path in files(store):
+            content = bytearray(path.read_bytes())
+            if damage == "deleted":
+                path.unlink()
+            elif damage == "flipped":
+                content[-100] ^= 1
+                path.write_bytes(content)
+            else:
+                path.write_bytes(content[: len(content) // 2])
+        answer = ask(engine)
+        assert outcomes(answer) == all_of("computed")
+        assert all(chunk.reason and chunk.reason != "no chunk-cache stored" for chunk in answer.stats.chunks)
+        assert answer.text == right
+        assert_adds_up(answer.stats)
+        assert outcomes(ask(engine)) == all_of("exact")  # it was born again
+        engine.close()
+
+
+def test_one_damaged_file_leaves_the_others_in_use(decoder: Decoder, tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store:
+        engine = Engine(decoder, store, config=CONFIG)
+        right = ask(engine).text
+        (row,) = store.rows(RowFilter(chunk_id=TOASTER.chunk_id))
+        (path,) = [path for path in files(store) if row.variant.variant_id in path.name]
+        path.unlink()
+        answer = ask(engine)
+        assert outcomes(answer) == all_of("exact") | {TOASTER.chunk_id: "computed"}
+        assert answer.text == right
+        engine.close()
+
+
+# -- failures and endings ---------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_takes_nothing_does_not_matter_to_the_answer(
+    decoder: Decoder, tmp_path: Path, caplog: Any
+) -> None:
+    with ChunkCacheStore.open(tmp_path / "full", disk_bytes=100) as store:
+        engine = Engine(decoder, store, config=CONFIG)
+        assert ask(engine).text == ask(engine).text != ""
+        engine.close()
+        assert store.stats().variants == 0
+    assert any("larger than the whole byte budget" in record.message for record in caplog.records)
+
+
+def test_a_stream_that_outlives_its_engine_still_ends_well(make_engine: MakeEngine, store: ChunkCacheStore) -> None:
+    engine = make_engine()
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
+    next(answer)
+    engine.close()
+    for _ in answer:
+        pass
+    assert answer.stats.finish in ("length", "end")
+    assert store.stats().variants == 0
+
+
+def test_closing_a_stream_early_keeps_what_was_born(engine: Engine, store: ChunkCacheStore) -> None:
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
+    first = next(answer)
+    assert answer.stats.finish is None
+    answer.close()
+    assert (answer.text, answer.stats.finish) == (first, "closed")
+    assert list(answer) == []
+    assert outcomes(ask(engine)) == all_of("exact")
+    unread = engine.stream(QUESTION, CHUNKS)
+    unread.close()
+    assert list(unread) == []
+
+
+def test_an_abandoned_stream_keeps_what_was_born(engine: Engine) -> None:
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
+    next(answer)
+    del answer
+    assert outcomes(ask(engine)) == all_of("exact")
+
+
+def test_a_wrong_request_is_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        engine.stream(" ", CHUNKS)
+    with pytest.raises(ContextLengthError, match="2048"):
+        engine.stream(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=2048))
+
+
+def test_chunks_that_do_not_fit_are_named(engine: Engine) -> None:
+    many = [Chunk(f"{number} " * 300) for number in range(5)]
+    answer = ask(engine, many)
+    left_out = [chunk for chunk in answer.stats.chunks if chunk.outcome == "trimmed"]
+    assert [chunk.chunk_id for chunk in left_out] == [chunk.chunk_id for chunk in many[3:]]
+    assert all("full" in chunk.reason for chunk in left_out)
+    assert answer.stats.tokens_prompt + SHORT.max_new_tokens <= 2048
+    assert_adds_up(answer.stats)
+
+
+def test_without_chunks_there_is_an_answer_too(engine: Engine) -> None:
+    assert ask(engine, []).text == ask(engine, []).text != ""
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_ends_at_the_length_at_a_stop_string_or_at_an_end_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask(engine, sampling=SamplingParams(max_new_tokens=30))
+    assert (whole.stats.tokens_generated, whole.stats.finish) == (30, "length")
+    stop = whole.text[5:8]
+    stopped = ask(engine, sampling=SamplingParams(max_new_tokens=30, stop=(stop,)))
+    assert (stopped.text, stopped.stats.finish) == (whole.text[: whole.text.index(stop)], "stop")
+    assert stopped.stats.tokens_generated < 30
+    one = ask(engine, sampling=SamplingParams(max_new_tokens=1))
+    assert one.stats.tokens_generated == 1
+    monkeypatch.setattr(engine.decoder, "end_tokens", frozenset(range(260)))
+    ended = ask(engine)
+    assert (ended.text, ended.stats.finish, ended.stats.tokens_generated) == ("", "end", 0)
+    assert ended.stats.ttft_s > 0
+
+
+def test_a_seed_gives_the_same_answer_again(engine: Engine) -> None:
+    warm = {"max_new_tokens": 20, "temperature": 1.5, "top_p": 0.95}
+    texts = [ask(engine, sampling=SamplingParams(**warm, seed=seed)).text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+# -- at once ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_threads_get_the_answers_they_would_get_one_after_the_other(
+    make_engine: MakeEngine, decoder: Decoder, tmp_path: Path
+) -> None:
+    asked = [(QUESTION, CHUNKS), ("And the toaster <|end|>?", [TOASTER, KETTLE]), ("How cold?", [FRIDGE])]
+    with ChunkCacheStore.open(tmp_path / "one by one") as other:
+        plain = Engine(decoder, other, config=ReuseConfig(reuse=False, births=False))
+        expected = [ask(plain, chunks, question).text for question, chunks in asked]
+        plain.close()
+    engine = make_engine(config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))  # every path then gives the full answer
+    found: dict[tuple[int, int], str] = {}
+
+    def run(thread: int) -> None:
+        for turn in range(4):
+            place = (thread + turn) % len(asked)
+            question, chunks = asked[place]
+            found[thread, turn] = ask(engine, chunks, question).text
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {(t, turn): expected[(t + turn) % len(asked)] for t in range(3) for turn in range(4)}
+
+
+def test_a_question_waits_for_the_births_of_the_one_before(engine: Engine, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
+            for _ in answer:
+                pass
+    assert outcomes(answer) == all_of("exact")
+    assert caplog.records == []
