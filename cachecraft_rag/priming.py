@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
-from cachecraft_rag.errors import ContextLengthError
+from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prefill import PrefillInput, prefill
 from cachecraft_rag.prompt import PromptBuilder, Segment
@@ -51,22 +51,22 @@ class Primer:
 
         Raises:
             ContextLengthError: a single chunk is longer than the window.
+            ConfigError: the instruction is private, and what is born behind it belongs to a session.
         """
+        if self._prompts.system.private:
+            raise ConfigError("chunks cannot be primed behind a private instruction; prime with the shared one")
         return sum(self._prime_window(window, known) for window, known in self._windows(chunks))
 
     def _prime_window(self, window: Sequence[Segment], known: int) -> int:
         """Compute one window; its first `known` chunks are there as context and were born in the window before."""
         segments = (self._prompts.system, *window)
         ids = [segment.segment_id for segment in segments]
-        stored = self._store.lookup(self._namespace, self._decoder.fingerprint, ids)
-        present = {variant.variant_id for variants in stored.values() for variant in variants}
-        births = [
-            index
-            for index, name in enumerate(ids)
-            if not 0 < index <= known
-            and VariantKey(self._namespace, self._decoder.fingerprint, name, tuple(ids[:index])).variant_id
-            not in present
+        keys = [
+            VariantKey(self._namespace, self._decoder.fingerprint, name, tuple(ids[:i])) for i, name in enumerate(ids)
         ]
+        variant_ids = [key.variant_id for key in keys]
+        present = self._present(ids)
+        births = [index for index, name in enumerate(variant_ids) if not 0 < index <= known and name not in present]
         if not births:
             return 0
         bounds = [0]
@@ -82,7 +82,13 @@ class Primer:
             context = BirthContext(segments, bounds, exact, session=None, sink_tokens=self._sink_tokens)
             self._births.submit(output.recorder, output.merged.kv[:, 0], context)
             self._births.wait_for([ids[index] for index in births])
-        return len(births)
+        present = self._present(ids)  # what a full disk refused was not born
+        return sum(variant_ids[index] in present for index in births)
+
+    def _present(self, segment_ids: Sequence[str]) -> set[str]:
+        """Ids of all shared variants of these segments."""
+        stored = self._store.lookup(self._namespace, self._decoder.fingerprint, segment_ids)
+        return {variant.variant_id for variants in stored.values() for variant in variants}
 
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Segment], int]]:
         """Runs of neighbouring chunks that fit one pass, and how many of each run's first ones are context only.
