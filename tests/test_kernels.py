@@ -182,6 +182,15 @@ def test_mass_over_everything_is_one_less_the_own_position() -> None:
     assert found[0] == 0  # position 0 sees itself only
 
 
+def test_mass_of_large_half_precision_scores_is_finite() -> None:
+    q, k = noise(3, 2, 64, dtype=torch.float16) * 200, noise(9, 2, 64, seed=1, dtype=torch.float16) * 200
+    positions = torch.tensor([2, 5, 8])  # products up to a million, which half precision cannot hold
+    found = attention_mass(q, k, row_blocks(positions), positions, torch.tensor([0, 9]), scale=0.001)
+    expected = probabilities(q, k, positions, scale=0.001).mean(0)
+    expected[torch.arange(3), positions] = 0.0
+    assert torch.allclose(found[:, 0].double(), expected.sum(1), atol=2e-2)
+
+
 # -- gather -----------------------------------------------------------------------------------------------------------
 
 
