@@ -60,8 +60,9 @@ def _attention(
     """The attention function registered with transformers; tensors arrive as `[1, heads, rows, head_dim]`."""
     if layer_pass is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} ran outside a pass of this package: either its model does not hand keyword arguments "
-            "on to its attention, which makes it unsupported, or it was called directly; do that inside Decoder.stock()."
+            f"{type(module).__name__} ran outside a pass of this package: either its model does not hand keyword "
+            "arguments on to its attention, which makes it unsupported, or it was called directly; do that inside "
+            "Decoder.stock()."
         )
     out = layer_pass.attend(
         module.layer_idx,
@@ -207,7 +208,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Collects, while the block lasts, what goes into each layer and what its attention makes of it (for self-checks).
+        """Collects, while the block lasts, what goes into each layer and what its attention makes of it.
 
         Yields a list that fills with pairs of `[1, rows, hidden]` in the order of the layers that run.
         """
@@ -230,9 +231,9 @@ class Decoder:
 def _context_length(config: Any) -> int:
     """Most positions that one set of rotary frequencies serves.
 
-    LongRoPE has two sets and changes all keys when a prompt passes the original length, so that a chunk-cache born on one
-    side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would bear
-    every chunk twice.
+    LongRoPE has two sets and changes all keys when a prompt passes the original length, so that a chunk-cache born on
+    one side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
+    bear every chunk twice.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -28,8 +28,8 @@ Turn = tuple[Literal["user", "assistant"], str]
 class Segment:
     """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
 
-    `tokens_digest` is a digest of the token ids: a stored chunk-cache fits a segment only where these agree. Made here and
-    not when it is asked for: asked for at every plan, it was a third of planning.
+    `tokens_digest` is a digest of the token ids: a stored chunk-cache fits a segment only where these agree. Made here
+    and not when it is asked for: asked for at every plan, it was a third of planning.
     """
 
     kind: Literal["system", "chunk", "question"]

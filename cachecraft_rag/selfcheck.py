@@ -55,7 +55,7 @@ def self_check(decoder: Decoder) -> float:
 def _worst_layer(decoder: Decoder, ids: list[int]) -> tuple[int, float]:
     """The layer whose attention errs most, given what the model's own layer was given, and its relative error.
 
-    The logits alone are too blunt in half precision: rounding adds up over the layers until a single wrong one hides in it.
+    The logits alone are too blunt in half precision: rounding adds up over the layers until a wrong one hides in it.
     """
     with decoder.watched() as own:
         decoder.own_logits(ids)
