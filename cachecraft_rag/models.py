@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
@@ -28,6 +29,7 @@ logger = logging.getLogger("cachecraft_rag.models")
 
 ATTENTION_NAME = "cachecraft"
 LAYOUT_VERSION = "1"
+_BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
 _CALL_STATE = ("padding", "truncation")
 _ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
@@ -313,7 +315,7 @@ def _position_reason(model: Any) -> str | None:
         return _ENCODER_DECODER
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) stores a compressed latent, not keys"
-    if getattr(config, "alibi", False) or any("alibi" in name for name in dir(model.base_model)):
+    if getattr(config, "alibi", False) or any(map(_BUILDS_ALIBI.fullmatch, dir(model.base_model))):
         return "ALiBi puts positions into the scores, not into keys that could be moved"
     kinds = set(getattr(config, "layer_types", None) or ())
     state = ("mamba", "linear", "recurrent", "conv")

@@ -42,6 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Bloom", {"n_head": 2, "n_layer": 2}, "ALiBi"),
     ("Mpt", {"d_model": 32, "n_heads": 2, "n_layers": 2}, "ALiBi"),
     ("Falcon", {"alibi": True}, "ALiBi"),
+    ("Falcon", {"alibi": False}, "not laid out like Llama's"),
     ("GPT2", {"n_embd": 32, "n_head": 2, "n_layer": 2}, "learned or absolute positions"),
     ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "learned or absolute positions"),
     ("Mamba", {"state_size": 4}, "one running state"),
@@ -85,7 +86,7 @@ def small_model(family: str, **settings: Any) -> Any:
     return getattr(transformers, head)(config)
 
 
-@pytest.mark.parametrize(("family", "settings", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
+@pytest.mark.parametrize(("family", "settings", "reason"), REFUSED, ids=[f"{row[0]} {row[2]}" for row in REFUSED])
 def test_models_without_keys_that_move_are_refused_by_name_and_reason(
     family: str, settings: dict[str, Any], reason: str, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
