@@ -121,7 +121,7 @@ class Decoder:
         """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
 
         Args:
-            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own on a GPU, bfloat16 on a CPU.
+            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own.
             device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
 
         Raises:
@@ -136,8 +136,6 @@ class Decoder:
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         kind: Any = _DTYPES.get(dtype, "auto")
-        if kind == "auto" and place == "cpu":
-            kind = torch.bfloat16
         try:
             config = AutoConfig.from_pretrained(source)
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class

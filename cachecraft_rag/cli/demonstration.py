@@ -108,9 +108,9 @@ def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
 def _print_one(one: Compared) -> None:
     stats = one.reused.stats
     out.print(f"\n[bold]{one.asked.question}[/]", highlight=False)
-    out.print(one.reused.text.strip(), markup=False, highlight=False)
+    out.print(_sentence(one.reused), markup=False, highlight=False)
     if one.reused.text != one.full.text:
-        out.print("full prefill says:", one.full.text.strip(), style="yellow", markup=False, highlight=False)
+        out.print("full prefill says:", _sentence(one.full), style="yellow", markup=False, highlight=False)
     sources = dict.fromkeys(str(source.metadata.get("source")) for source in one.reused.sources)
     tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
     out.print(f"from {', '.join(sources)}", style="dim", highlight=False)
@@ -123,10 +123,15 @@ def _print_one(one: Compared) -> None:
     )
 
 
+def _sentence(answer: Answer) -> str:
+    """The answer, with the full stop that ended it."""
+    return answer.text.strip() + ("." if answer.stats.finish == "stop" else "")
+
+
 def _print_summary(compared: list[Compared]) -> None:
     table = Table(box=SIMPLE_HEAD, title="Time to first token", title_justify="left")
-    table.add_column("question", no_wrap=True, overflow="ellipsis")
-    for name in ("full", "reuse", "sooner", "reused/recomp./new"):
+    table.add_column("question", no_wrap=True, overflow="ellipsis", max_width=22)
+    for name in ("full", "reuse", "sooner", "kept/fixed/new"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("right", no_wrap=True)
     for one in compared:
@@ -149,7 +154,8 @@ def _print_summary(compared: list[Compared]) -> None:
         f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: "
         f"[bold]{own / reuse:.1f} times sooner[/]\n"
         f"right answers: {right} of {len(compared)} with reuse, {full_right} with full prefill; "
-        f"{same} word for word the same",
+        f"{same} word for word the same\n"
+        "[dim]kept/fixed/new: prompt tokens taken over from chunk-caches, recomputed in them, and computed afresh[/]",
         highlight=False,
     )
 
