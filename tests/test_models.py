@@ -186,10 +186,13 @@ def test_loading_names_what_is_missing_or_misspelt(tmp_path: Path, saved: Path) 
         Decoder.load(str(saved), dtype="fp16")
 
 
-def test_auto_is_bf16_on_a_cpu(saved: Path) -> None:
-    decoder = Decoder.load(str(saved), device="cpu")
-    assert (decoder.dtype, decoder.device.type) == (torch.bfloat16, "cpu")
-    assert Decoder.load(str(saved), dtype="float16", device="cpu").layout.dtype == "float16"
+@pytest.mark.parametrize("own", ["float32", "bfloat16"])
+def test_auto_is_the_checkpoints_own_dtype(own: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    small_model("Llama").to(getattr(torch, own)).save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    decoder = Decoder.load(str(tmp_path), device="cpu")
+    assert (decoder.dtype, decoder.layout.dtype) == (getattr(torch, own), own)
+    assert Decoder.load(str(tmp_path), dtype="float16", device="cpu").layout.dtype == "float16"
 
 
 # -- fingerprint ------------------------------------------------------------------------------------------------------
