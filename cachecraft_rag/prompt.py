@@ -2,8 +2,9 @@
 
 The model's own chat template is rendered once with marks in the places of the chunks and the question and cut at the
 marks. Each segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its
-neighbours. Text from documents and users is tokenised with special tokens split, so that it cannot close a turn or
-open one.
+neighbours. But it is tokenised *as if* a line ended before it and a word followed, because that is what stands there:
+many tokenizers join a line's end with the next, or a space with the next word. Text from documents and users is
+tokenised with special tokens split, so that it cannot close a turn or open one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.types import Chunk, digest
 
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
+_LINE_END, _WORD = "\n", "The"  # what stands before and behind a segment, as far as its tokenisation goes
 _CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
 
 Turn = tuple[Literal["user", "assistant"], str]
@@ -96,12 +98,14 @@ class PromptBuilder:
         self._system_text = system
         self._head: str | None = None
         self._head, _ = self._cut([])
-        ids = self._encode(self._head, special=True)
+        ids = self._encode(self._head, special=True, after=_WORD)
         self.system = Segment("system", digest("system", " ".join(map(str, ids))), ids, private=private_system)
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """The chunk as the model sees it: its text and an empty line."""
-        return Segment("chunk", chunk.chunk_id, self._encode(chunk.text + "\n\n", special=False))
+        return Segment(
+            "chunk", chunk.chunk_id, self._encode(chunk.text + "\n\n", special=False, before=_LINE_END, after=_WORD)
+        )
 
     def build(
         self, question: str, chunks: Sequence[Chunk], *, history: Sequence[Turn] = (), reserve: int = 0
@@ -146,10 +150,14 @@ class PromptBuilder:
         turns = [*history, ("user", question)]
         if any(role != ("user", "assistant")[place % 2] for place, (role, _) in enumerate(turns)):
             raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
-        _, pieces = self._cut([text for _, text in turns])
+        texts = [text for _, text in turns]
+        _, pieces = self._cut([f"Question: {texts[0]}", *texts[1:]])
         ids: list[int] = []
+        behind_line_end = True
         for piece, special in pieces:
-            ids.extend(self._encode(piece, special=special))
+            before = _LINE_END if behind_line_end and not special else ""
+            ids.extend(self._encode(piece, special=special, before=before))
+            behind_line_end = piece.endswith(_LINE_END) or (behind_line_end and not piece)
         return Segment("question", digest("question", " ".join(map(str, ids))), tuple(ids), private=True)
 
     def _cut(self, turns: Sequence[str]) -> tuple[str, list[tuple[str, bool]]]:
@@ -159,7 +167,7 @@ class PromptBuilder:
         """
         texts = list(turns) or [""]
         marks = [f"{_QUESTION_MARK}{place}\u27e7" for place in range(len(texts))]
-        renderings = self._renderings([f"Context:\n{_CONTEXT_MARK}Question: {marks[0]}", *marks[1:]])
+        renderings = self._renderings([f"Context:\n{_CONTEXT_MARK}{marks[0]}", *marks[1:]])
         cuts = (rendered.partition(_CONTEXT_MARK) for rendered in renderings)
         best = next(cuts)
         if self._head not in (None, best[0]):
@@ -210,8 +218,21 @@ class PromptBuilder:
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return rendered
 
-    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        tokenizer = self._tokenizer if special else self._plain_tokenizer
+    def _encode(self, text: str, *, special: bool, before: str = "", after: str = "") -> tuple[int, ...]:
+        """The ids that `text` has between `before` and `after`; its ids alone where the tokenizer joins them up."""
         # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
         text = text.encode("utf-8", "replace").decode()
-        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"])
+        whole = self._ids(before + text + after, special=special)
+        head = self._ids(before, special=special) if before else []
+        tail = (
+            self._ids(_LINE_END + after, special=special)[len(self._ids(_LINE_END, special=special)) :] if after else []
+        )
+        stop = len(whole) - len(tail)
+        if whole[: len(head)] != head or whole[stop:] != tail or stop < len(head):
+            return tuple(self._ids(text, special=special))
+        return tuple(whole[len(head) : stop])
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        tokenizer = self._tokenizer if special else self._plain_tokenizer
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        return ids

@@ -6,12 +6,13 @@ import copy
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.prompt import Prompt, PromptBuilder, Segment, Turn
@@ -267,3 +268,12 @@ def test_the_digest_of_tokens_tells_them_apart() -> None:
     segments = [Segment("chunk", "id", ids) for ids in ((1, 23), (12, 3), (1, 2, 3), ())]
     assert len({segment.tokens_digest for segment in segments}) == 4
     assert Segment("chunk", "other id", (1, 23)).tokens_digest == segments[0].tokens_digest
+
+
+def test_segments_are_tokenised_as_the_whole_text_would_be(demo_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    builder = PromptBuilder(tokenizer, context_length=8192)
+    chunks = [Chunk("Kettle > Care\nDescale it every 8 weeks."), Chunk("Warranty\nTwo years."), Chunk("no capital at all")]
+    history: list[Turn] = [("user", "How often?"), ("assistant", "Every 8 weeks.")]
+    ids = builder.build("And the filter?", chunks, history=history).token_ids
+    assert ids == tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
