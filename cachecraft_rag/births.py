@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.kernels.attention import attention_mass, row_blocks
+from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.scoring import context_impact
 from cachecraft_rag.types import KVLayout
 
@@ -52,7 +53,7 @@ class BirthRecorder:
     def __init__(self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
         """`like` gives dtype and device; `spans` are (segment, start, stop), ascending."""
         self.births = tuple(
-            RecordedBirth(segment, start, stop, like.new_empty(layout.shape(stop - start)), [])
+            RecordedBirth(segment, start, stop, empty(layout.shape(stop - start), like.dtype, like.device), [])
             for segment, start, stop in spans
         )
         self.settings: list[AttentionSettings] = []

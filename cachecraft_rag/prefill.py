@@ -19,6 +19,7 @@ from cachecraft_rag.births import AttentionSettings, BirthRecorder
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.kernels.attention import RowBlock, attention, attention_mass, row_blocks
 from cachecraft_rag.kernels.gather import place, scatter_rows
+from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.models import Decoder
 
@@ -33,7 +34,7 @@ class MergedKV:
     """
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
-        self.kv = torch.empty(decoder.layout.shape(capacity), dtype=decoder.dtype, device=decoder.device)
+        self.kv = empty(decoder.layout.shape(capacity), decoder.dtype, decoder.device)
         self.cos, self.sin = decoder.rope(torch.arange(capacity, device=decoder.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:

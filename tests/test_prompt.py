@@ -273,7 +273,11 @@ def test_the_digest_of_tokens_tells_them_apart() -> None:
 def test_segments_are_tokenised_as_the_whole_text_would_be(demo_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     builder = PromptBuilder(tokenizer, context_length=8192)
-    chunks = [Chunk("Kettle > Care\nDescale it every 8 weeks."), Chunk("Warranty\nTwo years."), Chunk("no capital at all")]
+    chunks = [
+        Chunk("Kettle > Care\nDescale it every 8 weeks."),
+        Chunk("Warranty\nTwo years."),
+        Chunk("no capital at all"),
+    ]
     history: list[Turn] = [("user", "How often?"), ("assistant", "Every 8 weeks.")]
     ids = builder.build("And the filter?", chunks, history=history).token_ids
     assert ids == tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]

@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.disk import DiskTier, Header, empty_tensor, encode, memory_of
+from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.tiers.disk import DiskTier, Header, encode, memory_of
 from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.tiers.presence import Presence
 from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
@@ -220,10 +221,10 @@ def test_a_replacement_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert isinstance(tier.read(new), LoadedVariant)
 
 
-def test_memory_for_reading_is_aligned_and_of_the_right_kind() -> None:
+def test_memory_is_aligned_and_of_the_right_kind() -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         layout = replace(LAYOUT, dtype=dtype)  # type: ignore[arg-type]
-        kv = empty_tensor(layout, 5)
+        kv = empty(layout.shape(5), getattr(torch, dtype))
         assert kv.data_ptr() % 64 == 0
         assert kv.is_contiguous()
         assert (kv.shape, kv.dtype) == (layout.shape(5), getattr(torch, dtype))

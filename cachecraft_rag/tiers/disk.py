@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import xxhash
 
+from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
 
@@ -150,19 +151,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)  # type: ignore[arg-type]  # NumPy's types know the buffer protocol from Python 3.12 on
-
-
-def empty_tensor(layout: KVLayout, tokens: int) -> torch.Tensor:
-    """An uninitialised tensor of a chunk-cache's shape. Raises MemoryError.
-
-    Its memory comes from NumPy, which asks the system for huge pages; torch does not, and faulting a fresh 50 MB in by
-    4 KiB pages takes longer than copying them from the page cache. 64 spare bytes give the alignment torch's own memory
-    has.
-    """
-    nbytes = layout.nbytes(tokens)
-    block = np.empty(nbytes + 64, dtype=np.uint8)
-    start = -block.ctypes.data % 64
-    return torch.from_numpy(block[start : start + nbytes]).view(_DTYPES[layout.dtype][1]).view(layout.shape(tokens))
 
 
 class DiskTier:
@@ -314,7 +302,7 @@ def _read_verified(descriptor: int, variant: Variant) -> torch.Tensor:
         raise ValueError(
             f"file is {'truncated' if size < expected else 'too long'}: {size} bytes instead of {expected}"
         )
-    kv = empty_tensor(header.layout, header.tokens)
+    kv = empty(header.layout.shape(header.tokens), _DTYPES[header.layout.dtype][1])
     memory = memory_of(kv)
     layer_bytes = len(memory) // header.layout.layers
     for layer, wanted in enumerate(
