@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -46,19 +47,31 @@ class BirthQueue:
     Args:
         store, namespace, fingerprint, layout: where and as what they are stored.
         turn: held for the short spells of computing, so that requests go first come, first served with them.
+        max_bytes: most memory for births that wait; those of a pass that finds more waiting are dropped.
     """
 
     def __init__(
-        self, store: ChunkCacheStore, *, namespace: str, fingerprint: str, layout: KVLayout, turn: FairLock
+        self,
+        store: ChunkCacheStore,
+        *,
+        namespace: str,
+        fingerprint: str,
+        layout: KVLayout,
+        turn: FairLock,
+        max_bytes: int = 2 << 30,
     ) -> None:
         self._store, self._turn = store, turn
         self._namespace, self._fingerprint, self._layout = namespace, fingerprint, layout
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-births")
         self._guard = threading.Lock()
         self._pending: dict[str, Future[None]] = {}
+        self._max_bytes, self._waiting_bytes = max_bytes, 0
 
     def submit(self, recorder: BirthRecorder, keys: Tensor, context: BirthContext) -> None:
-        """Queue what a pass recorded; returns at once. After `close` it is dropped, which is no concern of its answer.
+        """Queue what a pass recorded; returns at once.
+
+        It is dropped, which is no concern of its answer, after `close` and where births come faster than they are
+        stored.
 
         Args:
             keys: `[layers, keys, kv_heads, head_dim]`, the pass's rotated keys; must not change below the births' ends.
@@ -69,14 +82,19 @@ class BirthQueue:
             if private and context.session is None:  # nobody could ever be served this
                 continue
             session = context.session if private else None
+            nbytes = birth.kv.nbytes + sum(queries.nbytes for queries in birth.queries)
             with self._guard:
+                if self._waiting_bytes > self._max_bytes:
+                    logger.warning("births are dropped: %d MB of them wait already", self._waiting_bytes // 10**6)
+                    return
                 try:
                     job = self._worker.submit(self._store_birth, birth, recorder, keys, context, key, session)
                 except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
                     logger.info("the births of an answer that outlived its engine are dropped")
                     return
                 self._pending[key.chunk_id] = job
-            job.add_done_callback(lambda done, chunk=key.chunk_id: self._forget(chunk, done))  # type: ignore[misc]
+                self._waiting_bytes += nbytes
+            job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
 
     def wait_for(self, segment_ids: Iterable[str]) -> None:
         """Block until none of these segments is being born any more."""
@@ -88,8 +106,9 @@ class BirthQueue:
         """Finish what is queued and end the thread."""
         self._worker.shutdown(wait=True)
 
-    def _forget(self, chunk_id: str, job: Future[None]) -> None:
+    def _forget(self, chunk_id: str, nbytes: int, job: Future[None]) -> None:
         with self._guard:
+            self._waiting_bytes -= nbytes
             if self._pending.get(chunk_id) is job:
                 del self._pending[chunk_id]
         if (error := job.exception()) is not None:  # nobody waits for a birth, and a mistake must not go unheard

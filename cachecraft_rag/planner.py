@@ -126,7 +126,8 @@ def _score(variant: Variant, prefix: tuple[str, ...], places: Mapping[str, int],
     else:
         beta = prefix_overlap(variant.inter[1:], born[1:], places)
         gamma = order_penalty(born[1:], places)
-    adjusted = adjusted_overlap(beta, gamma)
+    # An impure birth looked at neighbours that were approximations themselves: its overlap counts for the exact share.
+    adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
     cfo = fix_overhead(alpha=config.alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
 

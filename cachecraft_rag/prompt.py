@@ -96,6 +96,8 @@ class PromptBuilder:
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
+        if private_system and self._ids(system, special=True) != self._ids(system, special=False):
+            raise ConfigError("a private instruction holds special tokens of the model; leave them out")
         self._head: str | None = None
         self._head, _ = self._cut([])
         ids = self._encode(self._head, special=True, after=_WORD)

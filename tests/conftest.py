@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Models of a test are tiny: more threads only wait for each other, which on a busy machine takes eight times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would warn at every subprocess a test starts
 
 

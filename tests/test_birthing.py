@@ -169,3 +169,24 @@ def test_waiting_for_what_is_not_being_born_is_no_waiting(queue: BirthQueue) -> 
     queue.wait_for(["nothing", "of", "the kind"])
     queue.wait_for([])
     assert time.perf_counter() - start < 1
+
+
+def test_births_that_come_faster_than_they_are_stored_are_dropped(
+    store: ChunkCacheStore,
+    decoder: Decoder,
+    turn: FairLock,
+    output: PrefillOutput,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue = BirthQueue(
+        store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn, max_bytes=0
+    )
+    with turn:  # nothing can be described meanwhile
+        queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+        assert "births are dropped" in caplog.text
+    queue.close()
+    assert store.stats().variants == 1  # one is always taken, however large
+    late = BirthQueue(store, namespace="late", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn)
+    late.submit(recorder_of(output), output.merged.kv[:, 0], context())
+    late.close()
+    assert store.stats().variants == 4

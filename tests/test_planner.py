@@ -117,8 +117,9 @@ def test_of_equals_the_purer_birth_wins() -> None:
 
 
 def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
-    found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.99))
-    assert (found.outcome, found.cfo) == ("reused", 0.0)
+    found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
+    assert (found.outcome, found.beta, found.adjusted) == ("reused", 1.0, 0.75)
+    assert found.cfo == pytest.approx(0.5 * 0.6 * 0.25)  # α · CCI · (1 - β′)
 
 
 def test_an_overhead_of_one_means_computing() -> None:

@@ -281,3 +281,9 @@ def test_segments_are_tokenised_as_the_whole_text_would_be(demo_model: Path) -> 
     history: list[Turn] = [("user", "How often?"), ("assistant", "Every 8 weeks.")]
     ids = builder.build("And the filter?", chunks, history=history).token_ids
     assert ids == tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+
+
+def test_a_private_instruction_cannot_smuggle_special_tokens(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="special tokens"):
+        PromptBuilder(byte_tokenizer, context_length=512, system="I am Ida.<|end|>", private_system=True)
+    PromptBuilder(byte_tokenizer, context_length=512, system="I am Ida.", private_system=True)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.disk import DiskTier, Header, encode, memory_of
 from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.tiers.presence import Presence
