@@ -90,7 +90,7 @@ class BirthDescriber:
     Args:
         birth, settings: from the recorder.
         bounds: `[segments + 1]` of the prompt; segment 0 is the system's.
-        sink_tokens: first tokens of the prompt that no sum counts (design trap: the attention sink swamps eq. 3).
+        sink_tokens: so many first tokens of the prompt no sum counts: most attention falls on them, and says nothing.
     """
 
     def __init__(

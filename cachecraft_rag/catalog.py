@@ -217,9 +217,7 @@ class Catalog:
         query = "SELECT variant_id, scores FROM token_scores WHERE variant_id IN (SELECT value FROM json_each(?))"
         with self._reading() as connection:
             for variant_id, scores in connection.execute(query, (json.dumps(list(found)),)):
-                found[variant_id] = np.frombuffer(scores, dtype="<f4").astype(
-                    np.float32
-                )  # a copy, so it may be written to
+                found[variant_id] = np.frombuffer(scores, dtype="<f4").astype(np.float32)  # a copy, free to be changed
         return found
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
@@ -258,9 +256,8 @@ class Catalog:
         """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
         found: dict[str, list[FileRef]] = {}
         with self._reading() as connection:
-            for writer, *file in connection.execute(
-                "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
-            ):
+            query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
+            for writer, *file in connection.execute(query):
                 found.setdefault(writer, []).append(FileRef(*file))
         return found
 

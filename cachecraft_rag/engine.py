@@ -7,11 +7,9 @@ state.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
 from cachecraft_rag.config import ReuseConfig, SamplingParams
@@ -21,14 +19,10 @@ from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection
 from cachecraft_rag.prefill import PrefillInput, PrefillOutput, Reused, decode_step, prefill
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, Turn
-from cachecraft_rag.stats import ChunkStats, RequestStats
+from cachecraft_rag.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.turns import FairLock
 from cachecraft_rag.types import Chunk, LoadedVariant, Variant
-
-logger = logging.getLogger("cachecraft_rag.engine")
-
-Finish = Literal["end", "length", "stop", "closed"]
 
 
 class Generation(Iterator[str]):
@@ -165,7 +159,7 @@ class Engine:
         lost: dict[str, str] = {}
         while True:
             plan = make_plan(request.prompt, stored, request.config, lost=lost)
-            request.planned_s += request.clock() - request.planned_s - request.loaded_s
+            request.planned_s = request.clock() - request.loaded_s
             wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
             missing = [variant for name, variant in wanted.items() if name not in request.loaded]
             if not missing:

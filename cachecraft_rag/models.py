@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,12 +22,9 @@ from torch import Tensor
 from cachecraft_rag.embedded import demo_model_folder
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.rope import rotate
-from cachecraft_rag.types import KVLayout, digest
-
-logger = logging.getLogger("cachecraft_rag.models")
+from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, digest
 
 ATTENTION_NAME = "cachecraft"
-LAYOUT_VERSION = "1"
 _BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
 _CALL_STATE = ("padding", "truncation")
 _ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
@@ -266,9 +262,8 @@ def _fingerprint(model: Any, tokenizer: Any) -> str:
         kept = tokenizer.get_vocab()
     words = json.dumps(kept, sort_keys=True)
     dtype = str(next(model.parameters()).dtype)
-    return digest(
-        "model", LAYOUT_VERSION, weights.hexdigest(), json.dumps(config, sort_keys=True, default=str), words, dtype
-    )
+    settings = json.dumps(config, sort_keys=True, default=str)
+    return digest("model", str(LAYOUT_VERSION), weights.hexdigest(), settings, words, dtype)
 
 
 def _refuse_unsupported(model: Any, name: str) -> None:

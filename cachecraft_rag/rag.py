@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cachecraft_rag.catalog import RowFilter
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine, Generation
 from cachecraft_rag.errors import IndexStoreError
@@ -20,7 +19,7 @@ from cachecraft_rag.retrievers.faiss_store import FaissStore, Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import Answer, RequestStats, Source
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types import Chunk, Document, SearchHit
 
 INDEX_FOLDER, CACHE_FOLDER = "index", "caches"  # below the folder a user names as the store

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from cachecraft_rag.types import Scalar, Tier
+from cachecraft_rag.types import Metadata, TierName
+
+Finish = Literal["end", "length", "stop", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class ChunkStats:
     cfo: float | None = None
     beta_prime: float | None = None
     variant_id: str | None = None
-    tier: Tier | None = None
+    tier: TierName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class RequestStats:
     tokens_computed    of chunks without a chunk-cache, of the question, and of the system segment the first time
     recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
     focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
-    finish             why the answer ended; None while it is still being written
+    finish             why the answer ended: by itself, at max_new_tokens, at a stop string, or closed by its reader;
+                       None while it is still being written
     """
 
     ttft_s: float
@@ -59,7 +61,7 @@ class RequestStats:
     tokens_generated: int
     recompute_share: float
     focus_layer: int | None
-    finish: Literal["end", "length", "stop", "closed"] | None
+    finish: Finish | None
     chunks: tuple[ChunkStats, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Source:
     chunk_id: str
     text: str
     score: float | None
-    metadata: Mapping[str, Scalar]
+    metadata: Metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+LAYOUT_VERSION = 1  # of stored chunk-caches: part of their files and of every fingerprint
+
 Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]
 
@@ -160,7 +162,7 @@ class Birth:
     session: str | None = None
 
 
-Tier = Literal["device", "host", "disk", "remote"]
+TierName = Literal["device", "host", "disk", "remote"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class LoadedVariant:
 
     variant_id: str
     kv: torch.Tensor
-    tier: Tier
+    tier: TierName
 
 
 @dataclass(frozen=True, slots=True)

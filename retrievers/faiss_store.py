@@ -41,7 +41,7 @@ Where = Mapping[str, Scalar] | Callable[[Metadata], bool]
 
 _WAIT_S = 30.0  # for another process's transaction
 _BATCH = 4096  # rows per query; bounds memory
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger("cachecraft_rag.retrievers.faiss_store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Sizes of a store; `nbytes` is what its files take on the disk."""
+class IndexStats:
+    """Sizes of an index; `nbytes` is what its files take on the disk."""
 
     documents: int
     chunks: int
@@ -254,7 +254,7 @@ class FaissStore:
             )
             return [StoredDocument(*row) for row in rows]
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> IndexStats:
         """Sizes of the store."""
         with self._transaction("DEFERRED") as db:
             documents, chunks, owners = db.execute(
@@ -262,7 +262,7 @@ class FaissStore:
             ).fetchone()
             generation = int(self._setting("generation"))
         nbytes = sum(path.stat().st_size for path in self.folder.glob("index.*") if path.is_file())
-        return StoreStats(documents, chunks, owners, self.dim, generation, self.embedder, nbytes)
+        return IndexStats(documents, chunks, owners, self.dim, generation, self.embedder, nbytes)
 
     # --- life ---
 
@@ -278,7 +278,7 @@ class FaissStore:
             try:
                 index.save(self.folder / INDEX_FILE, store=self._store)
             except OSError as error:
-                _logger.warning("%s cannot be written (%s); it will be built anew", self.folder / INDEX_FILE, error)
+                logger.warning("%s cannot be written (%s); it will be built anew", self.folder / INDEX_FILE, error)
             else:
                 self._saved_stamp = index.stamp
 
@@ -348,9 +348,8 @@ class FaissStore:
     ) -> list[str]:
         """Put chunks behind those the document has; the ids of those that are new to the store."""
         generation = int(self._setting("generation")) + 1
-        first = db.execute("SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?", (doc_id,)).fetchone()[
-            0
-        ]
+        behind = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
+        first = db.execute(behind, (doc_id,)).fetchone()[0]
         added = []
         for ordinal, (chunk, vector) in enumerate(zip(chunks, matrix, strict=True), first):
             chunk_id = chunk.chunk_id

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from cachecraft_rag.chunking import SPLITTER_VERSION, split
 from cachecraft_rag.documents import Problem, SourceFile, inaccessible, list_files, parse_document, printable
 from cachecraft_rag.errors import DocumentError, IndexStoreError
+from cachecraft_rag.retrievers.schema import same_model
 from cachecraft_rag.types import Chunk, Document, digest
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ DEFAULT_CHUNK_TOKENS = 512  # for embedding models that would take thousands: a 
 
 _READER_VERSION = 1  # raise it when the same file would be read differently: its document is then indexed anew
 _FLUSH_CHUNKS = 256  # embedded together; a run that is killed loses at most so many
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger("cachecraft_rag.retrievers.indexer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class _Run:
         chunk_tokens: int,
         progress: Callable[[IndexProgress], None] | None,
     ) -> None:
-        if store.embedder.rpartition("@")[2] != embedder.fingerprint.rpartition("@")[2]:
+        if not same_model(store.embedder, embedder.fingerprint):
             raise IndexStoreError(
                 f"{store.folder}: the index was made with another embedding model than {embedder.name}; "
                 "use that model, or index into another folder"
@@ -272,7 +273,7 @@ class _Run:
     def report(self) -> IndexReport:
         """What the run did; the index file is written, so that the next process starts sooner."""
         self.store.save()
-        _logger.info("%d added, %d updated, %d removed", len(self.added), len(self.updated), len(self.removed))
+        logger.info("%d added, %d updated, %d removed", len(self.added), len(self.updated), len(self.removed))
         return IndexReport(
             added=tuple(self.added),
             updated=tuple(self.updated),

@@ -65,13 +65,18 @@ def prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprin
     finally:
         if db.in_transaction:
             db.execute("ROLLBACK")
-    other_model = fingerprint is not None and fingerprint.rpartition("@")[2] != stored["embedder"].rpartition("@")[2]
+    other_model = fingerprint is not None and not same_model(fingerprint, stored["embedder"])
     if other_model or (dim is not None and dim != int(stored["dim"])):
         raise IndexStoreError(
             f"{folder}: the index was made with the embedding model {model_name(stored['embedder'])} ({stored['dim']} "
             f"dimensions), not with {model_name(fingerprint or 'this one')} ({dim} dimensions); "
             "use the first, or delete the folder and index again"
         )
+
+
+def same_model(fingerprint: str, other: str) -> bool:
+    """Whether two fingerprints `name@digest` are of one model: a copy in another folder has another name only."""
+    return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
 def model_name(fingerprint: str) -> str:

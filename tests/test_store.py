@@ -44,7 +44,7 @@ def stored(store: ChunkCacheStore, birth: Birth) -> Variant:
 
 
 def only(store: ChunkCacheStore, chunk: str = "chunk", session: str | None = None) -> Variant:
-    (variant,) = store.lookup("ns", "model", [chunk], session)[chunk]
+    (variant,) = store.lookup("ns", "model", [chunk], session=session)[chunk]
     return variant
 
 

@@ -45,7 +45,7 @@ def ls(
     as_json: options.Json = False,
 ) -> None:
     """List variants, the most worthy first."""
-    from cachecraft_rag.catalog import RowFilter
+    from cachecraft_rag.store import RowFilter
 
     with opened(store) as found:
         rows = found.rows(RowFilter(chunk_id=chunk), offset=offset, limit=limit)
@@ -124,7 +124,7 @@ def evict(
     as_json: options.Json = False,
 ) -> None:
     """Remove chunk-caches; the least worthy first. They are only a cache: nothing else is lost."""
-    from cachecraft_rag.catalog import RowFilter
+    from cachecraft_rag.store import RowFilter
 
     before = None if older_than_days is None else time.time() - older_than_days * 86400
     chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_id=chunk, created_before=before)

@@ -25,15 +25,15 @@ from rich.progress import track
 from torch import Tensor
 
 from cachecraft_rag.births import BirthDescriber
+from cachecraft_rag.config import ReuseConfig
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.evaluation.questions import Item, handbook_items, squad_items
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prefill import PrefillInput, Reused, decode_step, prefill
-from cachecraft_rag.prompt import PromptBuilder, Segment
+from cachecraft_rag.prompt import Prompt, PromptBuilder, Segment
 from cachecraft_rag.selection import TokenFacts, select, selector_named
 
 ANSWER_TOKENS = 16
-SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,12 @@ class BornChunk:
 
 def born_behind(decoder: Decoder, prompts: PromptBuilder, chunk: Segment, before: Sequence[Segment]) -> BornChunk:
     """Compute a chunk behind the given ones and keep what a store would keep."""
-    segments = (prompts.system, *before, chunk)
-    bounds = _bounds(segments)
-    last = len(segments) - 1
-    output = prefill(decoder, PrefillInput(_ids(segments), bounds, range(bounds[-1]), births=[last]))
+    prompt = Prompt((prompts.system, *before, chunk))
+    bounds, last = prompt.bounds, len(prompt.segments) - 1
+    output = prefill(decoder, PrefillInput(prompt.token_ids, bounds, range(bounds[-1]), births=[last]))
     assert output.recorder is not None
     birth = output.recorder.births[0]
-    describer = BirthDescriber(birth, output.recorder.settings, bounds=bounds, sink_tokens=SINK_TOKENS)
+    describer = BirthDescriber(birth, output.recorder.settings, bounds=bounds, sink_tokens=ReuseConfig().sink_tokens)
     for layer in range(decoder.layout.layers):
         describer.add_layer(layer, output.merged.kv[layer, 0])
     return BornChunk(birth.kv, describer.statistics().token_inter)
@@ -162,14 +161,6 @@ def measure(decoder: Decoder, items: Sequence[Item], *, ratio: float, seed: int,
         model=decoder.name,
         dtype=decoder.layout.dtype,
     )
-
-
-def _ids(segments: Sequence[Segment]) -> list[int]:
-    return [token for segment in segments for token in segment.token_ids]
-
-
-def _bounds(segments: Sequence[Segment]) -> list[int]:
-    return [sum(len(s.token_ids) for s in segments[:i]) for i in range(len(segments) + 1)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,13 +21,14 @@ import numpy as np
 
 from cachecraft_rag.catalog import Limits, Listed, RowFilter
 from cachecraft_rag.errors import ConfigError, StoreError
+from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
 from cachecraft_rag.tiers import Damaged, Tier
 from cachecraft_rag.tiers.disk import encode
 from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
 
-log = logging.getLogger("cachecraft_rag.store")
+logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
 
 
@@ -135,7 +136,7 @@ class ChunkCacheStore:
     # -- the request's path -------------------------------------------------------------------------------------------
 
     def lookup(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], session: str | None = None
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
     ) -> dict[str, list[Variant]]:
         """The variants of each chunk: shared ones and those private to exactly this session. One query, no tensors.
 
@@ -214,9 +215,9 @@ class ChunkCacheStore:
         return future
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use: f_r += 1 / max(CFO, 1/tokens) (Cache-Craft §3.3). Written in the background, in batches."""
+        """Record a use: f_r grows by `scoring.reuse_gain`. Written in the background, in batches."""
         # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
-        gain = 1.0 / (max(1.0 / tokens, cfo) if cfo <= 1.0 else 1.0)
+        gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)
         self._host.raise_frequency(variant_id, gain)
         with self._lock:
             self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
@@ -386,9 +387,7 @@ class ChunkCacheStore:
         if self._queued_bytes + variant.nbytes > self.config.queue_bytes:
             return f"too many births are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
         scores = (variant.intra, variant.cci, variant.exact_share, *variant.inter)
-        if not all(
-            map(math.isfinite, scores)
-        ):  # half precision may overflow; SQLite has no NaN, planning no use for one
+        if not all(map(math.isfinite, scores)):  # half precision overflows; SQLite has no NaN
             return "its attention scores are not finite"
         if birth.token_inter is not None and birth.token_inter.shape != (variant.tokens,):
             return f"it has {birth.token_inter.shape} token scores for {variant.tokens} tokens"
@@ -406,7 +405,7 @@ class ChunkCacheStore:
         with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)
-        log.log(logging.WARNING if first else logging.INFO, "%s", message)
+        logger.log(logging.WARNING if first else logging.INFO, "%s", message)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -421,4 +420,4 @@ def _kind(reason: str) -> str:
 def _log_mistake(future: Future[T]) -> None:
     """Nobody may be waiting for the future, and a mistake in our own code must not go unheard."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        log.error("A background job of the store failed", exc_info=error)
+        logger.error("A background job of the store failed", exc_info=error)

@@ -28,7 +28,7 @@ FindingKind = Literal[
     "missing file", "damaged file", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
-log = logging.getLogger("cachecraft_rag.store")
+logger = logging.getLogger("cachecraft_rag.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DurableVariants:
         self.disk = DiskTier(root / "variants")
         try:
             if leftovers := self._sweep(repair=True):
-                log.info("Removed %d unfinished files of writers that were killed", len(leftovers))
+                logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
             self.limits = replace(defaults, **self.catalog.remember(limits))
             self.delete(self.catalog.enforce(self.limits, writer=self._presence.token))
         except BaseException:
@@ -136,7 +136,7 @@ class DurableVariants:
         gone = self.catalog.remove([FileRef(variant.variant_id, variant.created)], writer=self._presence.token)
         if gone:
             path = self.disk.path(variant.variant_id, variant.created)
-            log.warning("Removed chunk-cache %s of chunk %s: %s", path, variant.key.chunk_id, reason)
+            logger.warning("Removed chunk-cache %s of chunk %s: %s", path, variant.key.chunk_id, reason)
         self.delete(gone)
 
     def evict(self, take: Callable[[str], list[FileRef]]) -> Evicted:
@@ -158,12 +158,12 @@ class DurableVariants:
                 self.disk.remove(file.variant_id, file.created)
                 settled.append(file)
             except OSError as error:
-                log.warning("An evicted file stays until the store is opened again: %s", error)
+                logger.warning("An evicted file stays until the store is opened again: %s", error)
         try:
             if settled:
                 self.catalog.settle(settled)
         except StoreError as error:  # a full disk, most likely
-            log.info("Deleted files are reported to the catalog later: %s", error)
+            logger.info("Deleted files are reported to the catalog later: %s", error)
             with self._lock:
                 self._unsettled += settled
 
@@ -243,7 +243,7 @@ def _unlink(path: Path) -> bool:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("A leftover cannot be deleted: %s", error)
+        logger.warning("A leftover cannot be deleted: %s", error)
         return False
     return True
 

@@ -31,9 +31,8 @@ import xxhash
 
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
 
-LAYOUT_VERSION = 1
 _ALIGNMENT = 4096
 _LONGEST_HEADER = 4 << 20  # a header claiming more is damaged; 200 layers and 1,000 prefix ids stay below 100 KiB
 _DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
@@ -97,15 +96,7 @@ class Header:
             rest = (fields["tokens"], fields["tokens_digest"], fields["codec"], sums)
             header = cls(VariantKey(*parts), KVLayout(**fields["layout"]), *rest)
             rebuilt = header.encode()
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            ZeroDivisionError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"header damaged: {type(error).__name__}") from error
         if version != str(LAYOUT_VERSION):
             raise ValueError(f"layout version unknown: {version}")
@@ -305,9 +296,7 @@ def _read_verified(descriptor: int, variant: Variant) -> torch.Tensor:
     kv = empty(header.layout.shape(header.tokens), _DTYPES[header.layout.dtype][1])
     memory = memory_of(kv)
     layer_bytes = len(memory) // header.layout.layers
-    for layer, wanted in enumerate(
-        header.layer_sums
-    ):  # summed layer by layer while the bytes are still in the CPU's cache
+    for layer, wanted in enumerate(header.layer_sums):  # layer by layer, while the bytes are still in the CPU's cache
         part = memory[layer * layer_bytes : (layer + 1) * layer_bytes]
         if _transfer(os.preadv, descriptor, part, at=start + layer * layer_bytes) != layer_bytes:
             raise OSError(errno.EIO, "the file shrank while it was read")

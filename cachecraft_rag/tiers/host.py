@@ -103,9 +103,7 @@ class HostTier:
     def _push(self, variant_id: str, held: _Held) -> None:
         held.stamp = next(self._stamps)
         heapq.heappush(self._heap, (held.frequency, held.stamp, variant_id))
-        if (
-            len(self._heap) > 2 * len(self._held) + 64
-        ):  # more void entries than valid ones: start afresh, amortised O(1)
+        if len(self._heap) > 2 * len(self._held) + 64:  # mostly void entries: start afresh, amortised O(1)
             self._heap = [(held.frequency, held.stamp, name) for name, held in self._held.items()]
             heapq.heapify(self._heap)
 

@@ -42,9 +42,8 @@ class Presence:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(
-                descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # shared: two who ask do not take each other for the owner
+            # Shared: two who ask do not take each other for the owner.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:
