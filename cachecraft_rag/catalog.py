@@ -12,9 +12,7 @@ What makes it fit for its two hard duties:
   before one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The
   same entries reserve space, so two processes that write at once cannot exceed the byte budget together.
 
-Several processes may use one catalog (WAL, `BEGIN IMMEDIATE`, a busy timeout). Within a process one connection reads
-and another writes, each behind its own lock: a lookup never waits for a write. WAL with `synchronous=NORMAL` never
-corrupts; after a power cut the last commits may be gone, which costs a cache entry and never gives a wrong one.
+How several threads and processes share the file is the concern of `database`.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from cachecraft_rag.errors import StoreError
+from cachecraft_rag.database import Database
 from cachecraft_rag.types import Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
@@ -43,7 +39,7 @@ _ID_BYTES = 16  # types.digest gives 32 hex digits
 # twice the use.
 _WORTH = "(1.0 + reuse_frequency) * (1.0 + exact_share)"
 
-# Numbered by position and append-only: a released migration never changes, a new one is added below it.
+# See `Database`: append-only.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE scopes (
@@ -176,23 +172,11 @@ class Catalog:
     def __init__(self, path: Path, *, busy_timeout_s: float = 5.0) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
-        self._busy_timeout_s = busy_timeout_s
-        self._read_lock = threading.Lock()
-        self._write_lock = threading.Lock()
-        self._writer = self._connect()
-        try:
-            self._when_free(self._prepare)
-            self._reader = self._connect()
-        except StoreError:
-            self._writer.close()
-            raise
+        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s)
 
     def close(self) -> None:
-        """Close both connections; any later call raises StoreError."""
-        with self._read_lock:
-            self._reader.close()
-        with self._write_lock:
-            self._writer.close()
+        """Let go of the file; any later call raises StoreError."""
+        self._db.close()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +189,7 @@ class Catalog:
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         parameters = (namespace, fingerprint, json.dumps(list(found)), session)
-        with self._reading() as connection:
+        with self._db.reading() as connection:
             rows = connection.execute(_LOOKUP, parameters).fetchall()
         for row in rows:
             found[row[0]].append(_variant(namespace, fingerprint, row))
@@ -215,7 +199,7 @@ class Catalog:
         """Equation 14's score of each token, float32 `[tokens]`; None where none was stored or the row is gone."""
         found: dict[str, np.ndarray | None] = dict.fromkeys(variant_ids)
         query = "SELECT variant_id, scores FROM token_scores WHERE variant_id IN (SELECT value FROM json_each(?))"
-        with self._reading() as connection:
+        with self._db.reading() as connection:
             for variant_id, scores in connection.execute(query, (json.dumps(list(found)),)):
                 found[variant_id] = np.frombuffer(scores, dtype="<f4").astype(np.float32)  # a copy, free to be changed
         return found
@@ -234,13 +218,13 @@ class Catalog:
             after = batch[-1].variant.variant_id
 
     def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed]:
-        with self._reading() as connection:
+        with self._db.reading() as connection:
             rows = connection.execute(query, parameters).fetchall()
         return [Listed(_variant(row[0], row[1], row[3:]), row[2]) for row in rows]
 
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
-        with self._reading() as connection:
+        with self._db.reading() as connection:
             query = """SELECT variants, (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)),
                 file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"""
             return Totals(*connection.execute(query).fetchone())
@@ -249,13 +233,13 @@ class Catalog:
         """Whether a row stands behind exactly this file (or, if asked, somebody announced to create or delete it)."""
         query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
             UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
-        with self._reading() as connection:
+        with self._db.reading() as connection:
             return connection.execute(query, (file.variant_id, file.created, or_at_risk)).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
         found: dict[str, list[FileRef]] = {}
-        with self._reading() as connection:
+        with self._db.reading() as connection:
             query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
             for writer, *file in connection.execute(query):
                 found.setdefault(writer, []).append(FileRef(*file))
@@ -263,8 +247,7 @@ class Catalog:
 
     def problems(self) -> list[str]:
         """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole catalog."""
-        with self._errors(), closing(self._connect()) as connection:  # its own connection: lookups must not wait for it
-            return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
+        return self._db.problems()
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -274,7 +257,7 @@ class Catalog:
         The caller deletes those files, tells `settle`, writes the new file, and calls `commit`. None, with nothing
         changed, when even an empty catalog would leave no room because other writers have reserved it.
         """
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             excess = _excess_bytes(connection, file_bytes, limits)
             victims = _least_worthy(connection, excess=excess)
             if sum(victim.file_bytes for victim in victims) < excess:
@@ -294,7 +277,7 @@ class Catalog:
         Returns the files whose rows gave way (the older one, and what exceeds the number of variants); the caller
         deletes them and tells `settle`.
         """
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             query = "SELECT reuse_frequency, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
             frequency, *old = connection.execute(query, (variant.variant_id,)).fetchone() or (variant.reuse_frequency,)
             gone = _remove(connection, [FileRef(*old)] if old else [], writer)
@@ -310,13 +293,13 @@ class Catalog:
 
     def settle(self, files: Iterable[FileRef]) -> None:
         """These files exist no more (or never did): nobody needs to look for them any longer."""
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             connection.executemany(_SETTLE, [(file.variant_id, file.created) for file in files])
 
     def remove(self, files: Iterable[FileRef], *, writer: str) -> list[FileRef]:
         """Remove the rows that stand behind exactly these files; returns those that were there."""
         query = f"{_FILES} WHERE variant_id = ? AND created = ?"
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
             return _remove(connection, [FileRef(*row) for row in found if row is not None], writer)
 
@@ -324,7 +307,7 @@ class Catalog:
         """Remove the chosen rows, least worthy first: all, or until all files together have at most `down_to_bytes`."""
         query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
             WHERE {_FILTER} ORDER BY v.worth, v.created"""
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
@@ -332,13 +315,13 @@ class Catalog:
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
             return dict(connection.execute("SELECT name, value FROM limits").fetchall())
 
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             excess = _excess_bytes(connection, 0, limits)
             gone = _remove(connection, _least_worthy(connection, excess=excess), writer)
             gone += _remove(connection, _least_worthy_over(connection, limits, spared=""), writer)
@@ -346,7 +329,7 @@ class Catalog:
 
     def raise_frequencies(self, gains: dict[str, float]) -> None:
         """f_r += gain, for each variant id; ids that are gone are passed over."""
-        with self._writing() as connection:
+        with self._db.writing() as connection:
             connection.executemany(
                 "UPDATE variants SET reuse_frequency = reuse_frequency + ? WHERE variant_id = ?",
                 [(gain, variant_id) for variant_id, gain in gains.items()],
@@ -355,95 +338,8 @@ class Catalog:
     @contextmanager
     def standstill(self) -> Iterator[None]:
         """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
-        with self._writing():
+        with self._db.writing():
             yield
-
-    # -- connections --------------------------------------------------------------------------------------------------
-
-    def _connect(self) -> sqlite3.Connection:
-        with self._errors():
-            wait = self._busy_timeout_s
-            return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
-
-    def _when_free(self, action: Callable[[], None]) -> None:
-        """Run `action`, again and again for as long as the busy timeout while the file is locked.
-
-        SQLite's own busy timeout does not cover the switch to WAL, on which two processes that create a store collide.
-        """
-        give_up = time.monotonic() + self._busy_timeout_s
-        with self._errors():
-            while True:
-                try:
-                    return action()
-                except sqlite3.OperationalError as error:
-                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
-                        raise
-                time.sleep(0.01)
-
-    def _prepare(self) -> None:
-        """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
-        # 8 KiB pages: a row has some 600 bytes, and a page should hold more than a handful of them.
-        for mode in ("page_size = 8192", "journal_mode = WAL", "synchronous = NORMAL", "journal_size_limit = 16777216"):
-            self._writer.execute(f"PRAGMA {mode}")
-        with self._transaction() as connection:
-            version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version > len(_MIGRATIONS):
-                raise StoreError(
-                    f"{self.path} was made by a newer version of cachecraft-rag (schema {version}, this one knows "
-                    f"{len(_MIGRATIONS)}). Upgrade the package or choose another folder for the store."
-                )
-            for statement in (line for migration in _MIGRATIONS[version:] for line in migration):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._errors(), self._read_lock:
-            yield self._reader
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._errors(), self._transaction() as connection:
-            yield connection
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock:
-            # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when
-            # another process wrote in between.
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                if self._writer.in_transaction:  # SQLite rolls back by itself on some errors, a full disk among them
-                    self._writer.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turn every error of SQLite into a StoreError that says what to do."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise StoreError(_advice(self.path, error)) from error
-
-
-def _advice(path: Path, error: sqlite3.Error) -> str:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
-    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        advice = (
-            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start anew, no document is lost"
-        )
-    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
-    elif code == sqlite3.SQLITE_FULL:
-        advice = "cannot grow: the disk is full. Free some space, or lower the store's byte budget"
-    else:
-        advice = "cannot be used. Check the disk, then try `store check`"
-    return f"{path} {advice} ({type(error).__name__}: {error})."
 
 
 def _excess_bytes(connection: sqlite3.Connection, incoming: int, limits: Limits) -> int:

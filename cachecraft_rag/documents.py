@@ -14,16 +14,14 @@ import codecs
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.markup import html_to_markdown, rst_to_markdown
 from cachecraft_rag.types import Document, Scalar
-
-if TYPE_CHECKING:
-    from bs4 import BeautifulSoup, Tag
 
 SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf")
 
@@ -66,14 +64,6 @@ class Listing:
     problems: tuple[Problem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The documents of a folder, sorted by `doc_id`, and a problem for each file that gave none."""
-
-    documents: tuple[Document, ...]
-    problems: tuple[Problem, ...]
-
-
 def list_files(path: str | os.PathLike[str]) -> Listing:
     """The files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
 
@@ -92,32 +82,6 @@ def list_files(path: str | os.PathLike[str]) -> Listing:
     return Listing(
         tuple(sorted(files, key=lambda file: file.doc_id)), tuple(sorted(problems, key=lambda problem: problem.doc_id))
     )
-
-
-def read_document(file: SourceFile | str | os.PathLike[str]) -> Document:
-    """The document of one file. Raises `DocumentError`, which names the file and says what to do."""
-    source = file if isinstance(file, SourceFile) else SourceFile(Path(file), printable(Path(file).name))
-    try:
-        data = source.path.read_bytes()
-    except OSError as error:
-        raise DocumentError(inaccessible(source.path, error)) from error
-    return parse_document(source, data)
-
-
-def read_documents(path: str | os.PathLike[str]) -> Reading:
-    """Every document at `path`, a file or a folder (see `list_files`), and the problems of the others."""
-    listing = list_files(path)
-    documents: list[Document] = []
-    problems = list(listing.problems)
-    for file in listing.files:
-        try:
-            documents.append(read_document(file))
-        except DocumentError as error:
-            kind: Literal["inaccessible", "unreadable"] = (
-                "inaccessible" if isinstance(error.__cause__, OSError) else "unreadable"
-            )
-            problems.append(Problem(file.doc_id, kind, str(error)))
-    return Reading(tuple(documents), tuple(sorted(problems, key=lambda problem: problem.doc_id)))
 
 
 def parse_document(file: SourceFile, data: bytes) -> Document:
@@ -237,177 +201,17 @@ def _parse_markdown(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 def _parse_rst(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     text, metadata = _decode(path, data)
-    return _rst_to_markdown(_clean(text)), {"format": "markdown", **metadata}
-
-
-def _rst_to_markdown(text: str) -> str:
-    """reStructuredText with its underlined titles as `#` lines; all else stays as written.
-
-    A level is the order in which a style of underline (and overline) first appears, as docutils has it.
-
-    >>> print(_rst_to_markdown("Kettle\\n======\\n\\nCare\\n----\\nRinse it."))
-    # Kettle
-    <BLANKLINE>
-    ## Care
-    Rinse it.
-    """
-    rule = re.compile(r"([!-/:-@\[-`{-~])\1{2,}\s*$")
-    lines = ["", *text.split("\n"), ""]
-    out: list[str] = []
-    styles: list[tuple[str, bool]] = []
-    at = 1
-    while at < len(lines) - 1:
-        line, after = lines[at], lines[at + 1]
-        over = bool(rule.match(line)) and at + 2 < len(lines) and lines[at + 2].rstrip() == line.rstrip()
-        title, under = (after, lines[at + 2]) if over else (line, after)
-        is_title = bool(rule.match(under)) and bool(title.strip()) and not rule.match(title)
-        is_title = is_title and len(under.rstrip()) >= len(title.strip()) and (over or not title[0].isspace())
-        if is_title and not lines[at - 1].strip():
-            style = (under[0], over)
-            if style not in styles:
-                styles.append(style)
-            out.append(f"{'#' * min(6, styles.index(style) + 1)} {title.strip()}")
-            at += 3 if over else 2
-        else:
-            out.append(_escape(line))
-            at += 1
-    return "\n".join(out)
-
-
-def _escape(line: str) -> str:
-    """A line of other text so that Markdown does not take it for a heading or a fence."""
-    return re.sub(r"^(?=#{1,6}(\s|$)|```|~~~)", r"\\", line)
+    return rst_to_markdown(_clean(text)), {"format": "markdown", **metadata}
 
 
 def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    from bs4 import BeautifulSoup
     from bs4.dammit import EncodingDetector
 
-    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
-    html, metadata = _decode(path, data, declared)
-    # Beautiful Soup warns about XML prologues and about text without a tag, which could be a file name.
-    html = re.sub(r"\A\s*<\?xml[^>]*\?>", "", html)
-    soup = BeautifulSoup(html if "<" in html else f"<p>{html}</p>", "html.parser")
-    if soup.title is not None and soup.title.get_text().strip():
-        metadata["title"] = " ".join(soup.title.get_text().split())
-    return _HtmlRenderer().render(soup), {"format": "markdown", **metadata}
-
-
-_UNSEEN = frozenset(("head", "script", "style", "nav", "template", "noscript", "svg", "iframe", "object", "select"))
-_HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
-_INLINE = frozenset((
-    "a", "abbr", "acronym", "b", "bdi", "bdo", "big", "button", "cite", "code", "data", "del", "dfn", "em", "font",
-    "i", "img", "input", "ins", "kbd", "label", "mark", "meter", "q", "rp", "rt", "ruby", "s", "samp", "small",
-    "span", "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr",
-))  # fmt: skip
-
-
-class _HtmlRenderer:
-    """Turns a parsed page into Markdown: headings, paragraphs, list items, table rows and preformatted blocks."""
-
-    def __init__(self) -> None:
-        self.out: list[str] = []
-        self.last = ""  # kind of the last block
-        self.line: list[str] = []
-        self.prefix = ""  # of the block that is being gathered
-        self.pre = 0  # depth of <pre>
-        self.lists = 0  # depth of lists
-
-    def render(self, soup: BeautifulSoup) -> str:
-        """The visible text of the page."""
-        from bs4 import Tag
-
-        for event, node in _html_events(soup):
-            if not isinstance(node, Tag):
-                self.line.append(str(node) if self.pre else re.sub(r"\s+", " ", str(node)))
-            elif event == "open":
-                self._open(node.name)
-            else:
-                self._close(node.name)
-        self._flush()
-        return "".join(self.out)
-
-    def _open(self, name: str) -> None:
-        if name == "br":
-            self.line.append("\n")
-        elif name in ("td", "th"):
-            if "".join(self.line).strip():
-                self.line.append(" | ")
-        elif name not in _INLINE:
-            if not (name in ("p", "div") and self.prefix.strip() == "-"):  # a list item's own paragraph keeps the dash
-                self._flush()
-            self.pre += name == "pre"
-            self.lists += name in ("ul", "ol")
-            if name in _HEADINGS:
-                self.prefix = _HEADINGS[name]
-            elif name == "li":
-                self.prefix = "  " * max(0, self.lists - 1) + "- "
-
-    def _close(self, name: str) -> None:
-        if name in _INLINE or name in ("br", "td", "th"):
-            return
-        self._flush()
-        self.pre -= name == "pre"
-        self.lists -= name in ("ul", "ol")
-
-    def _flush(self) -> None:
-        """End the current block."""
-        raw, prefix = "".join(self.line), self.prefix
-        self.line, self.prefix = [], ""
-        if not raw.strip():
-            return
-        if self.pre:
-            fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", raw)), default=0))
-            body = raw.strip("\n")
-            self._block(f"{fence}\n{body}\n{fence}")
-        elif prefix.startswith("#"):
-            self._block(prefix + " ".join(raw.split()))
-        else:
-            lines = [_escape(" ".join(line.split())) for line in raw.split("\n")]
-            lines = [line for line in lines if line]
-            kind = "item" if prefix else "row" if " | " in raw else ""
-            self._block(prefix + ("\n" + " " * len(prefix)).join(lines), kind)
-
-    def _block(self, text: str, kind: str = "") -> None:
-        """Write a block behind a blank line; the next item of a list or row of a table behind a line end only."""
-        if self.out:
-            self.out.append("\n" if kind and kind == self.last else "\n\n")
-        self.out.append(text)
-        self.last = kind
-
-
-def _html_events(soup: BeautifulSoup) -> Iterator[tuple[str, object]]:
-    """`open` and `close` of every visible tag and its text, in order.
-
-    A stack of our own and not recursion: pages nest deeper than Python lets functions nest.
-    """
-    from bs4 import Tag
-    from bs4.element import NavigableString
-
-    stack: list[tuple[str, object]] = [("open", soup)]
-    while stack:
-        event, node = stack.pop()
-        if isinstance(node, Tag):
-            if event == "open" and _unseen(node):
-                continue
-            yield event, node
-            if event == "open":
-                stack.append(("close", node))
-                stack.extend(("open", child) for child in reversed(node.contents))
-        elif type(node) is NavigableString:  # its subclasses are comments, scripts and declarations
-            yield event, node
-
-
-def _unseen(tag: Tag) -> bool:
-    """Whether a browser would not show the tag, or shows it only to move about the site."""
-    style = str(tag.get("style", "")).replace(" ", "").lower()
-    return (
-        tag.name in _UNSEEN
-        or tag.has_attr("hidden")
-        or tag.get("aria-hidden") == "true"
-        or tag.get("role") == "navigation"
-        or "display:none" in style
-    )
+    html, metadata = _decode(path, data, EncodingDetector.find_declared_encoding(data, is_html=True))
+    text, title = html_to_markdown(html)
+    if title:
+        metadata["title"] = title
+    return text, {"format": "markdown", **metadata}
 
 
 def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:

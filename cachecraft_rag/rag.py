@@ -145,16 +145,7 @@ class CacheCraft:
         Args:
             progress: called with (documents done, documents in all).
         """
-        engine = self.engine
-        primer = Primer(
-            engine.decoder,
-            engine.store,
-            prompts=engine.prompts,
-            births=engine.births,
-            turn=engine.turn,
-            namespace=engine.namespace,
-            sink_tokens=engine.config.sink_tokens,
-        )
+        primer = Primer(self.engine)
         documents = self.index.documents()
         born = 0
         for done, document in enumerate(documents, start=1):

@@ -7,8 +7,9 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from cachecraft_rag.documents import SUFFIXES, list_files, read_document, read_documents
+from cachecraft_rag.documents import SUFFIXES, SourceFile, list_files, parse_document
 from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.types import Document
 
 
 def pdf_bytes(*pages: str, password: str | None = None) -> bytes:
@@ -39,6 +40,14 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
     return path
 
 
+def read_document(path: Path) -> Document:
+    return parse_document(SourceFile(path, path.name), path.read_bytes())
+
+
+def doc_ids(path: Path) -> list[str]:
+    return [file.doc_id for file in list_files(path).files]
+
+
 def text_of_html(folder: Path, body: str) -> str:
     return read_document(written(folder, "page.html", f"<html><body>{body}</body></html>")).text
 
@@ -49,50 +58,35 @@ def text_of_html(folder: Path, body: str) -> str:
 def test_a_folder_is_read_in_order_and_named_by_posix_paths(tmp_path: Path):
     for name in ("b.md", "a/z.txt", "a/b/c.rst", "A.HTML", "d.markdown"):
         written(tmp_path, name, "text")
-    reading = read_documents(tmp_path)
-    assert [document.doc_id for document in reading.documents] == [
-        "A.HTML",
-        "a/b/c.rst",
-        "a/z.txt",
-        "b.md",
-        "d.markdown",
-    ]
-    assert reading.problems == ()
+    assert doc_ids(tmp_path) == ["A.HTML", "a/b/c.rst", "a/z.txt", "b.md", "d.markdown"]
+    assert list_files(tmp_path).problems == ()
 
 
 def test_a_single_file_is_named_by_itself(tmp_path: Path):
     path = written(tmp_path, "deep/down/kettle.md", "text")
-    assert [document.doc_id for document in read_documents(path).documents] == ["kettle.md"]
+    assert doc_ids(path) == ["kettle.md"]
 
 
 def test_hidden_files_and_folders_are_passed_over(tmp_path: Path):
     written(tmp_path, ".git/readme.md", "no")
     written(tmp_path, ".hidden.md", "no")
     written(tmp_path, "seen.md", "yes")
-    reading = read_documents(tmp_path)
-    assert [document.text for document in reading.documents] == ["yes"]
-    assert reading.problems == ()
+    assert doc_ids(tmp_path) == ["seen.md"]
+    assert list_files(tmp_path).problems == ()
 
 
 def test_a_hidden_folder_is_read_when_it_is_named(tmp_path: Path):
     written(tmp_path, ".notes/a.md", "yes")
-    assert [document.doc_id for document in read_documents(tmp_path / ".notes").documents] == ["a.md"]
+    assert doc_ids(tmp_path / ".notes") == ["a.md"]
 
 
-def test_one_bad_file_does_not_lose_the_rest(tmp_path: Path):
-    written(tmp_path, "a.md", "first")
-    written(tmp_path, "bad.pdf", b"%PDF-1.4 and then nothing")
-    written(tmp_path, "empty.txt", "")
-    written(tmp_path, "photo.png", b"\x89PNG")
-    written(tmp_path, "z.md", "last")
-    reading = read_documents(tmp_path)
-    assert [document.doc_id for document in reading.documents] == ["a.md", "z.md"]
-    assert [(problem.doc_id, problem.kind) for problem in reading.problems] == [
-        ("bad.pdf", "unreadable"),
-        ("empty.txt", "unreadable"),
-        ("photo.png", "unsupported"),
-    ]
-    assert all(str(tmp_path / problem.doc_id) in problem.reason for problem in reading.problems)
+def test_other_kinds_of_file_are_problems_and_do_not_lose_the_rest(tmp_path: Path):
+    for name in ("a.md", "photo.png", "z.md"):
+        written(tmp_path, name, "text")
+    listing = list_files(tmp_path)
+    assert doc_ids(tmp_path) == ["a.md", "z.md"]
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [("photo.png", "unsupported")]
+    assert str(tmp_path / "photo.png") in listing.problems[0].reason
 
 
 def test_links_are_followed_once_and_loops_end(tmp_path: Path):
@@ -112,9 +106,9 @@ def test_links_are_followed_once_and_loops_end(tmp_path: Path):
 
 def test_a_link_that_leads_nowhere_is_a_problem(tmp_path: Path):
     (tmp_path / "gone.md").symlink_to(tmp_path / "never-was.md")
-    reading = read_documents(tmp_path)
-    assert reading.documents == ()
-    assert "leads nowhere" in reading.problems[0].reason
+    listing = list_files(tmp_path)
+    assert listing.files == ()
+    assert "leads nowhere" in listing.problems[0].reason
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path):
@@ -123,16 +117,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_cannot_be_opened_is_inaccessible(tmp_path: Path):
-    written(tmp_path, "secret.md", "text").chmod(0)
+def test_a_folder_that_cannot_be_opened_is_inaccessible(tmp_path: Path):
     written(tmp_path, "locked/a.md", "text")
     (tmp_path / "locked").chmod(0)
-    problems = read_documents(tmp_path).problems
+    problems = list_files(tmp_path).problems
     (tmp_path / "locked").chmod(0o700)
-    assert {(problem.doc_id, problem.kind) for problem in problems} == {
-        ("locked", "inaccessible"),
-        ("secret.md", "inaccessible"),
-    }
+    assert [(problem.doc_id, problem.kind) for problem in problems] == [("locked", "inaccessible")]
 
 
 def test_a_name_that_is_not_unicode_becomes_one_that_a_database_takes(tmp_path: Path):
@@ -142,17 +132,17 @@ def test_a_name_that_is_not_unicode_becomes_one_that_a_database_takes(tmp_path: 
             file.write(b"text")
     except OSError:
         pytest.skip("this file system takes only Unicode names")
-    assert [document.doc_id for document in read_documents(tmp_path).documents] == ["caf\\xe9.md"]
+    assert doc_ids(tmp_path) == ["caf\\xe9.md"]
 
 
 def test_a_path_where_nothing_is_names_itself(tmp_path: Path):
     with pytest.raises(DocumentError, match=r"nowhere: there is no such file or folder"):
-        read_documents(tmp_path / "nowhere")
+        list_files(tmp_path / "nowhere")
 
 
 def test_an_unknown_kind_of_file_lists_those_that_are_known(tmp_path: Path):
     path = written(tmp_path, "table.xlsx", "")
-    for call in (read_documents, read_document):
+    for call in (list_files, read_document):
         with pytest.raises(DocumentError, match=r"table\.xlsx.*\.pdf") as caught:
             call(path)
         assert all(suffix in str(caught.value) for suffix in SUFFIXES)

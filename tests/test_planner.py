@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sqlite3
 import statistics
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cachecraft_rag.catalog import Catalog, _insert
+from cachecraft_rag.catalog import _insert
 from cachecraft_rag.config import ReuseConfig
 from cachecraft_rag.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
 from cachecraft_rag.prompt import Prompt, Segment
@@ -214,8 +216,7 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
     rng = random.Random(0)
     scores = struct.pack("<400f", *(rng.random() for _ in range(400)))
     with ChunkCacheStore.open(tmp_path_factory.mktemp("full") / "store") as store:
-        catalog: Catalog = store._durable.catalog
-        with catalog._writing() as connection:
+        with closing(sqlite3.connect(store.root / "catalog.sqlite")) as connection, connection:
             for name in names:
                 for count in range(1, VARIANTS + 1):
                     before = rng.sample(names[:100], count)

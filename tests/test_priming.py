@@ -47,16 +47,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 
 
 def primer(engine: Engine, *, chunks_per_pass: int = 100) -> Primer:
-    return Primer(
-        engine.decoder,
-        engine.store,
-        prompts=engine.prompts,
-        births=engine.births,
-        turn=engine.turn,
-        namespace=engine.namespace,
-        sink_tokens=4,
-        window=len(engine.prompts.system.token_ids) + chunks_per_pass * LENGTH,
-    )
+    return Primer(engine, window=len(engine.prompts.system.token_ids) + chunks_per_pass * LENGTH)
 
 
 def prefixes(engine: Engine, chunk: Chunk) -> list[tuple[int, ...]]:

@@ -95,17 +95,8 @@ class _Bench:
         self.config = ReuseConfig(recompute_ratio=ratio, births=False)
         self.chunks = _chunks_of(decoder, count=chunks, tokens=chunk_tokens)
         self.store = ChunkCacheStore.open(folder / "caches")
-        self.engine = Engine(decoder, self.store, config=self.config)
-        primer = Primer(
-            decoder,
-            self.store,
-            prompts=self.engine.prompts,
-            births=self.engine.births,
-            turn=self.engine.turn,
-            namespace="default",
-            sink_tokens=self.config.sink_tokens,
-            window=decoder.context_length,
-        )
+        self.engine = Engine(decoder, self.store, config=self.config, best_last=False)
+        primer = Primer(self.engine, window=decoder.context_length)
         primer.prime([*self.chunks[1:], self.chunks[0]])  # asked for in another order, so no chunk keeps its prefix
         self.store.flush()
         prompt = self.engine.prompts.build(QUESTION, self.chunks, reserve=1)
@@ -117,6 +108,7 @@ class _Bench:
         focus = ReuseConfig(recompute_ratio=self.config.recompute_ratio, births=False, focus="gap")
         times: dict[str, list[float]] = {name: [] for name in ("own", "host", "disk", "focus", "all")}
         stats = self._ask(self.engine, self.config)  # warm-up, and the memory tier is filled
+        assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
         self._own()
         for pair in range(pairs):
             progress(f"pair {pair + 1} of {pairs}")
@@ -168,7 +160,7 @@ class _Bench:
         """TTFT in a store that was opened this moment, with the files out of the page cache."""
         drop_page_cache(self.folder)
         with ChunkCacheStore.open(self.folder / "caches") as store:
-            engine = Engine(self.decoder, store, config=self.config)
+            engine = Engine(self.decoder, store, config=self.config, best_last=False)
             try:
                 stats = self._ask(engine, self.config)
             finally:

@@ -1,0 +1,146 @@
+"""One SQLite file shared by threads and processes: connections, transactions, migrations, errors that say what to do.
+
+WAL, `BEGIN IMMEDIATE` and a busy timeout let several processes use it. Within a process one connection reads and
+another writes, each behind its own lock: a reader never waits for a write. WAL with `synchronous=NORMAL` never
+corrupts; after a power cut the last commits may be gone, which costs a cache an entry and never gives it a wrong one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from cachecraft_rag.errors import StoreError
+
+
+class Database:
+    """A SQLite file. Any thread may call any method; every failure of SQLite is a `StoreError`.
+
+    Args:
+        path: the file, made if it is not there.
+        migrations: statements that bring a file from version n to n + 1, numbered by position. Append-only: a released
+            migration never changes, a new one is added behind it.
+        busy_timeout_s: how long to wait for another process's transaction.
+    """
+
+    def __init__(self, path: Path, *, migrations: Sequence[Sequence[str]], busy_timeout_s: float) -> None:
+        """Open or create it and bring its schema up to date. Raises StoreError."""
+        self.path = path
+        self._migrations = migrations
+        self._busy_timeout_s = busy_timeout_s
+        self._read_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._writer = self._connect()
+        try:
+            self._when_free(self._prepare)
+            self._reader = self._connect()
+        except StoreError:
+            self._writer.close()
+            raise
+
+    def close(self) -> None:
+        """Close both connections; any later call raises StoreError."""
+        with self._read_lock:
+            self._reader.close()
+        with self._write_lock:
+            self._writer.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection that reads, for this thread alone while the block runs."""
+        with self._errors(), self._read_lock:
+            yield self._reader
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """The connection that writes, in a transaction that is committed at the end or rolled back on any error.
+
+        No other writer, in any process, gets in between.
+        """
+        with self._errors(), self._transaction() as connection:
+            yield connection
+
+    def problems(self) -> list[str]:
+        """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole file."""
+        with self._errors(), closing(self._connect()) as connection:  # its own connection: readers must not wait for it
+            return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
+
+    def _connect(self) -> sqlite3.Connection:
+        with self._errors():
+            wait = self._busy_timeout_s
+            return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
+
+    def _when_free(self, action: Callable[[], None]) -> None:
+        """Run `action`, again and again for as long as the busy timeout while the file is locked.
+
+        SQLite's own busy timeout does not cover the switch to WAL, on which two processes that create a file collide.
+        """
+        give_up = time.monotonic() + self._busy_timeout_s
+        with self._errors():
+            while True:
+                try:
+                    return action()
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                        raise
+                time.sleep(0.01)
+
+    def _prepare(self) -> None:
+        """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
+        # 8 KiB pages: a row of the catalog has some 600 bytes, and a page should hold more than a handful of them.
+        for mode in ("page_size = 8192", "journal_mode = WAL", "synchronous = NORMAL", "journal_size_limit = 16777216"):
+            self._writer.execute(f"PRAGMA {mode}")
+        newest = len(self._migrations)
+        with self._transaction() as connection:
+            version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > newest:
+                raise StoreError(
+                    f"{self.path} was made by a newer version of cachecraft-rag (schema {version}, this one knows "
+                    f"{newest}). Upgrade the package or choose another folder for the store."
+                )
+            for statement in (line for migration in self._migrations[version:] for line in migration):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {newest}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._write_lock:
+            # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when
+            # another process wrote in between.
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:  # SQLite rolls back by itself on some errors, a full disk among them
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn every error of SQLite into a StoreError that says what to do."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(_advice(self.path, error)) from error
+
+
+def _advice(path: Path, error: sqlite3.Error) -> str:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        advice = (
+            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start anew, no document is lost"
+        )
+    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
+    elif code == sqlite3.SQLITE_FULL:
+        advice = "cannot grow: the disk is full. Free some space, or lower the store's byte budget"
+    else:
+        advice = "cannot be used. Check the disk, then try `store check`"
+    return f"{path} {advice} ({type(error).__name__}: {error})."
