@@ -235,6 +235,7 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
         yield store
 
 
+@pytest.mark.no_cover  # tracing every line makes planning three times as slow
 def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog(full_store: ChunkCacheStore) -> None:
     assert full_store.stats().variants == CHUNKS * VARIANTS
     rng = random.Random(1)
