@@ -149,3 +149,17 @@ def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> N
     assert {"ratio_host", "ratio_disk", "ratio_all_recomputed", "token_ratio"} <= set(report)
     assert 0.15 < report["token_ratio"] < 0.5
     assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))
+
+
+@pytest.mark.slow
+def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second_time(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    first = run("demo", "--questions", "1", "--top-k", "3", "--threads", "2", cwd=tmp_path)
+    assert "chunk-caches computed" in first.stderr
+    assert "times sooner" in first.stdout
+    (second,) = last_json(run("demo", "--questions", "1", "--top-k", "3", "--json", cwd=tmp_path))
+    stats = second["answer"]["stats"]
+    assert {chunk["tier"] for chunk in stats["chunks"]} <= {"disk", "host"}
+    assert stats["tokens_reused"] > 0.5 * stats["tokens_prompt"]
+    assert second["own_prefill_s"] > stats["ttft_s"] > 0
