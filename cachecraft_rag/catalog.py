@@ -22,7 +22,7 @@ import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -85,8 +85,6 @@ _INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, to
     VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
 _FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
-_FILTER = """(?1 IS NULL OR s.namespace = ?1) AND (?2 IS NULL OR s.fingerprint = ?2) AND (?3 IS NULL OR v.chunk_id = ?3)
-    AND (?4 IS NULL OR v.created < ?4)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +125,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Which rows an administrator means; None leaves a part open. `created_before` is in seconds since the epoch."""
+    """Which rows an administrator means; None leaves a part open, no chunk ids at all means no rows.
+
+    `created_before` is in seconds since the epoch.
+    """
 
     namespace: str | None = None
     fingerprint: str | None = None
-    chunk_id: str | None = None
+    chunk_ids: tuple[str, ...] | None = None
     created_before: float | None = None
+
+    def as_sql(self) -> tuple[str, list[str | float]]:
+        """A condition on variants `v` and scopes `s`, and its parameters.
+
+        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row.
+        """
+        chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
+        parts = (
+            ("s.namespace = ?", self.namespace),
+            ("s.fingerprint = ?", self.fingerprint),
+            ("v.chunk_id IN (SELECT value FROM json_each(?))", chunks),
+            ("v.created < ?", self.created_before),
+        )
+        given = [(condition, value) for condition, value in parts if value is not None]
+        return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [value for _, value in given]
 
 
 def pack_ids(ids: Sequence[str]) -> bytes | str:
@@ -206,8 +222,9 @@ class Catalog:
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of rows, the most worthy first."""
-        query = f"{_LISTED} WHERE {_FILTER} ORDER BY v.worth DESC, v.created DESC, v.variant_id LIMIT ?5 OFFSET ?6"
-        return self._listed(query, (*astuple(chosen), limit, offset))
+        condition, parameters = chosen.as_sql()
+        query = f"{_LISTED} WHERE {condition} ORDER BY v.worth DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
+        return self._listed(query, (*parameters, limit, offset))
 
     def scan(self, page: int = 500) -> Iterator[Listed]:
         """Every row once, in the order of variant ids. Rows that come or go meanwhile may or may not be seen."""
@@ -305,13 +322,14 @@ class Catalog:
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
         """Remove the chosen rows, least worthy first: all, or until all files together have at most `down_to_bytes`."""
+        condition, parameters = chosen.as_sql()
         query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
-            WHERE {_FILTER} ORDER BY v.worth, v.created"""
+            WHERE {condition} ORDER BY v.worth, v.created"""
         with self._db.writing() as connection:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            return _remove(connection, _until(connection.execute(query, astuple(chosen)), excess), writer)
+            return _remove(connection, _until(connection.execute(query, parameters), excess), writer)
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -72,7 +73,7 @@ class CacheCraft:
 
     def __init__(self, engine: Engine, index: FaissStore, embedder: Embedder) -> None:
         self.engine, self.index, self.embedder = engine, index, embedder
-        self._owned: tuple[FaissStore | ChunkCacheStore, ...] = ()
+        self._opened = ExitStack()  # what `close` closes besides the engine
 
     @classmethod
     def from_pretrained(
@@ -108,11 +109,13 @@ class CacheCraft:
         self_check(decoder)
         root = Path(store)
         budgets = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
-        caches = ChunkCacheStore.open(root / CACHE_FOLDER, **{k: v for k, v in budgets.items() if v is not None})
+        given = {name: value for name, value in budgets.items() if value is not None}
         embedder = Embedder(embeddings)
-        index = open_index(root, embedder)
-        rag = cls(Engine(decoder, caches, namespace=namespace, config=reuse, system=system), index, embedder)
-        rag._owned = (index, caches)
+        with ExitStack() as opened:
+            caches = opened.enter_context(ChunkCacheStore.open(root / CACHE_FOLDER, **given))
+            index = opened.enter_context(open_index(root, embedder))
+            rag = cls(Engine(decoder, caches, namespace=namespace, config=reuse, system=system), index, embedder)
+            rag._opened = opened.pop_all()
         return rag
 
     def add_documents(
@@ -133,8 +136,7 @@ class CacheCraft:
             report = index_folder(documents, self.index, self.embedder, progress=progress)
         else:
             report = index_documents(documents, self.index, self.embedder, progress=progress)
-        for chunk_id in report.removed_chunk_ids:
-            self.engine.store.evict(RowFilter(chunk_id=chunk_id))
+        self.engine.store.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
         if prime:
             self.prime()
         return report
@@ -156,9 +158,10 @@ class CacheCraft:
 
     def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
         """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
-        if self.index.stats().chunks == 0:
+        hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
+        if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
-        return self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
+        return hits
 
     def stream(
         self,
@@ -212,9 +215,8 @@ class CacheCraft:
 
     def close(self) -> None:
         """Finish and write the births under way; close what `from_pretrained` opened."""
-        self.engine.close()
-        for part in self._owned:
-            part.close()
+        with self._opened:
+            self.engine.close()
 
     def __enter__(self) -> Self:
         """The facade itself; leaving the block closes it."""

@@ -198,6 +198,15 @@ def test_administration_filters_pages_and_evicts(catalog: Catalog) -> None:
     assert catalog.evict(RowFilter(), writer="me", down_to_bytes=2500) == []
 
 
+def test_chunks_to_evict_are_named_and_none_named_is_none_evicted(catalog: Catalog) -> None:
+    for n in range(4):
+        add(catalog, make(f"chunk {n}"))
+    assert catalog.evict(RowFilter(chunk_ids=()), writer="me") == []
+    assert catalog.rows(RowFilter(chunk_ids=())) == []
+    assert len(catalog.evict(RowFilter(chunk_ids=("chunk 1", "chunk 3", "nowhere")), writer="me")) == 2
+    assert chunks_in(catalog) == {"chunk 0", "chunk 2"}
+
+
 def test_a_failed_transaction_changes_nothing(catalog: Catalog) -> None:
     add(catalog, make())
     with pytest.raises(StoreError, match="IntegrityError"):
@@ -308,6 +317,15 @@ def test_lookup_of_160_among_100000_variants_is_fast(crowded: tuple[Catalog, lis
         assert [len(variants) for variants in found.values()] == [8] * 20
     # 0.7 ms where this was written; planning has 2 ms in all, and a busy machine may take its time
     assert statistics.median(seconds) < 2e-3
+
+
+def test_evicting_the_chunks_of_a_removed_folder_among_100000_variants_is_fast(
+    crowded: tuple[Catalog, list[str]],
+) -> None:
+    catalog, chunks = crowded
+    start = time.perf_counter()
+    assert len(catalog.evict(RowFilter(chunk_ids=tuple(chunks[-500:])), writer="me")) == 4000
+    assert time.perf_counter() - start < 2  # 0.3 s where this was written; a scan for each chunk takes two minutes
 
 
 def test_eviction_among_100000_variants_does_not_scan_them(crowded: tuple[Catalog, list[str]]) -> None:

@@ -159,7 +159,7 @@ def test_a_new_chunk_among_reused_ones_is_computed_and_born_impure(engine: Engin
         TOASTER.chunk_id: "reused",
         FRIDGE.chunk_id: "computed",
     }
-    (born,) = store.rows(RowFilter(chunk_id=FRIDGE.chunk_id))
+    (born,) = store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
     assert 0 < born.variant.exact_share < 0.7  # the system segment was exact, the chunks were not
     again = ask(engine, [FRIDGE, TOASTER, KETTLE])
     assert outcomes(again)[FRIDGE.chunk_id] == "reused"
@@ -170,7 +170,7 @@ def test_an_overhead_of_one_computes_and_bears_a_variant(engine: Engine, store: 
     costly = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))
     assert set(outcomes(costly).values()) == {"computed"}
     assert all("CFO is 1" in chunk.reason for chunk in costly.stats.chunks)
-    assert len(store.rows(RowFilter(chunk_id=KETTLE.chunk_id))) == 2
+    assert len(store.rows(RowFilter(chunk_ids=(KETTLE.chunk_id,)))) == 2
     assert outcomes(ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))) == all_of("exact", [FRIDGE, KETTLE])
 
 
@@ -276,7 +276,7 @@ def test_one_damaged_file_leaves_the_others_in_use(decoder: Decoder, tmp_path: P
     with ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store:
         engine = Engine(decoder, store, config=CONFIG)
         right = ask(engine).text
-        (row,) = store.rows(RowFilter(chunk_id=TOASTER.chunk_id))
+        (row,) = store.rows(RowFilter(chunk_ids=(TOASTER.chunk_id,)))
         (path,) = [path for path in files(store) if row.variant.variant_id in path.name]
         path.unlink()
         answer = ask(engine)

@@ -53,7 +53,7 @@ def primer(engine: Engine, *, chunks_per_pass: int = 100) -> Primer:
 def prefixes(engine: Engine, chunk: Chunk) -> list[tuple[int, ...]]:
     """The birth prefixes of a chunk's variants, as places in the document."""
     places = {one.chunk_id: place for place, one in enumerate(DOCUMENT)}
-    rows = engine.store.rows(RowFilter(chunk_id=chunk.chunk_id))
+    rows = engine.store.rows(RowFilter(chunk_ids=(chunk.chunk_id,)))
     assert {row.variant.key.birth_prefix[0] for row in rows} <= {engine.prompts.system.segment_id}
     return sorted(tuple(places[name] for name in row.variant.key.birth_prefix[1:]) for row in rows)
 
@@ -68,7 +68,7 @@ def test_a_second_run_bears_nothing_and_an_interrupted_one_goes_on(engine: Engin
     assert primer(engine).prime(DOCUMENT[:4]) == 5
     assert primer(engine).prime(DOCUMENT) == 2
     assert primer(engine).prime(DOCUMENT) == 0
-    engine.store.evict(RowFilter(chunk_id=DOCUMENT[2].chunk_id))
+    engine.store.evict(RowFilter(chunk_ids=(DOCUMENT[2].chunk_id,)))
     assert primer(engine).prime(DOCUMENT) == 1
     assert prefixes(engine, DOCUMENT[2]) == [(0, 1)]
 

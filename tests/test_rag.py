@@ -11,6 +11,7 @@ import pytest
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.types import Document
 
 PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
@@ -51,6 +52,13 @@ def test_an_empty_index_says_what_to_do(demo_model: Path, tmp_path: Path) -> Non
         pytest.raises(IndexStoreError, match="cachecraft index"),
     ):
         empty.ask("Anything?")
+
+
+def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(demo_model: Path, tmp_path: Path) -> None:
+    FaissStore.open(tmp_path / "index", dim=3, embedder_fingerprint="another model@1").close()
+    with pytest.raises(IndexStoreError, match="another model"):
+        CacheCraft.from_pretrained(str(demo_model), store=tmp_path)
+    assert list((tmp_path / "caches" / "writers").iterdir()) == []  # an open store has a lock file here
 
 
 def test_the_second_question_reuses_what_the_first_one_bore(fresh: CacheCraft) -> None:

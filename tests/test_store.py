@@ -392,7 +392,7 @@ def test_evict_by_filter_age_and_size(store: ChunkCacheStore) -> None:
     with pytest.raises(ConfigError, match="filter or down_to_bytes"):
         store.evict()
     assert store.evict(RowFilter(created_before=time.time() - 60)).variants == 0
-    gone = store.evict(RowFilter(namespace="ns 1", chunk_id="chunk 3"))
+    gone = store.evict(RowFilter(namespace="ns 1", chunk_ids=("chunk 3",)))
     assert (gone.variants, gone.nbytes) == (1, FILE)
     assert store.evict(down_to_bytes=3 * FILE).variants == 2
     assert len(files(store.root)) == 3

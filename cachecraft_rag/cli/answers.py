@@ -81,8 +81,7 @@ def evict_removed(store: Path, report: IndexReport) -> None:
 
     if report.removed_chunk_ids and (store / CACHE_FOLDER).is_dir():
         with ChunkCacheStore.open(store / CACHE_FOLDER) as caches:
-            for chunk_id in report.removed_chunk_ids:
-                caches.evict(RowFilter(chunk_id=chunk_id))
+            caches.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
 
 
 def print_index_report(report: IndexReport, born: int | None) -> None:

@@ -48,7 +48,7 @@ def ls(
     from cachecraft_rag.store import RowFilter
 
     with opened(store) as found:
-        rows = found.rows(RowFilter(chunk_id=chunk), offset=offset, limit=limit)
+        rows = found.rows(RowFilter(chunk_ids=(chunk,) if chunk else None), offset=offset, limit=limit)
         total = found.stats().variants
     if as_json:
         print_json([asdict(row) for row in rows])
@@ -127,7 +127,8 @@ def evict(
     from cachecraft_rag.store import RowFilter
 
     before = None if older_than_days is None else time.time() - older_than_days * 86400
-    chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_id=chunk, created_before=before)
+    chunks = (chunk,) if chunk else None
+    chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_ids=chunks, created_before=before)
     if chosen == RowFilter() and down_to_mb is None and not everything:
         raise ConfigError(
             "say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all"
