@@ -16,21 +16,29 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cachecraft_rag.config import SamplingParams
+    from cachecraft_rag.config import ReuseConfig, SamplingParams
+    from cachecraft_rag.engine import Engine
     from cachecraft_rag.errors import CacheCraftError
+    from cachecraft_rag.models import Decoder
     from cachecraft_rag.rag import CacheCraft
+    from cachecraft_rag.selfcheck import self_check
     from cachecraft_rag.stats import Answer, RequestStats
-    from cachecraft_rag.types import Chunk, Document, SearchHit
+    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.types import Chunk, Document
 
 __all__ = [
     "Answer",
     "CacheCraft",
     "CacheCraftError",
     "Chunk",
+    "ChunkCacheStore",
+    "Decoder",
     "Document",
+    "Engine",
     "RequestStats",
+    "ReuseConfig",
     "SamplingParams",
-    "SearchHit",
+    "self_check",
 ]
 
 _HOME = {
@@ -38,10 +46,14 @@ _HOME = {
     "CacheCraft": "rag",
     "CacheCraftError": "errors",
     "Chunk": "types",
+    "ChunkCacheStore": "store",
+    "Decoder": "models",
     "Document": "types",
+    "Engine": "engine",
     "RequestStats": "stats",
+    "ReuseConfig": "config",
     "SamplingParams": "config",
-    "SearchHit": "types",
+    "self_check": "selfcheck",
 }
 
 

@@ -75,7 +75,7 @@ class Engine:
     """Answers questions over chunks with one model and one store.
 
     Args:
-        decoder: the model.
+        decoder: the model; one that nobody has tried yet should pass `selfcheck.self_check` first.
         store: where its chunk-caches live; may be shared with other engines and processes.
         namespace: the tenant; chunk-caches never cross it.
         config: how caches are reused; a call may bring its own.
