@@ -51,10 +51,18 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
-def test_the_ends_of_the_ranges_are_allowed() -> None:
-    ReuseConfig(alpha=0, recompute_ratio=0, sink_tokens=0, focus_window=1)
-    ReuseConfig(recompute_ratio=1.0, focus="printed", selector="random")
-    SamplingParams(max_new_tokens=1, temperature=0, top_p=1.0, stop=())
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        (ReuseConfig, {"alpha": 0, "recompute_ratio": 0, "sink_tokens": 0, "focus_window": 1}),
+        (ReuseConfig, {"recompute_ratio": 1.0, "focus": "printed", "selector": "random"}),
+        (SamplingParams, {"max_new_tokens": 1, "temperature": 0, "top_p": 1.0, "stop": ()}),
+    ],
+    ids=str,
+)
+def test_the_ends_of_the_ranges_are_allowed(settings: Any, ends: dict[str, Any]) -> None:
+    made = settings(**ends)
+    assert {name: getattr(made, name) for name in ends} == ends
 
 
 @pytest.mark.parametrize(("settings", "known"), [(ReuseConfig, "alpha"), (SamplingParams, "seed")])

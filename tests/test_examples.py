@@ -1,0 +1,48 @@
+"""The examples run as they stand, in a folder of their own, and show what they are there to show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run_example(name: str, folder: Path) -> str:
+    """What an example prints, run in `folder`."""
+    done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_quickstart_reuses_what_the_first_question_bore(demo_model: Path, tmp_path: Path) -> None:
+    printed = run_example("quickstart.py", tmp_path)
+    assert "21 documents added" in printed
+    reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]
+    assert len(reused) == 2
+    assert reused[0] == 0 < reused[1]
+    assert "handbook/purifier-willow-a3.md" in printed
+    assert "9 months" in printed
+    assert "52 square metres" in printed
+
+
+@pytest.mark.slow
+def test_an_engine_of_ones_own(demo_model: Path, tmp_path: Path) -> None:
+    printed = run_example("own_retriever.py", tmp_path)
+    assert "45 minutes" in printed
+    assert "1.7 litres" in printed
+    first, second = re.findall(r"^  (.+)$", printed, re.MULTILINE)
+    assert first.count("computed") == 2
+    assert second.count("reused") + second.count("exact") >= 1
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 40
+    assert re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE) == ["cachecraft_rag"]
