@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
+from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
 from cachecraft_rag.focus import FocusMonitor
@@ -71,7 +72,7 @@ class _Request:
         return time.perf_counter() - self.started
 
 
-class Engine:
+class Engine(Closing):
     """Answers questions over chunks with one model and one store.
 
     Args:

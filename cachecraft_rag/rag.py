@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine, Generation
 from cachecraft_rag.errors import IndexStoreError
@@ -16,7 +16,8 @@ from cachecraft_rag.models import Decoder
 from cachecraft_rag.priming import Primer
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
 from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore, Where
+from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import Answer, RequestStats, Source
@@ -60,7 +61,7 @@ class AnswerStream(Iterator[str]):
         return Answer(self.text, self.sources, self.stats)
 
 
-class CacheCraft:
+class CacheCraft(Closing):
     """Answers questions over your documents, reusing the chunk-caches of what it retrieves.
 
     >>> rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")  # doctest: +SKIP
@@ -217,16 +218,6 @@ class CacheCraft:
         """Finish and write the births under way; close what `from_pretrained` opened."""
         with self._opened:
             self.engine.close()
-
-    def __enter__(self) -> Self:
-        """The facade itself; leaving the block closes it."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
 
 
 def open_index(root: PathLike, embedder: Embedder) -> FaissStore:

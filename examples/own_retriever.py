@@ -26,13 +26,11 @@ def main() -> None:
     """Answer each question and say what happened to each chunk."""
     decoder = Decoder.load("demo")
     self_check(decoder)  # refuses a model whose answers would come out garbled
-    with ChunkCacheStore.open("chunk-caches/own-retriever") as store:
-        engine = Engine(decoder, store)
+    with ChunkCacheStore.open("chunk-caches/own-retriever") as store, Engine(decoder, store) as engine:
         for question in QUESTIONS:
             answer = engine.stream(question, retrieve(question), sampling=SAMPLING)
             print(question, "".join(answer).strip(), sep="\n")
             print("  " + ", ".join(f"{chunk.outcome} ({chunk.tokens} tokens)" for chunk in answer.stats.chunks))
-        engine.close()  # finishes what is still being stored
 
 
 if __name__ == "__main__":

@@ -19,25 +19,25 @@ import os
 import sqlite3
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
 from cachecraft_rag.retrievers.schema import model_name, prepare
 from cachecraft_rag.retrievers.vector_index import VectorIndex
-from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit
+from cachecraft_rag.types import Chunk, Scalar, SearchHit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 DATABASE = "index.sqlite"
 INDEX_FILE = "index.faiss"
-Where = Mapping[str, Scalar] | Callable[[Metadata], bool]
 
 _WAIT_S = 30.0  # for another process's transaction
 _BATCH = 4096  # rows per query; bounds memory
@@ -80,7 +80,7 @@ def chunk_number(chunk_id: str, salt: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{salt}:{chunk_id}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-class FaissStore:
+class FaissStore(Closing):
     """Chunks with their vectors and owners in a folder; threads and processes may share it.
 
     Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens
@@ -294,16 +294,6 @@ class FaissStore:
                 self._closed = True
                 self._db.close()
 
-    def __enter__(self) -> Self:
-        """The store itself; leaving the block closes it."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the store."""
-        self.close()
-
     # --- inside ---
 
     @contextlib.contextmanager
@@ -359,7 +349,7 @@ class FaissStore:
                 values = (number, chunk_id, generation, chunk.text, vector.tobytes())
                 db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", values)
                 added.append(chunk_id)
-            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?)", (doc_id, ordinal, number, _encoded(chunk.metadata)))
+            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?)", (doc_id, ordinal, number, encoded(chunk.metadata)))
         return added
 
     def _free_number(self, db: sqlite3.Connection, chunk_id: str) -> int:
@@ -416,36 +406,12 @@ class FaissStore:
         return index
 
 
-def _encoded(metadata: Metadata) -> str:
-    """Metadata as JSON, always the same text for the same values."""
-    for key, value in metadata.items():
-        if not isinstance(value, str | int | float | bool | None):
-            raise ConfigError(
-                f"metadata {key!r} is a {type(value).__name__}; use text, a number, true, false or nothing"
-            )
-    return json.dumps(dict(metadata), sort_keys=True, separators=(",", ":"))
-
-
-def _accepts(where: Where | None, metadata: Metadata) -> bool:
-    if where is None:
-        return True
-    if not isinstance(where, Mapping):
-        return bool(where(metadata))
-    return all(
-        key in metadata and metadata[key] == value and isinstance(metadata[key], bool) == isinstance(value, bool)
-        for key, value in where.items()
-    )
-
-
 def _matching(db: sqlite3.Connection, where: Where) -> NDArray[np.int64]:
     """The numbers of all chunks with an owner that the filter accepts, sorted."""
-    fragments = []
-    if isinstance(where, Mapping):
-        # Our JSON spells a text in one way only, so rows without it need not be parsed; 1 and 1.0 differ and are equal.
-        fragments = [_encoded({key: value})[1:-1] for key, value in where.items() if not isinstance(value, int | float)]
-    condition = " AND ".join("instr(metadata, ?)" for _ in fragments) or "TRUE"
-    rows = db.execute(f"SELECT number, metadata FROM owners WHERE {condition}", fragments)
-    return np.unique(_numbers(row for row in rows if _accepts(where, json.loads(row[1]))))
+    parts = fragments(where)
+    condition = " AND ".join("instr(metadata, ?)" for _ in parts) or "TRUE"
+    rows = db.execute(f"SELECT number, metadata FROM owners WHERE {condition}", parts)
+    return np.unique(_numbers(row for row in rows if accepts(where, json.loads(row[1]))))
 
 
 def _chunk_rows(
@@ -457,8 +423,8 @@ def _chunk_rows(
         "ORDER BY number, doc_id, ordinal"
     )
     rows: dict[int, tuple[str, str, dict[str, Scalar]]] = {}
-    for number, chunk_id, text, encoded in _by_list(db, query, numbers):
-        if number not in rows and _accepts(where, metadata := json.loads(encoded)):
+    for number, chunk_id, text, stored in _by_list(db, query, numbers):
+        if number not in rows and accepts(where, metadata := json.loads(stored)):
             rows[number] = (chunk_id, text, metadata)
     return rows
 

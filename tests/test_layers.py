@@ -18,10 +18,11 @@ FOLDERS = {
 # Lowest first. A package stands for all its modules, which may import each other but not in a circle; the modules of
 # `retrievers` live on floors of their own and are listed one by one.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "markup", "kernels"}),
+    frozenset({"types", "errors", "closing", "markup", "kernels"}),
     frozenset({"database", "documents", "chunking", "prompt", "scoring"})
     | frozenset({"selection", "focus", "embedded", "stats", "turns"}),
-    frozenset({"config", "catalog", "tiers", "births", "retrievers.vector_index", "retrievers.schema"}),
+    frozenset({"config", "catalog", "tiers", "births"})
+    | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),
     frozenset({"store", "models", "planner", "decode", "retrievers.faiss_store", "retrievers.embeddings"}),
     frozenset({"prefill", "birthing", "retrievers.indexer"}),
     frozenset({"engine", "selfcheck"}),

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import numpy as np
 
 from cachecraft_rag.catalog import Limits, Listed, RowFilter
+from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
@@ -86,7 +86,7 @@ class StoreStats:
     births: dict[str, int]
 
 
-class ChunkCacheStore:
+class ChunkCacheStore(Closing):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
 
     def __init__(self, root: Path, config: StoreConfig, *, limits: Mapping[str, int]) -> None:
@@ -287,16 +287,6 @@ class ChunkCacheStore:
         self._readers.shutdown()
         self._write_gains()
         self._durable.close()
-
-    def __enter__(self) -> Self:
-        """The store itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the store."""
-        self.close()
 
     # -- in the background --------------------------------------------------------------------------------------------
 
