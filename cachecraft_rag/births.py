@@ -61,7 +61,7 @@ class BirthRecorder:
 
     def locate(self, positions: Tensor) -> None:
         """Find each birth among the pass's ascending positions `[rows]`; its rows adjoin, for it is computed whole."""
-        starts = torch.searchsorted(positions, torch.tensor([b.start for b in self.births], device=positions.device))
+        starts = torch.searchsorted(positions, positions.new_tensor([b.start for b in self.births]))
         lengths = [birth.stop - birth.start for birth in self.births]
         self._rows = [slice(row, row + length) for row, length in zip(starts.tolist(), lengths, strict=True)]
 

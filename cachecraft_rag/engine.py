@@ -235,8 +235,6 @@ class Engine(Closing):
         for planned in request.plan.segments:
             if planned.variant is not None:
                 self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
-        if output.recorder is None:
-            return
         prompt = request.prompt
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
         context = BirthContext(prompt.segments, prompt.bounds, shares, request.session, request.config.sink_tokens)

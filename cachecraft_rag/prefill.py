@@ -10,7 +10,7 @@ prefill         the loop over layers that ties them together
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,7 +50,6 @@ class FocusWatcher:
         self._positions = torch.arange(*question, device=chunk_bounds.device)
         self._bounds = chunk_bounds
         self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
-        self.decided = False
 
     def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
         """Look at one layer: rotated `q` `[rows, heads, head_dim]`, the question last, and all rotated keys `k`."""
@@ -67,7 +66,7 @@ class FocusWatcher:
             scale=settings.scale,
             softcap=settings.softcap,
         )
-        self.decided = self.monitor.observe(layer, mass.sum(0).tolist())
+        self.monitor.observe(layer, mass.sum(0).tolist())
 
 
 class RowPass:
@@ -141,15 +140,15 @@ class PrefillInput:
     capacity: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrefillOutput:
-    """`logits` `[vocabulary]` of the last position, the buffer to decode in, and the recorded births."""
+    """`logits` `[vocabulary]` of the last position, the buffer to decode in, and the recorded births (perhaps none)."""
 
     logits: Tensor
     merged: MergedKV
-    recorder: BirthRecorder | None = None
-    monitor: FocusMonitor | None = None
-    row_layers: int = field(default=0)  # rows computed, summed over layers: what early termination saves is seen here
+    recorder: BirthRecorder
+    monitor: FocusMonitor | None
+    row_layers: int  # rows computed, summed over layers: what early termination saves is seen here
 
 
 @torch.inference_mode()
@@ -167,7 +166,7 @@ def prefill(
     ids = torch.tensor(work.token_ids, device=device)[positions]
     merged = MergedKV(decoder, max(work.capacity, work.bounds[-1]))
     spans = [(i, work.bounds[i], work.bounds[i + 1]) for i in work.births]
-    recorder = BirthRecorder(decoder.layout, merged.kv, spans) if spans else None
+    recorder = BirthRecorder(decoder.layout, merged.kv, spans)
     watcher = None
     if monitor is not None:
         chunk_bounds = torch.tensor(work.bounds[1:-1], device=device)
@@ -179,10 +178,10 @@ def prefill(
             merged.place(layer, reused.kv[layer], reused.start)
         hidden = decoder.layer(layer, hidden, positions=rows.positions, layer_pass=rows)
         row_layers += len(rows.positions)
-        if watcher is not None and watcher.decided:
-            keep = _focused_rows(work, watcher.monitor, device)
+        if monitor is not None and monitor.layer == layer:  # decided just now
+            keep = _focused_rows(work, monitor, device)
             rows.keep(keep)
-            hidden, watcher.decided = hidden[:, keep], False
+            hidden = hidden[:, keep]
     logits = decoder.logits(hidden[:, -logits_to_keep:])
     return PrefillOutput(logits[0] if logits_to_keep == 1 else logits, merged, recorder, monitor, row_layers)
 

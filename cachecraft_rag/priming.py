@@ -56,11 +56,10 @@ class Primer:
         work = PrefillInput(prompt.token_ids, bounds, range(bounds[-1]), births=births)
         with engine.turn:
             output = prefill(engine.decoder, work)
-        if output.recorder is not None:
-            exact = [1.0] * len(prompt.segments)
-            context = BirthContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens)
-            engine.births.submit(output.recorder, output.merged.kv[:, 0], context)
-            engine.births.wait_for([ids[index] for index in births])
+        exact = [1.0] * len(prompt.segments)
+        context = BirthContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens)
+        engine.births.submit(output.recorder, output.merged.kv[:, 0], context)
+        engine.births.wait_for([ids[index] for index in births])
         present = self._present(ids)  # what a full disk refused was not born
         return sum(variant_ids[index] in present for index in births)
 

@@ -40,8 +40,7 @@ def self_check(decoder: Decoder) -> float:
     half = PROBE_TOKENS // 2
     bounds = [0, half, PROBE_TOKENS]
     full = prefill(decoder, PrefillInput(ids, bounds, range(PROBE_TOKENS), births=[0]))
-    births = full.recorder.births if full.recorder is not None else ()
-    reused = [Reused(birth.start, birth.kv) for birth in births]
+    reused = [Reused(birth.start, birth.kv) for birth in full.recorder.births]
     partial = prefill(decoder, PrefillInput(ids, bounds, range(half, PROBE_TOKENS), reused=reused))
     # Not max() over floats: it passes over a NaN that does not come first.
     error = float(torch.stack([(out.logits - own).norm() / own.norm() for out in (full, partial)]).max())
@@ -75,7 +74,7 @@ def _check_windows(decoder: Decoder, output: PrefillOutput) -> None:
     config = decoder.model.config
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    for layer, found in enumerate(output.recorder.settings if output.recorder is not None else ()):
+    for layer, found in enumerate(output.recorder.settings):
         expected = window if kinds is None or kinds[layer] == "sliding_attention" else None
         if found.window != expected:
             raise _refusal(decoder, f"layer {layer} attends within a window of {found.window}, not {expected}")

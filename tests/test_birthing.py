@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
-from cachecraft_rag.births import BirthRecorder
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prefill import PrefillInput, PrefillOutput, prefill
 from cachecraft_rag.prompt import Segment
@@ -59,11 +58,6 @@ def output(decoder: Decoder) -> PrefillOutput:
     return prefill(decoder, PrefillInput(IDS, BOUNDS, range(40), births=[0, 1, 2]))
 
 
-def recorder_of(output: PrefillOutput) -> BirthRecorder:
-    assert output.recorder is not None
-    return output.recorder
-
-
 def context(segments: tuple[Segment, ...] = SEGMENTS, session: str | None = None) -> BirthContext:
     return BirthContext(segments, BOUNDS, [1.0, 1.0, 0.5, 0.5], session, sink_tokens=4)
 
@@ -75,7 +69,7 @@ def stored(store: ChunkCacheStore, decoder: Decoder, session: str | None = None)
 def test_births_arrive_with_their_identity_numbers_and_tensors(
     queue: BirthQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput
 ) -> None:
-    queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
     queue.wait_for(NAMES)
     found = {name: variants[0] for name, variants in stored(store, decoder).items()}
     assert found["the system"].key.birth_prefix == ()
@@ -85,7 +79,7 @@ def test_births_arrive_with_their_identity_numbers_and_tensors(
     assert found["second"].tokens_digest == SEGMENTS[2].tokens_digest
     scores = store.token_inter([found[name].variant_id for name in NAMES])
     assert [scores[found[name].variant_id] is None for name in NAMES] == [True, True, False]
-    for birth, name in zip(recorder_of(output).births, NAMES, strict=True):
+    for birth, name in zip(output.recorder.births, NAMES, strict=True):
         loaded: Any = store.load(found[name])
         assert torch.equal(loaded.kv, birth.kv)
 
@@ -98,10 +92,10 @@ def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
         Segment(s.kind, s.segment_id, s.token_ids, private=s.private or place == private)
         for place, s in enumerate(SEGMENTS)
     )
-    queue.submit(recorder_of(output), output.merged.kv[:, 0], context(segments))
+    queue.submit(output.recorder, output.merged.kv[:, 0], context(segments))
     queue.wait_for(NAMES)
     assert [name for name, variants in stored(store, decoder).items() if variants] == kept
-    queue.submit(recorder_of(output), output.merged.kv[:, 0], context(segments, session="ada"))
+    queue.submit(output.recorder, output.merged.kv[:, 0], context(segments, session="ada"))
     queue.wait_for(NAMES)
     assert [name for name, variants in stored(store, decoder, session="bob").items() if variants] == kept
     assert all(stored(store, decoder, session="ada").values())
@@ -111,7 +105,7 @@ def test_submitting_does_not_wait_and_describing_takes_turns(
     queue: BirthQueue, turn: FairLock, output: PrefillOutput, store: ChunkCacheStore
 ) -> None:
     with turn:  # a request computes
-        queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.merged.kv[:, 0], context())
         time.sleep(0.05)
         assert store.stats().variants == 0
     queue.wait_for(NAMES)
@@ -121,7 +115,7 @@ def test_submitting_does_not_wait_and_describing_takes_turns(
 def test_a_birth_that_fails_is_logged_and_nobody_waits_for_it_forever(
     queue: BirthQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput, caplog: Any
 ) -> None:
-    queue.submit(recorder_of(output), output.merged.kv[:2, 0], context())  # two of four layers
+    queue.submit(output.recorder, output.merged.kv[:2, 0], context())  # two of four layers
     waiting = threading.Thread(target=queue.wait_for, args=(NAMES,))
     waiting.start()
     waiting.join(20)
@@ -130,7 +124,7 @@ def test_a_birth_that_fails_is_logged_and_nobody_waits_for_it_forever(
     failures = [record for record in caplog.records if "is not stored" in record.message]
     assert len(failures) == 3
     assert all(record.exc_info is not None for record in failures)
-    queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
     queue.wait_for(NAMES)
     assert all(stored(store, decoder).values())  # and the queue goes on
 
@@ -145,7 +139,7 @@ def test_a_store_that_is_closed_or_full_drops_births_with_a_reason(
         )
         if reason == "the store is closed":
             store.close()
-        queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.merged.kv[:, 0], context())
         queue.wait_for(NAMES)
         queue.close()
         store.close()
@@ -156,10 +150,10 @@ def test_a_store_that_is_closed_or_full_drops_births_with_a_reason(
 def test_closing_finishes_what_is_queued_and_takes_nothing_more(
     queue: BirthQueue, store: ChunkCacheStore, output: PrefillOutput
 ) -> None:
-    queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
     queue.close()
     assert store.stats().variants == 3
-    queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
     queue.wait_for(NAMES)
     queue.close()
 
@@ -182,11 +176,11 @@ def test_births_that_come_faster_than_they_are_stored_are_dropped(
         store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn, max_bytes=0
     )
     with turn:  # nothing can be described meanwhile
-        queue.submit(recorder_of(output), output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.merged.kv[:, 0], context())
         assert "births are dropped" in caplog.text
     queue.close()
     assert store.stats().variants == 1  # one is always taken, however large
     late = BirthQueue(store, namespace="late", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn)
-    late.submit(recorder_of(output), output.merged.kv[:, 0], context())
+    late.submit(output.recorder, output.merged.kv[:, 0], context())
     late.close()
     assert store.stats().variants == 4

@@ -67,7 +67,6 @@ def token_ids(seed: int = 0, length: int = BOUNDS[-1]) -> list[int]:
 
 def births_of(output: PrefillOutput) -> list[Reused]:
     """What was born in a pass, at the places where it was born."""
-    assert output.recorder is not None
     return [Reused(birth.start, birth.kv) for birth in output.recorder.births]
 
 

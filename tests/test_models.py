@@ -126,7 +126,6 @@ def test_models_of_the_same_build_are_exact(family: str, settings: dict[str, Any
     assert self_check(decoder) <= 2e-6
     ids = torch.randint(3, 256, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     full = prefill(decoder, PrefillInput(ids, [0, 60, 100], range(100), births=[0]))
-    assert full.recorder is not None
     reused = [Reused(0, full.recorder.births[0].kv)]
     partial = prefill(decoder, PrefillInput(ids, [0, 60, 100], range(60, 100), reused=reused))
     own = decoder.own_logits(ids)[0]

@@ -34,7 +34,7 @@ def test_rows_are_counted_and_the_stored_caches_stay_as_they_are(decoder: Decode
     before = [reused.kv.clone() for reused in caches]
     output = prefill(decoder, PrefillInput(IDS, BOUNDS, [5, 12, *QUESTION], reused=caches))
     assert output.row_layers == 17 * decoder.layout.layers
-    assert output.recorder is None
+    assert output.recorder.births == ()
     assert all(torch.equal(reused.kv, kept) for reused, kept in zip(caches, before, strict=True))
 
 

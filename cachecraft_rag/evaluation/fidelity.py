@@ -70,7 +70,6 @@ def born_behind(decoder: Decoder, prompts: PromptBuilder, chunk: Segment, before
     prompt = Prompt((prompts.system, *before, chunk))
     bounds, last = prompt.bounds, len(prompt.segments) - 1
     output = prefill(decoder, PrefillInput(prompt.token_ids, bounds, range(bounds[-1]), births=[last]))
-    assert output.recorder is not None
     birth = output.recorder.births[0]
     describer = BirthDescriber(birth, output.recorder.settings, bounds=bounds, sink_tokens=ReuseConfig().sink_tokens)
     for layer in range(decoder.layout.layers):
@@ -94,7 +93,6 @@ class Comparison:
         self.born = [born_behind(decoder, prompts, c, draw.sample(others, draw.randint(1, 2))) for c in self.chunks]
         everything = PrefillInput(self._ids, self._spans(), range(len(self._ids)), births=[0])
         output = prefill(decoder, everything, logits_to_keep=self._keep)
-        assert output.recorder is not None
         self._system = output.recorder.births[0].kv
         self._reference = output.logits.reshape(self._keep, -1).log_softmax(-1)
 
