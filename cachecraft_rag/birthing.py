@@ -88,7 +88,9 @@ class BirthQueue:
                     logger.warning("births are dropped: %d MB of them wait already", self._waiting_bytes // 10**6)
                     return
                 try:
-                    job = self._worker.submit(self._store_birth, birth, recorder, keys, context, key, session)
+                    job = self._worker.submit(
+                        self._store_birth, birth, recorder, keys, context=context, key=key, session=session
+                    )
                 except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
                     logger.info("the births of an answer that outlived its engine are dropped")
                     return
@@ -123,6 +125,7 @@ class BirthQueue:
         birth: RecordedBirth,
         recorder: BirthRecorder,
         keys: Tensor,
+        *,
         context: BirthContext,
         key: VariantKey,
         session: str | None,

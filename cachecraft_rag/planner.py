@@ -76,11 +76,11 @@ def make_plan(
         else:
             prefix = tuple(s.segment_id for s in segments[:index])
             offers = stored.get(segment.segment_id, ())
-            best = _best(
-                segment, [v for v in offers if v.variant_id not in lost] if lost else offers, prefix, places, config
-            )
-            reasons = [lost[v.variant_id] for v in offers if v.variant_id in lost]
-            plans.append(replace(best, reason=reasons[0]) if reasons and best.variant is None else best)
+            there = [variant for variant in offers if variant.variant_id not in lost]
+            best = _best(segment, there, prefix=prefix, places=places, config=config)
+            if best.variant is None and len(there) < len(offers):
+                best = replace(best, reason=next(lost[v.variant_id] for v in offers if v.variant_id in lost))
+            plans.append(best)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
     return Plan(tuple(plans))
@@ -89,15 +89,16 @@ def make_plan(
 def _best(
     segment: Segment,
     variants: Sequence[Variant],
+    *,
     prefix: tuple[str, ...],
     places: Mapping[str, int],
     config: ReuseConfig,
 ) -> SegmentPlan:
     best: SegmentPlan | None = None
-    tokens_digest = segment.tokens_digest if variants else ""
-    fitting = [v for v in variants if v.tokens_digest == tokens_digest]
-    for variant in fitting:
-        scored = _score(variant, prefix, places, config)
+    for variant in variants:
+        if variant.tokens_digest != segment.tokens_digest:
+            continue
+        scored = _score(variant, prefix=prefix, places=places, config=config)
         if scored.outcome == "exact":
             return scored
         if best is None or (scored.cfo or 0.0, -variant.exact_share) < (best.cfo or 0.0, -_exact_share(best)):
@@ -106,9 +107,8 @@ def _best(
         reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
         return SegmentPlan("computed", reason)
     if (best.cfo or 0.0) >= 1.0:
-        return replace(
-            best, outcome="computed", reason="CFO is 1: fixing it costs as much as computing it", variant=None
-        )
+        reason = "CFO is 1: fixing it costs as much as computing it"
+        return replace(best, outcome="computed", reason=reason, variant=None)
     return best
 
 
@@ -116,7 +116,7 @@ def _exact_share(plan: SegmentPlan) -> float:
     return plan.variant.exact_share if plan.variant is not None else 0.0
 
 
-def _score(variant: Variant, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
+def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
     """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
     born = variant.key.birth_prefix
     if born == prefix and variant.exact_share >= 1.0:

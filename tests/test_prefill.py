@@ -26,7 +26,6 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
 def caches(decoder: Decoder) -> list[Reused]:
     """System and both chunks as they are in the full prompt."""
     output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(75), births=[0, 1, 2]))
-    assert output.recorder is not None
     return [Reused(birth.start, birth.kv) for birth in output.recorder.births]
 
 
@@ -107,7 +106,6 @@ def test_births_go_on_when_other_rows_are_dropped(decoder: Decoder, caches: list
         births=[2],
     )
     output = prefill(decoder, work, monitor=Decides(2, {1}, 1))
-    assert output.recorder is not None
     assert torch.allclose(output.recorder.births[0].kv, caches[2].kv, atol=1e-4)
 
 
