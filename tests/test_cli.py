@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,56 @@ def test_chat_keeps_the_conversation_and_leaves_at_the_end_of_input(home: Path) 
     assert "docs/returns.md" in done.stdout
 
 
+def test_chat_knows_its_commands_and_survives_what_does_not_fit(home: Path) -> None:
+    done = run(
+        "chat", "--max-new-tokens", "8", cwd=home, typed=f"/sources\n/help\n{'why ' * 9000}\n{QUESTION}\n/quit\n"
+    )
+    assert "nothing has been answered yet" in done.stderr
+    assert done.stderr.count("/sources, /new, /quit") == 2  # at the start and for the command it does not know
+    assert "/new forgets the conversation" in done.stderr
+    assert done.stdout.count("first token after") == 1
+
+
+def test_ctrl_c_stops_an_answer_and_then_the_conversation(home: Path) -> None:
+    command = [COMMAND, "chat", "--max-new-tokens", "4000", "--temperature", "2", "--seed", "1"]
+    chat = subprocess.Popen(
+        command, cwd=home, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    assert chat.stderr is not None
+    with chat:
+        chat.stdin.write(f"{QUESTION}\n")
+        chat.stdin.flush()
+        chat.stdout.read(40)  # the prompt, and the answer has begun
+        chat.send_signal(signal.SIGINT)
+        while "stopped" not in chat.stderr.readline():
+            assert chat.poll() is None
+        chat.send_signal(signal.SIGINT)
+        assert "interrupted" in chat.stderr.read()
+    assert chat.returncode == 130
+
+
+def test_a_library_s_warning_is_printed_once() -> None:
+    code = (
+        "import logging, sys\n"
+        "from cachecraft_rag.cli import main\n"
+        "logging.getLogger('library').addHandler(logging.StreamHandler())\n"
+        "sys.argv = ['cachecraft', 'store', 'stats', '--store', 'nowhere']\n"
+        "try: main()\n"
+        "except SystemExit: logging.getLogger('library').warning('take care')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("take care") == 1
+
+
+def test_a_question_before_the_first_document_loads_no_model_and_makes_no_folder(tmp_path: Path) -> None:
+    for command in (["ask", "What?"], ["chat"]):
+        done = run(*command, "--store", "typo", "--model", "no/such-model", cwd=tmp_path, code=2)
+        assert "cachecraft index DIR --store typo" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unchanged_folder_is_left_alone(home: Path) -> None:
     report = last_json(run("index", "docs", "--json", cwd=home))
     assert (report["chunks_embedded"], len(report["unchanged"]), report["born"]) == (0, 2, None)
@@ -120,7 +171,7 @@ def test_store_commands(home: Path) -> None:
         (["store", "evict"], "say what to evict"),
         (["index", "nowhere"], "nowhere"),
         (["ask", "What?", "--focus", "sharp"], "focus must be off"),
-        (["ask", "What?", "--model", "./no-such-model"], "cannot load the model"),
+        (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

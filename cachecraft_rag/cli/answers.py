@@ -1,8 +1,7 @@
-"""`cachecraft index`, `ask` and `chat`."""
+"""`cachecraft index` and `ask`."""
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +12,23 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.errors import IndexStoreError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.prompt import Turn
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
     from cachecraft_rag.stats import RequestStats
+
+
+def require_index(store: Path) -> None:
+    """Raise IndexStoreError unless something has been indexed: before a model is loaded or a folder made in vain."""
+    from cachecraft_rag.rag import INDEX_FOLDER
+
+    if not (store / INDEX_FOLDER).is_dir():
+        raise IndexStoreError(
+            f"{store} holds no documents yet; add some with `cachecraft index DIR --store {store}`, or name another "
+            "folder with --store"
+        )
 
 
 def load(model: str, **settings: Any) -> CacheCraft:
@@ -118,6 +128,7 @@ def ask(
     options.set_threads(threads)
     config = ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, focus=focus)  # type: ignore[arg-type]
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    require_index(store)
     with load(
         model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace, reuse=config
     ) as rag:
@@ -162,45 +173,3 @@ def print_stats(stats: RequestStats) -> None:
         style="dim",
         highlight=False,
     )
-
-
-def chat(
-    store: options.Store = DEFAULT_STORE,
-    model: options.Model = "demo",
-    embeddings: options.Embeddings = None,
-    top_k: options.TopK = 5,
-    max_new_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    namespace: options.Namespace = "default",
-    threads: options.Threads = None,
-    seed: options.Seed = None,
-) -> None:
-    """Talk about the indexed documents.
-
-    /sources shows what the last answer drew on, /new forgets the conversation, /quit leaves.
-    """
-    options.set_threads(threads)
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    history: list[Turn] = []
-    session = uuid.uuid4().hex
-    with load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag:
-        err.print("Ask away. /sources, /new, /quit", style="dim")
-        last: AnswerStream | None = None
-        while True:
-            try:
-                question = out.input("[bold]> [/]").strip()
-            except EOFError:
-                break
-            if question in ("/quit", "/exit"):
-                break
-            if question == "/new":
-                history.clear()
-            elif question == "/sources" and last is not None:
-                print_sources(last)
-            elif question:
-                last = rag.stream(question, top_k=top_k, history=history, session=session, sampling=sampling)
-                print_stream(last)
-                print_stats(last.stats)
-                history += [("user", question), ("assistant", last.text)]

@@ -13,9 +13,11 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import answers, benchmarks, demonstration, store
-from cachecraft_rag.cli.options import err
+from cachecraft_rag.cli import answers, benchmarks, chat, demonstration, store
+from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 app = typer.Typer(
     name="cachecraft",
@@ -28,7 +30,7 @@ app = typer.Typer(
 app.command("demo")(demonstration.demo)
 app.command("index")(answers.index)
 app.command("ask")(answers.ask)
-app.command("chat")(answers.chat)
+app.command("chat")(chat.chat)
 app.add_typer(store.app, name="store")
 app.add_typer(benchmarks.app, name="bench")
 
@@ -46,9 +48,11 @@ def _settings(
         bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[RichHandler(console=err, show_path=False)])
-    logging.getLogger("cachecraft_rag").setLevel(level)
+    # On the package's logger and not on the root: libraries print their warnings themselves, all would come twice.
+    logger = logging.getLogger("cachecraft_rag")
+    logger.addHandler(RichHandler(console=err, show_path=False))
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.propagate = False
 
 
 def main() -> None:
@@ -56,9 +60,9 @@ def main() -> None:
     try:
         app()
     except CacheCraftError as error:
-        err.print("error:", style="bold red", end=" ")
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         sys.exit(2)
-    except KeyboardInterrupt:
-        err.print("interrupted; what was finished is kept")
-        sys.exit(130)
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:  # what typer makes of Ctrl-C
+            err.print("interrupted; what was finished is kept: the same command goes on from there")
+        raise

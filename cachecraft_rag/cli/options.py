@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from cachecraft_rag.errors import CacheCraftError
+
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
 Model = Annotated[
     str,
@@ -47,6 +49,12 @@ err = Console(stderr=True)
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
     typer.echo(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def print_error(error: CacheCraftError, advice: str = "") -> None:
+    """An error on stderr, with advice that its message could not know of."""
+    err.print("error:", style="bold red", end=" ")
+    err.print(f"{error} {advice}".strip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:

@@ -1,0 +1,97 @@
+"""`cachecraft chat`."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.answers import load, print_sources, print_stats, print_stream, require_index
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
+from cachecraft_rag.config import SamplingParams
+from cachecraft_rag.errors import ContextLengthError
+
+if TYPE_CHECKING:
+    from cachecraft_rag.prompt import Turn
+    from cachecraft_rag.rag import AnswerStream, CacheCraft
+
+HELP = "Ask away. /sources, /new, /quit; Ctrl-C stops an answer"
+
+
+def chat(
+    store: options.Store = DEFAULT_STORE,
+    model: options.Model = "demo",
+    embeddings: options.Embeddings = None,
+    top_k: options.TopK = 5,
+    max_new_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    namespace: options.Namespace = "default",
+    threads: options.Threads = None,
+    seed: options.Seed = None,
+) -> None:
+    """Talk about the indexed documents.
+
+    /sources shows what the last answer drew on, /new forgets the conversation, /quit leaves; Ctrl-C stops an answer.
+    """
+    options.set_threads(threads)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    require_index(store)
+    with load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag:
+        conversation = Conversation(rag, top_k=top_k, sampling=sampling)
+        err.print(HELP, style="dim")
+        while True:
+            try:
+                typed = out.input("[bold]> [/]").strip()
+            except EOFError:
+                out.print()
+                break
+            if typed in ("/quit", "/exit"):
+                break
+            conversation.take(typed)
+
+
+class Conversation:
+    """What has been said so far, and what to do with the next line."""
+
+    def __init__(self, rag: CacheCraft, *, top_k: int, sampling: SamplingParams) -> None:
+        self._rag, self._top_k, self._sampling = rag, top_k, sampling
+        self._session = uuid.uuid4().hex
+        self._history: list[Turn] = []
+        self._last: AnswerStream | None = None
+
+    def take(self, typed: str) -> None:
+        """Do what a line says: a command, or a question to answer."""
+        if typed == "/new":
+            self._history.clear()
+        elif typed == "/sources" and self._last is None:
+            err.print("nothing has been answered yet", style="dim")
+        elif typed == "/sources" and self._last is not None:
+            print_sources(self._last)
+        elif typed.startswith("/") and " " not in typed:
+            err.print(HELP, style="dim")
+        elif typed:
+            self._answer(typed)
+
+    def _answer(self, question: str) -> None:
+        """Answer and remember it; Ctrl-C ends the answer and not the conversation, and what was said by then counts."""
+        said = ""
+        try:
+            stream = self._rag.stream(
+                question, top_k=self._top_k, history=self._history, session=self._session, sampling=self._sampling
+            )
+            try:
+                print_stream(stream)
+                print_stats(stream.stats)
+            finally:
+                stream.close()
+                said = stream.text
+                if stream.stats.finish is not None:  # stopped before its first token it has nothing to tell
+                    self._last = stream
+        except KeyboardInterrupt:
+            err.print("\nstopped", style="dim")
+        except ContextLengthError as error:
+            print_error(error, "/new forgets the conversation.")
+        if said:
+            self._history += [("user", question), ("assistant", said)]
