@@ -2,7 +2,7 @@
 
 What is stored of a birth is its raw keys and values; what the planner later needs of it are its attention statistics
 (eq. 3, 4, 9–11 and the token scores of eq. 14). Those need attention weights, which fast attention kernels never
-form. So the pass keeps the born chunks' queries, and `describe` computes the statistics once the answer is out.
+form. So the pass keeps the born chunks' queries, and a `BirthDescriber` computes the statistics once the answer is out.
 Rejected: explicit softmax inside the pass.
 """
 
