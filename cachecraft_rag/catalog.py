@@ -127,12 +127,13 @@ class Limits:
 class RowFilter:
     """Which rows an administrator means; None leaves a part open, no chunk ids at all means no rows.
 
-    `created_before` is in seconds since the epoch.
+    `created_before` is in seconds since the epoch, `chunk_prefix` how a chunk id begins: tables show no more of it.
     """
 
     namespace: str | None = None
     fingerprint: str | None = None
     chunk_ids: tuple[str, ...] | None = None
+    chunk_prefix: str | None = None
     created_before: float | None = None
 
     def as_sql(self) -> tuple[str, list[str | float]]:
@@ -145,6 +146,7 @@ class RowFilter:
             ("s.namespace = ?", self.namespace),
             ("s.fingerprint = ?", self.fingerprint),
             ("v.chunk_id IN (SELECT value FROM json_each(?))", chunks),
+            ("instr(v.chunk_id, ?) = 1", self.chunk_prefix),  # not GLOB or LIKE: a prefix has no wildcards
             ("v.created < ?", self.created_before),
         )
         given = [(condition, value) for condition, value in parts if value is not None]

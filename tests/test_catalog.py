@@ -207,6 +207,14 @@ def test_chunks_to_evict_are_named_and_none_named_is_none_evicted(catalog: Catal
     assert chunks_in(catalog) == {"chunk 0", "chunk 2"}
 
 
+def test_a_chunk_is_found_by_how_its_id_begins(catalog: Catalog) -> None:
+    for chunk in ("ab12", "abc3", "b0ab", "a%", "A%"):
+        add(catalog, make(chunk))
+    assert {row.variant.key.chunk_id for row in catalog.rows(RowFilter(chunk_prefix="ab"))} == {"ab12", "abc3"}
+    assert len(catalog.evict(RowFilter(chunk_prefix="a%"), writer="me")) == 1
+    assert catalog.rows(RowFilter(chunk_prefix="a_")) == []
+
+
 def test_a_failed_transaction_changes_nothing(catalog: Catalog) -> None:
     add(catalog, make())
     with pytest.raises(StoreError, match="IntegrityError"):

@@ -28,13 +28,12 @@ def ttft(
     recompute_ratio: Annotated[float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="r.")] = 0.15,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 7,
     threads: options.Threads = None,
-    seed: options.Seed = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of torch; the prompt is always the same.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Time to first token: reuse against the model's own prefill, side by side.
 
-    With `--dtype auto` both sides run in the dtype in which the model's own prefill is fastest here. `--seed` seeds
-    torch; the prompt is the same in every run.
+    With --dtype auto both sides run in the dtype in which the model's own prefill is fastest here.
     """
     options.set_threads(threads)
     with waiting("Benchmark") as say:

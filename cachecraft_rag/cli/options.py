@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -21,19 +23,23 @@ Model = Annotated[
 ]
 Embeddings = Annotated[
     str | None,
-    typer.Option("--embeddings", help="sentence-transformers model for retrieval. [default: the embedded one]"),
+    typer.Option("--embeddings", help="sentence-transformers model for retrieval.", show_default="the embedded one"),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
 Namespace = Annotated[str, typer.Option("--namespace", help="Tenant; chunk-caches never cross it.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads. [default: torch's choice]")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="torch's choice")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampled answers.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines, and nothing else, on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
 Ratio = Annotated[
     float | None,
     typer.Option(
-        "--recompute-ratio", min=0.0, max=1.0, help="Recompute this share of each moved chunk. [default: CFO decides]"
+        "--recompute-ratio",
+        min=0.0,
+        max=1.0,
+        help="Recompute this share of each moved chunk.",
+        show_default="CFO decides",
     ),
 ]
 Focus = Annotated[str, typer.Option("--focus", help="Early termination of unfocused chunks: off, gap or printed.")]
@@ -42,8 +48,15 @@ Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = 
 
 DEFAULT_STORE = Path("chunk-caches")
 
-out = Console()
-err = Console(stderr=True)
+
+def _console(stream: TextIO) -> Console:
+    """A console on stdout or stderr; wide where that is no terminal, so that tables in files and pipes are whole."""
+    wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
+    return Console(stderr=stream is sys.stderr, width=wide)
+
+
+out = _console(sys.stdout)
+err = _console(sys.stderr)
 
 
 def print_json(value: Any) -> None:
@@ -83,18 +96,19 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_bar(text: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, moved by calls with (done, total)."""
+def progress_bar(text: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, moved by calls with (done, total) and, if there is more to tell, a note."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=err, transient=False) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(text, total=None, note="")
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 
 
 def megabytes(nbytes: int) -> str:

@@ -19,21 +19,33 @@ from cachecraft_rag.errors import ConfigError, StoreError
 if TYPE_CHECKING:
     from cachecraft_rag.store import ChunkCacheStore
 
+SHORTEST_PREFIX = 4
+ID_LETTERS = 8  # ten columns fit a terminal of 80
+
 app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=True)
 
 
 @contextmanager
 def opened(folder: Path) -> Iterator[ChunkCacheStore]:
-    """The store below a folder; it must exist, so that a mistyped path does not make a new one."""
+    """The store below a folder, or in it where it is an engine's own. It must exist: a typo makes no new one."""
     from cachecraft_rag.rag import CACHE_FOLDER
-    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
 
-    if not (folder / CACHE_FOLDER).is_dir():
+    place = folder if (folder / CATALOG_FILE).is_file() else folder / CACHE_FOLDER
+    if not place.is_dir():
         raise StoreError(
-            f"{folder} holds no chunk-caches; name the folder with --store, or make one with `cachecraft ask`"
+            f"{folder} holds no chunk-caches; name the folder with --store, or make some with "
+            f"`cachecraft index DIR --prime --store {folder}`"
         )
-    with ChunkCacheStore.open(folder / CACHE_FOLDER) as store:
+    with ChunkCacheStore.open(place) as store:
         yield store
+
+
+def begins(chunk: str | None) -> str | None:
+    """A --chunk that is long enough to mean a chunk. Raises ConfigError."""
+    if chunk is not None and len(chunk) < SHORTEST_PREFIX:
+        raise ConfigError(f"--chunk needs at least {SHORTEST_PREFIX} letters of a chunk id; `store ls` shows them")
+    return chunk
 
 
 @app.command()
@@ -41,25 +53,33 @@ def ls(
     store: options.Store = DEFAULT_STORE,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to show.")] = 50,
     offset: Annotated[int, typer.Option("--offset", min=0, help="Rows to skip.")] = 0,
-    chunk: Annotated[str | None, typer.Option("--chunk", help="Only this chunk id.")] = None,
+    chunk: Annotated[str | None, typer.Option("--chunk", help="Only chunks whose id begins so.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List variants, the most worthy first."""
+    """List variants, the most worthy first.
+
+    Shown of each: how its id and its chunk's id begin, behind how many segments it was born, its CCI, the share of
+    tokens before it that were exact, its f_r (how much it was used). --json has all, in full.
+    """
     from cachecraft_rag.store import RowFilter
 
     with opened(store) as found:
-        rows = found.rows(RowFilter(chunk_ids=(chunk,) if chunk else None), offset=offset, limit=limit)
+        rows = found.rows(RowFilter(chunk_prefix=begins(chunk)), offset=offset, limit=limit)
         total = found.stats().variants
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    table = Table("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size", "namespace", "private")
+    table = Table(box=None)
+    for name in ("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size"):
+        table.add_column(name, no_wrap=True)
+    for name in ("namespace", "private"):
+        table.add_column(name, overflow="fold")
     for row in rows:
         v = row.variant
         table.add_row(
-            v.variant_id[:12],
-            v.key.chunk_id[:12],
-            f"{len(v.key.birth_prefix)} segments",
+            v.variant_id[:ID_LETTERS],
+            v.key.chunk_id[:ID_LETTERS],
+            str(len(v.key.birth_prefix)),
             str(v.tokens),
             f"{v.cci:.3f}",
             f"{v.exact_share:.0%}",
@@ -69,7 +89,7 @@ def ls(
             "yes" if v.session else "",
         )
     out.print(table)
-    out.print(f"{len(rows)} of {total} variants")
+    out.print(f"{len(rows)} of {total} variants", highlight=False)
 
 
 @app.command()
@@ -109,7 +129,7 @@ def check(
 @app.command()
 def evict(
     store: options.Store = DEFAULT_STORE,
-    chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of this chunk id.")] = None,
+    chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of chunks whose id begins so.")] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Variants of this tenant.")] = None,
     fingerprint: Annotated[
         str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")
@@ -127,8 +147,7 @@ def evict(
     from cachecraft_rag.store import RowFilter
 
     before = None if older_than_days is None else time.time() - older_than_days * 86400
-    chunks = (chunk,) if chunk else None
-    chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_ids=chunks, created_before=before)
+    chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_prefix=begins(chunk), created_before=before)
     if chosen == RowFilter() and down_to_mb is None and not everything:
         raise ConfigError(
             "say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all"

@@ -13,9 +13,10 @@ Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not wo
 
 from cachecraft_rag.catalog import Listed, RowFilter
 from cachecraft_rag.store.chunk_store import ChunkCacheStore, StoreConfig, StoreStats
-from cachecraft_rag.store.durable import CheckReport, Evicted, Finding
+from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
 
 __all__ = [
+    "CATALOG_FILE",
     "CheckReport",
     "ChunkCacheStore",
     "Evicted",

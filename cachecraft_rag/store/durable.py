@@ -28,6 +28,7 @@ FindingKind = Literal[
     "missing file", "damaged file", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
+CATALOG_FILE = "catalog.sqlite"
 logger = logging.getLogger("cachecraft_rag.store")
 
 
@@ -85,7 +86,7 @@ class DurableVariants:
         self._unsettled: list[FileRef] = []
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self.catalog = Catalog(root / "catalog.sqlite", busy_timeout_s=busy_timeout_s)
+            self.catalog = Catalog(root / CATALOG_FILE, busy_timeout_s=busy_timeout_s)
             self._presence = Presence(root / "writers")
         except OSError as error:
             raise StoreError(
