@@ -68,20 +68,33 @@ def list_files(path: str | os.PathLike[str]) -> Listing:
     """The files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
 
     Names that begin with a dot are passed over silently, other kinds of file with a problem. Links are followed; each
-    folder is entered once, under its own name rather than a link's, so loops end. Raises `DocumentError` where nothing
-    is there.
+    folder is entered once, under its own name rather than a link's, so loops end. Raises `DocumentError` as
+    `require_readable`.
     """
     root = Path(path)
+    require_readable(root)
     if root.is_file():
-        if root.suffix.lower() not in SUFFIXES:
-            raise DocumentError(_unsupported(root))
         return Listing((SourceFile(root, printable(root.name)),), ())
-    if not root.is_dir():
-        raise DocumentError(f"{root}: there is no such file or folder; check the spelling")
     files, problems = _walk(root)
     return Listing(
         tuple(sorted(files, key=lambda file: file.doc_id)), tuple(sorted(problems, key=lambda problem: problem.doc_id))
     )
+
+
+def require_readable(path: Path) -> None:
+    """Raise `DocumentError` unless a folder, or a file of a kind that can be indexed, is at `path` and within reach."""
+    try:
+        if path.is_dir():
+            return
+        if not path.is_file():
+            raise DocumentError(
+                f"{path}: there is no such file or folder; check the spelling. If it is gone for good, index an empty "
+                "folder in its place: that removes its documents"
+            )
+    except OSError as error:  # a folder on the way to it may not be entered
+        raise DocumentError(inaccessible(path, error)) from error
+    if path.suffix.lower() not in SUFFIXES:
+        raise DocumentError(_unsupported(path))
 
 
 def parse_document(file: SourceFile, data: bytes) -> Document:

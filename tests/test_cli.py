@@ -17,9 +17,13 @@ COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 QUESTION = "How many days do I have to return an appliance?"
 
 
-def run(*arguments: str | Path, cwd: Path, code: int = 0, typed: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str | Path, cwd: Path, code: int = 0, typed: str = "", columns: int | None = 200
+) -> subprocess.CompletedProcess[str]:
     """Run the command and check its exit code."""
-    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"}
+    if columns is not None:
+        environment["COLUMNS"] = str(columns)
     done = subprocess.run(
         [COMMAND, *map(str, arguments)],
         cwd=cwd,
@@ -162,6 +166,49 @@ def test_store_commands(home: Path) -> None:
     assert "all sound" in run("store", "check", "--store", copy, cwd=home).stdout
     assert last_json(run("store", "evict", "--all", "--json", "--store", copy, cwd=home))["variants"] == len(rows) - 1
     assert "0 variants" in run("store", "stats", "--store", copy, cwd=home).stdout
+
+
+def test_a_chunk_is_shown_and_evicted_by_how_its_id_begins(home: Path) -> None:
+    copy = home / "short ids"
+    shutil.copytree(home / "chunk-caches", copy)
+    before = last_json(run("store", "ls", "--json", "--store", copy, cwd=home))
+    chunk = before[0]["variant"]["key"]["chunk_id"]
+    shown = run("store", "ls", "--store", copy, cwd=home, columns=80).stdout
+    assert shown.count(chunk[:8]) == 1
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "at least 4" in run("store", "evict", "--chunk", "", "--store", copy, cwd=home, code=2).stderr
+    gone = last_json(run("store", "evict", "--chunk", chunk[:8], "--json", "--store", copy, cwd=home))
+    assert gone["variants"] == 1
+    assert not last_json(run("store", "ls", "--chunk", chunk, "--json", "--store", copy, cwd=home))
+
+
+def test_a_table_that_goes_to_a_pipe_is_whole(home: Path) -> None:
+    shown = run("ask", QUESTION, "--max-new-tokens", "1", cwd=home, columns=None).stdout
+    assert "docs/returns.md" in shown
+    assert "…" not in shown
+
+
+def test_a_store_of_an_engine_of_one_s_own_can_be_looked_after(home: Path) -> None:
+    whole = last_json(run("store", "stats", "--json", cwd=home))
+    assert last_json(run("store", "stats", "--json", "--store", "chunk-caches/caches", cwd=home)) == whole
+
+
+def test_index_says_what_it_left_out_and_when_it_found_nothing(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    done = run("index", "docs", cwd=tmp_path)
+    assert "nothing was found to index; files end in .txt, .md" in done.stderr
+    (tmp_path / "docs" / "table.csv").write_text("a")
+    (tmp_path / "docs" / "page.md").write_text("Descale it.")
+    done = run("index", "docs", cwd=tmp_path)
+    assert done.stderr.count("table.csv") == 1
+    assert "nothing was found" not in done.stderr
+    assert "1 chunks embedded" in done.stderr
+    assert "1 documents added" in done.stdout
+
+
+def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
+    run("index", "nowhere", "--embeddings", "no/such-model", cwd=tmp_path, code=2)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

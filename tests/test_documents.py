@@ -140,6 +140,11 @@ def test_a_path_where_nothing_is_names_itself(tmp_path: Path):
         list_files(tmp_path / "nowhere")
 
 
+def test_a_path_out_of_reach_says_why(tmp_path: Path):
+    with pytest.raises(DocumentError, match=r"cannot be opened \(File name too long\); check"):
+        list_files(tmp_path / ("x" * 300))  # stands for a folder that may not be entered, which a test run by root can
+
+
 def test_an_unknown_kind_of_file_lists_those_that_are_known(tmp_path: Path):
     path = written(tmp_path, "table.xlsx", "")
     for call in (list_files, read_document):

@@ -12,6 +12,7 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.documents import SUFFIXES, require_readable
 from cachecraft_rag.errors import IndexStoreError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def index(
 ) -> None:
     """Index documents; only what changed since the last time is embedded again, and what vanished is removed."""
     options.set_threads(threads)
+    require_readable(folder)  # before the models are loaded and a store is made
     with waiting("Loading the embedding model"):
         from cachecraft_rag.rag import open_index
         from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
@@ -67,7 +69,7 @@ def index(
     with progress_bar("Indexing") as move, open_index(store, embedder) as found:
 
         def step(done: IndexProgress) -> None:
-            move(done.files_done, done.files_total)
+            move(done.files_done, done.files_total, f"{done.chunks_embedded} chunks embedded")
 
         report = index_folder(folder, found, embedder, progress=step)
     evict_removed(store, report)
@@ -103,7 +105,9 @@ def print_index_report(report: IndexReport, born: int | None) -> None:
     if born is not None:
         out.print(f"{born} chunk-caches computed")
     for problem in report.problems:
-        err.print(f"left out {problem.doc_id}: {problem.reason}", style="yellow", markup=False)
+        err.print(f"left out {problem.reason}", style="yellow", markup=False, highlight=False)
+    if not any((report.added, report.updated, report.removed, report.unchanged)):
+        err.print(f"nothing was found to index; files end in {', '.join(SUFFIXES)}", style="yellow", highlight=False)
 
 
 def ask(
@@ -151,7 +155,9 @@ def print_stream(stream: AnswerStream) -> None:
 def print_sources(stream: AnswerStream) -> None:
     """Where each chunk comes from, and what happened to its chunk-cache."""
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
-    table = Table("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "tier", box=None)
+    table = Table(box=None)
+    for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "tier"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("#", "score", "tokens", "recomputed", "tier"))
     for place, source in enumerate(stream.sources, start=1):
         chunk = reports[source.chunk_id]
         outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
