@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.store import ChunkCacheStore
 
 SHORTEST_PREFIX = 4
-ID_LETTERS = 8  # ten columns fit a terminal of 80
+ID_LETTERS = 8  # nine columns fit a terminal of 80
 
 app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=True)
 
@@ -69,11 +69,10 @@ def ls(
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    table = Table(box=None)
+    table = Table(box=None, pad_edge=False)
     for name in ("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size"):
         table.add_column(name, no_wrap=True)
-    for name in ("namespace", "private"):
-        table.add_column(name, overflow="fold")
+    table.add_column("namespace", overflow="fold")
     for row in rows:
         v = row.variant
         table.add_row(
@@ -85,8 +84,7 @@ def ls(
             f"{v.exact_share:.0%}",
             f"{v.reuse_frequency:.1f}",
             megabytes(v.nbytes),
-            v.key.namespace,
-            "yes" if v.session else "",
+            v.key.namespace + (" (private)" if v.session else ""),
         )
     out.print(table)
     out.print(f"{len(rows)} of {total} variants", highlight=False)
