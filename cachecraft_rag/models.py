@@ -123,12 +123,12 @@ class Decoder:
         Raises:
             ModelNotFoundError: nothing of that name can be loaded.
             UnsupportedModelError: it has no raw keys to store.
-            ConfigError: an unknown dtype.
+            ConfigError: an unknown dtype, or a device that is not to be had.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         source = str(demo_model_folder()) if name == "demo" else name
-        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        place = _device(device)
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         kind: Any = _DTYPES.get(dtype, "auto")
@@ -222,6 +222,17 @@ class Decoder:
                 hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(layer.self_attn.register_forward_hook(after).remove)
             yield seen
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, `auto` being CUDA where there is one. Raises ConfigError where it is not to be had."""
+    try:
+        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=place)
+    except (AssertionError, RuntimeError) as error:  # the first from a torch that was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"cannot use the device {name!r} ({reason}); choose cpu, cuda, cuda:1 … or auto") from error
+    return place
 
 
 def _context_length(config: Any) -> int:

@@ -183,6 +183,9 @@ def test_loading_names_what_is_missing_or_misspelt(tmp_path: Path, saved: Path) 
         Decoder.load(str(tmp_path / "nothing-here"))
     with pytest.raises(ConfigError, match="'fp16'; choose one of auto, float32"):
         Decoder.load(str(saved), dtype="fp16")
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(ConfigError, match=f"cannot use the device '{device}' .*; choose cpu, cuda"):
+            Decoder.load(str(saved), device=device)
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
