@@ -102,6 +102,8 @@ class Embedder:
             raise TypeError("texts must be a list of texts, not one text: put it in brackets")
         if not texts:
             return np.empty((0, self.dim), dtype=np.float32)  # the library's own has the shape (0,)
+        # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
         # Longest first: texts of like length share a batch, so little is padding, and memory runs out at once or never.
         order = sorted(range(len(texts)), key=lambda at: (-len(texts[at]), at))
         rows: list[NDArray[np.float32]] = []

@@ -52,6 +52,11 @@ def test_one_text_instead_of_a_list_is_refused(embedder: Embedder):
         embedder.encode_query("How do I descale the kettle?")
 
 
+def test_half_a_surrogate_pair_is_a_character_like_any_other(embedder: Embedder):
+    half, unknown = embedder.encode_query(["caf\udce9 kettle", "caf? kettle"])
+    np.testing.assert_array_equal(half, unknown)
+
+
 def test_the_limit_is_where_the_model_stops_reading(embedder: Embedder):
     assert embedder.limit == 256
     full = " ".join(["kettle"] * (embedder.limit - 2))
