@@ -141,6 +141,11 @@ def _advice(path: Path, error: sqlite3.Error) -> str:
         advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
     elif code == sqlite3.SQLITE_FULL:
         advice = "cannot grow: the disk is full. Free some space, or lower the store's byte budget"
+    elif code == sqlite3.SQLITE_IOERR:  # a full disk too: SQLite finds no room for the small file its processes share
+        advice = (
+            f"cannot be used: the disk is full or broken. To make room, delete the folder {path.parent}: it is only a "
+            "cache"
+        )
     else:
         advice = "cannot be used. Check the disk, then try `store check`"
     return f"{path} {advice} ({type(error).__name__}: {error})."

@@ -131,9 +131,7 @@ class FaissStore(Closing):
             return cls(path, db, number_of=number_of)
         except sqlite3.Error as error:
             db.close()
-            raise IndexStoreError(
-                f"{path}: the index cannot be opened ({error}); if it is damaged, delete the folder and index again"
-            ) from error
+            raise IndexStoreError(f"{path}: the index cannot be opened ({error}); {_advice(error)}") from error
         except IndexStoreError:
             db.close()
             raise
@@ -311,9 +309,7 @@ class FaissStore(Closing):
                     if self._db.in_transaction:
                         self._db.execute("ROLLBACK")
             except sqlite3.Error as error:
-                raise IndexStoreError(
-                    f"{self.folder}: the index failed ({error}); check the disk, or index again"
-                ) from error
+                raise IndexStoreError(f"{self.folder}: the index failed ({error}); {_advice(error)}") from error
 
     def _setting(self, key: str) -> str:
         value: str = self._db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()[0]
@@ -436,3 +432,10 @@ def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterabl
 
 def _numbers(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
     return np.fromiter((row[0] for row in rows), dtype=np.int64)
+
+
+def _advice(error: sqlite3.Error) -> str:
+    """What to do about an error of the database. Only a damaged one is to be deleted."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return "it is damaged: delete the folder and index again"
+    return "see that the folder can be written and the disk has room"

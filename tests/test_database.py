@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_threads_that_open_a_new_file_at_once_all_succeed(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_is_named_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"words\.sqlite cannot be written.*choose another one"):
         open_database(tmp_path / "nowhere" / "words.sqlite")
+
+
+def test_a_full_disk_is_named_with_a_way_out(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    open_database(tmp_path / "words.sqlite").close()
+    with (
+        full_disk(),
+        pytest.raises(StoreError, match=r"words\.sqlite cannot be used: the disk is full .* only a cache"),
+    ):
+        open_database(tmp_path / "words.sqlite")
 
 
 def test_nothing_works_after_close(database: Database) -> None:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -349,6 +350,14 @@ def test_an_index_of_a_newer_version_is_refused(tmp_path: Path):
 def test_a_damaged_database_is_refused_with_advice(tmp_path: Path):
     (tmp_path / DATABASE).write_bytes(b"this is no database" * 500)
     with pytest.raises(IndexStoreError, match="delete the folder and index again"):
+        open_store(tmp_path)
+
+
+def test_a_full_disk_is_no_reason_to_delete_the_index(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+):
+    open_store(tmp_path).close()
+    with full_disk(), pytest.raises(IndexStoreError, match=r"the disk has room$"):
         open_store(tmp_path)
 
 
