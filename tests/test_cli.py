@@ -219,6 +219,10 @@ def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> Non
         (["index", "nowhere"], "nowhere"),
         (["ask", "What?", "--focus", "sharp"], "focus must be off"),
         (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
+        (
+            ["bench", "ttft", "--chunks", "25", "--dtype", "float32"],
+            "do not fit the model's context of 8192; choose fewer",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

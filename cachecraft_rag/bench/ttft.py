@@ -23,6 +23,7 @@ from cachecraft_rag.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.priming import Primer
+from cachecraft_rag.prompt import PromptBuilder
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
@@ -74,7 +75,7 @@ def run(
     """Measure; `dtype="auto"` first finds out in which dtype the model's own prefill is fastest here.
 
     Raises:
-        ConfigError: fewer than two chunks or one pair.
+        ConfigError: fewer than two chunks or one pair, or more chunks than the model's context or the text holds.
     """
     if chunks < 2 or pairs < 1:
         raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
@@ -94,13 +95,19 @@ class _Bench:
         self.decoder, self.folder = decoder, folder
         self.config = ReuseConfig(recompute_ratio=ratio, births=False)
         self.chunks = _chunks_of(decoder, count=chunks, tokens=chunk_tokens)
+        prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
+        prompt = prompts.build(QUESTION, self.chunks, reserve=1)
+        if prompt.trimmed:
+            raise ConfigError(
+                f"{chunks} chunks of {chunk_tokens} tokens do not fit the model's context of {decoder.context_length}; "
+                "choose fewer (--chunks) or shorter ones (--chunk-tokens)"
+            )
+        self.ids = prompt.token_ids
         self.store = ChunkCacheStore.open(folder / "caches")
         self.engine = Engine(decoder, self.store, config=self.config, best_last=False)
         primer = Primer(self.engine, window=decoder.context_length)
         primer.prime([*self.chunks[1:], self.chunks[0]])  # asked for in another order, so no chunk keeps its prefix
         self.store.flush()
-        prompt = self.engine.prompts.build(QUESTION, self.chunks, reserve=1)
-        self.ids = prompt.token_ids
 
     def report(self, pairs: int, progress: Callable[[str], None]) -> TtftReport:
         """Run all sides in turn and compare their medians."""
