@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +104,33 @@ def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
         tier.remove(variant.variant_id, variant.created)
         assert isinstance(tier.read(variant), Unavailable)
     assert torch.equal(second.kv, make().kv)  # what was read stays valid
+
+
+def test_a_birth_that_comes_while_the_interpreter_ends_is_stored(tmp_path: Path) -> None:
+    program = """if True:
+        import sys, time, torch
+        from concurrent.futures import ThreadPoolExecutor
+        from cachecraft_rag.store import ChunkCacheStore
+        from cachecraft_rag.types import Birth, KVLayout, VariantKey
+        layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
+        key = VariantKey("ns", "model", "late", ("system",))
+        birth = Birth(key, layout, "tokens", torch.zeros(layout.shape(2)), None, (0.1,), 0.3, 0.6, 1.0)
+        store = ChunkCacheStore.open(sys.argv[1])
+        probe = ThreadPoolExecutor(1)
+        def late():
+            try:
+                while True:
+                    probe.submit(int)
+                    time.sleep(0.01)
+            except RuntimeError:  # the interpreter ends; an engine that nobody closed still has births under way now
+                store.put(birth)
+        ThreadPoolExecutor(1).submit(late)
+    """
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert only(store, "late").tokens == 2
 
 
 def test_after_a_restart_the_disk_serves_and_memory_then_keeps(tmp_path: Path) -> None:

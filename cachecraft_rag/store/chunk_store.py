@@ -113,7 +113,7 @@ class ChunkCacheStore(Closing):
         self._loads: Counter[str] = Counter()
         self._births: Counter[str] = Counter()
         # One thread: births are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
-        # executor's own exit handler waits for it, so a program that forgets `close` still stores what it bore.
+        # executor's own exit handler waits for it, so a program that forgets `close` still stores what it put.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-store-writer")
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
 
@@ -291,11 +291,18 @@ class ChunkCacheStore(Closing):
     # -- in the background --------------------------------------------------------------------------------------------
 
     def _in_background(self, job: Callable[[], T]) -> Future[T] | None:
-        """Hand a job to the writer thread; None when the store is closed."""
+        """Hand a job to the writer thread; None when the store is closed.
+
+        At the end of the interpreter no thread takes jobs any more, but an engine nobody closed still hands over what
+        it bore: that is then done by the caller itself.
+        """
         try:
             future = self._writer.submit(job)
         except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
-            return None
+            if self._closed:
+                return None
+            future = Future()
+            future.set_result(job())
         future.add_done_callback(_log_mistake)
         return future
 
