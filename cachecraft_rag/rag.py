@@ -90,6 +90,7 @@ class CacheCraft(Closing):
         system: str = DEFAULT_SYSTEM,
         host_bytes: int | None = None,
         disk_bytes: int | None = None,
+        codec: str = "raw",
     ) -> Self:
         """Load a model and open (or make) a store folder.
 
@@ -102,6 +103,7 @@ class CacheCraft(Closing):
             reuse: how caches are reused.
             system: the instruction in front of every prompt.
             host_bytes, disk_bytes: byte budgets of memory and disk for chunk-caches.
+            codec: how new chunk-caches are written, see `codecs`: "raw", "int8" or "entropy".
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
@@ -113,7 +115,7 @@ class CacheCraft(Closing):
         given = {name: value for name, value in budgets.items() if value is not None}
         embedder = Embedder(embeddings)
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(root / CACHE_FOLDER, **given))
+            caches = opened.enter_context(ChunkCacheStore.open(root / CACHE_FOLDER, codec=codec, **given))
             index = opened.enter_context(open_index(root, embedder))
             rag = cls(Engine(decoder, caches, namespace=namespace, config=reuse, system=system), index, embedder)
             rag._opened = opened.pop_all()

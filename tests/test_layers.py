@@ -20,7 +20,7 @@ FOLDERS = {
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "closing", "markup", "kernels"}),
     frozenset({"database", "documents", "chunking", "prompt", "scoring"})
-    | frozenset({"selection", "focus", "embedded", "stats", "turns"}),
+    | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"}),
     frozenset({"config", "catalog", "tiers", "births"})
     | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),
     frozenset({"store", "models", "planner", "decode", "retrievers.faiss_store", "retrievers.embeddings"}),

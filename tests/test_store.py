@@ -300,6 +300,79 @@ def test_a_tensor_that_contradicts_its_layout_is_a_mistake_of_the_caller(
         store.put(dataclasses.replace(birth, kv=spoil(birth.kv)))
 
 
+# -- codecs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_holds_several_codecs_and_serves_them_all_to_any_opening(tmp_path: Path) -> None:
+    births = {codec: make(codec, tokens=64) for codec in ("raw", "int8", "entropy")}
+    for codec, birth in births.items():
+        with ChunkCacheStore.open(tmp_path, codec=codec) as store:
+            assert stored(store, birth).codec == codec
+            assert torch.equal(load(store, codec), birth.kv)  # memory keeps what was computed
+    with ChunkCacheStore.open(tmp_path) as store:
+        errors = {codec: (load(store, codec).float() - birth.kv.float()).abs().max() for codec, birth in births.items()}
+        sizes = {row.variant.codec: row.file_bytes for row in store.rows()}
+        assert store.stats().disk_bytes == sum(sizes.values()) == sum(path.stat().st_size for path in files(tmp_path))
+        assert store.check().findings == ()
+    assert errors["raw"] == 0 < errors["int8"] < 0.05 < errors["entropy"] < 0.5
+    assert sizes["raw"] > sizes["int8"] > sizes["entropy"]
+
+
+def load(store: ChunkCacheStore, chunk: str) -> torch.Tensor:
+    loaded = store.load(only(store, chunk))
+    assert isinstance(loaded, LoadedVariant)
+    return loaded.kv
+
+
+def test_the_budget_counts_encoded_bytes(tmp_path: Path) -> None:
+    budget = 4 * (4096 + LAYOUT.nbytes(500))
+    with ChunkCacheStore.open(tmp_path, disk_bytes=budget, codec="int8") as store:
+        for n in range(12):
+            stored(store, make(f"chunk {n}", tokens=500))
+        stats = store.stats()
+    assert stats.variants == 6  # 1.6 × smaller with 8 dimensions per scale
+    assert stats.disk_bytes <= budget
+
+
+def test_what_fits_only_when_encoded_is_stored(tmp_path: Path) -> None:
+    birth = make(tokens=500)
+    with ChunkCacheStore.open(tmp_path, disk_bytes=LAYOUT.nbytes(500) - 1, codec="int8") as store:
+        stored(store, birth)
+    with ChunkCacheStore.open(tmp_path, codec="raw") as store:
+        assert "larger than the whole byte budget" in str(store.put(make("other", tokens=500)).result())
+
+
+def test_a_birth_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(tmp_path: Path) -> None:
+    birth = make()
+    birth.kv[1, 0, 3, 0, 2] = float("nan")
+    with ChunkCacheStore.open(tmp_path, codec="int8") as store:
+        result = store.put(birth).result()
+        assert isinstance(result, Unavailable)
+        assert "NaN" in result.reason
+        assert store.stats().births == {"it cannot be encoded": 1}
+        assert store.stats().host_bytes == store.stats().disk_bytes == 0
+
+
+def test_a_codec_that_is_not_installed_stops_the_opening_and_leaves_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkCacheStore.open(tmp_path, codec="entropy") as store:
+        variant = stored(store, make())
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # how Python remembers that an import fails
+    with pytest.raises(ConfigError, match="pip install"):
+        ChunkCacheStore.open(tmp_path, codec="entropy")
+    with pytest.raises(ConfigError, match="codec unknown"):
+        ChunkCacheStore.open(tmp_path, codec="zip")
+    with ChunkCacheStore.open(tmp_path) as store:
+        result = store.load(variant)
+        assert isinstance(result, Unavailable)
+        assert "pip install" in result.reason
+        store.check(repair=True)
+    monkeypatch.undo()
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert isinstance(store.load(only(store)), LoadedVariant)
+
+
 # -- use and eviction -------------------------------------------------------------------------------------------------
 
 
@@ -574,7 +647,7 @@ def test_a_locked_catalog_is_refused_at_opening(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, disk_bytes"):
+    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, codec, disk_bytes"):
         ChunkCacheStore.open(tmp_path, ram=5)
     for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
         with pytest.raises(ConfigError, match=setting):

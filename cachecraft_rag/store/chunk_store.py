@@ -20,6 +20,7 @@ import numpy as np
 
 from cachecraft_rag.catalog import Limits, Listed, RowFilter
 from cachecraft_rag.closing import Closing
+from cachecraft_rag.codecs import codec_named
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
@@ -45,6 +46,8 @@ class StoreConfig:
     host_bytes          tensors kept in memory; 0 switches the host tier off
     queue_bytes         births waiting to be written; what comes while it is full is dropped
     readers             threads that `load_many` reads files with
+    codec               how births are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
+                        keeps a birth as it was computed, so what a lossy codec changes shows after it has left memory
     busy_timeout_s      how long a background write waits for another process's transaction
     """
 
@@ -54,14 +57,16 @@ class StoreConfig:
     host_bytes: int = 2 << 30
     queue_bytes: int = 1 << 30
     readers: int = 4
+    codec: str = "raw"
     busy_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises ConfigError."""
+        """Check the ranges and the codec; raises ConfigError."""
         for setting in fields(self):
             value, least = getattr(self, setting.name), 0 if setting.name in ("host_bytes", "busy_timeout_s") else 1
-            if not value >= least:
+            if setting.name != "codec" and not value >= least:
                 raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
+        codec_named(self.codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class ChunkCacheStore(Closing):
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
 
     @classmethod
-    def open(cls, root: str | Path, **settings: float) -> Self:
+    def open(cls, root: str | Path, **settings: float | str) -> Self:
         """Open or create the store in the folder `root`; `settings` are the fields of `StoreConfig`.
 
         Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
@@ -309,7 +314,11 @@ class ChunkCacheStore(Closing):
     def _store(self, variant: Variant, birth: Birth) -> Variant | Unavailable:
         """Write one birth. Whatever the disk or the catalog objects to becomes a dropped birth."""
         try:
-            reason = self._durable.write(variant, encode(variant, birth.layout, birth.kv), birth.token_inter)
+            encoded = encode(variant, birth.layout, birth.kv)
+        except ValueError as error:  # a lossy codec and values that it cannot take
+            return self._drop(variant, f"it cannot be encoded: {error}")
+        try:
+            reason = self._durable.write(variant, encoded, birth.token_inter)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
@@ -369,7 +378,7 @@ class ChunkCacheStore(Closing):
             cci=float(birth.cci),
             exact_share=float(birth.exact_share),
             session=birth.session,
-            codec="raw",
+            codec=self.config.codec,
             nbytes=layout.nbytes(tokens),
             reuse_frequency=0.0,
             created=created,
@@ -379,7 +388,7 @@ class ChunkCacheStore(Closing):
         """Why a birth cannot even be queued, or ""; the caller holds the lock."""
         if self._closed:
             return "the store is closed"
-        if variant.nbytes > self.config.disk_bytes:
+        if variant.codec == "raw" and variant.nbytes > self.config.disk_bytes:  # others: when its size is known
             return f"larger than the whole byte budget: {variant.nbytes} of {self.config.disk_bytes} bytes"
         if self._queued_bytes + variant.nbytes > self.config.queue_bytes:
             return f"too many births are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"

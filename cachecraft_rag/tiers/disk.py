@@ -1,11 +1,16 @@
 """The disk tier: one safetensors file per variant, written once, never changed.
 
-Layout v1, frozen. The file is a plain safetensors file: the library opens it, with one tensor per layer named
-`layer.000`, `layer.001`, … each `[2, tokens, kv_heads, head_dim]` (raw keys, then values). Names are zero-padded
-because safetensors sorts them; so the data section is one contiguous `[layers, 2, tokens, kv_heads, head_dim]` block in
-layer order, a layer is one contiguous read, and the whole file goes straight into one tensor. The header ends on a
-multiple of 4096 bytes, so that the data is page-aligned. It carries the full identity, the codec, a checksum per layer
-and one over its own fields.
+Layout v1, frozen. The file is a plain safetensors file: the library opens it. Its data section is one block per layer,
+in layer order and without gaps, so a layer is one contiguous read. What a block is, the codec says:
+
+* `raw`: one tensor per layer named `layer.000`, `layer.001`, … each `[2, tokens, kv_heads, head_dim]` (raw keys, then
+  values). The whole file goes straight into one tensor.
+* `int8`: `layer.000.scale` and `layer.000.int8`, and so on.
+* `entropy`: `layer.000`, and so on: bytes that only the codec understands. They differ in length from layer to layer,
+  which the header's fields then say.
+
+Names are zero-padded because safetensors sorts them. The header ends on a multiple of 4096 bytes, so that the data is
+page-aligned. It carries the full identity, the codec, a checksum per layer's block and one over its own fields.
 
 Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
 copies of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
@@ -17,6 +22,7 @@ of any byte is noticed, also one in an offset or in the padding that no checksum
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -29,20 +35,26 @@ import numpy as np
 import torch
 import xxhash
 
+from cachecraft_rag.codecs import Codec, codec_named
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
 
 _ALIGNMENT = 4096
 _LONGEST_HEADER = 4 << 20  # a header claiming more is damaged; 200 layers and 1,000 prefix ids stay below 100 KiB
-_DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{16}\.safetensors\.(?P<writer>[0-9a-f]+)\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself. `layer_sums` holds the xxh3 (64 bit) of each layer's bytes."""
+    """What a file says of itself.
+
+    layer_sums   xxh3 (64 bit) of each layer's block
+    block_sizes  bytes of each layer's block, where the codec cannot tell without the values
+    """
 
     key: VariantKey
     layout: KVLayout
@@ -50,16 +62,29 @@ class Header:
     tokens_digest: str
     codec: str
     layer_sums: tuple[int, ...]
+    block_sizes: tuple[int, ...] = ()
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Where the block of each layer begins in the data section, and how many bytes it has.
+
+        Raises ValueError when the sizes contradict the codec, ConfigError when the codec is unknown.
+        """
+        layers, size = self.layout.layers, codec_named(self.codec).block_bytes(self.layout, self.tokens)
+        sizes = self.block_sizes if size is None else (size,) * layers
+        if len(sizes) != layers or (size is not None and self.block_sizes):
+            raise ValueError("number of block sizes")
+        return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
 
     def encode(self) -> bytes:
         """The first bytes of the file, up to its data: length, JSON, padding."""
-        shape = self.layout.shape(self.tokens)
-        layer_bytes = self.layout.nbytes(self.tokens) // self.layout.layers
+        codec = codec_named(self.codec)
         entries: dict[str, object] = {"__metadata__": self._metadata()}
-        for layer in range(self.layout.layers):
-            offsets = [layer * layer_bytes, (layer + 1) * layer_bytes]
-            entry = {"dtype": _DTYPES[self.layout.dtype][0], "shape": shape[1:], "data_offsets": offsets}
-            entries[f"layer.{layer:03d}"] = entry
+        for layer, (begin, nbytes) in enumerate(self.blocks()):
+            for part in codec.parts(self.layout, self.tokens, nbytes):
+                end = begin + part.nbytes
+                entry = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [begin, end]}
+                entries[f"layer.{layer:03d}{part.suffix}"] = entry
+                begin = end
         text = json.dumps(entries, separators=(",", ":")).encode("ascii")
         padded = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
         return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
@@ -73,6 +98,8 @@ class Header:
             "codec": self.codec,
             "layer_xxh3": [f"{value:016x}" for value in self.layer_sums],
         }
+        if self.block_sizes:
+            fields["block_sizes"] = self.block_sizes
         text = json.dumps(fields, separators=(",", ":"))
         return {
             "format": "cachecraft chunk-cache",
@@ -93,7 +120,8 @@ class Header:
             fields = json.loads(metadata["fields"])
             parts = (fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["birth_prefix"]))
             sums = tuple(int(value, 16) for value in fields["layer_xxh3"])
-            rest = (fields["tokens"], fields["tokens_digest"], fields["codec"], sums)
+            sizes = tuple(fields.get("block_sizes", ()))
+            rest = (fields["tokens"], fields["tokens_digest"], fields["codec"], sums, sizes)
             header = cls(VariantKey(*parts), KVLayout(**fields["layout"]), *rest)
             rebuilt = header.encode()
         except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
@@ -107,15 +135,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A variant ready to be written: its header and a view of its tensor's own memory, not a copy."""
+    """A variant ready to be written: its header and its blocks; raw ones are the tensor's own memory, not a copy."""
 
     header: bytes
-    data: memoryview
+    blocks: tuple[memoryview, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        return len(self.header) + self.data.nbytes
+        return len(self.header) + sum(block.nbytes for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +158,17 @@ class FoundFile:
 
 
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
-    """Header and bytes of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU."""
-    data = memory_of(kv)
-    layer_bytes = data.nbytes // layout.layers
-    sums = tuple(xxhash.xxh3_64_intdigest(data[i * layer_bytes : (i + 1) * layer_bytes]) for i in range(layout.layers))
-    header = Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums)
-    return Encoded(header.encode(), data)
+    """Header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
+
+    Raises ConfigError when the variant's codec is unknown or not installed, ValueError when it cannot take the values.
+    """
+    codec = codec_named(variant.codec)
+    blocks = tuple(memory_of(codec.encode(each, layer=n, layers=layout.layers)) for n, each in enumerate(kv))
+    sums = tuple(xxhash.xxh3_64_intdigest(block) for block in blocks)
+    known = codec.block_bytes(layout, variant.tokens) is not None
+    sizes = () if known else tuple(len(block) for block in blocks)
+    header = Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes)
+    return Encoded(header.encode(), blocks)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -171,7 +204,9 @@ class DiskTier:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
                 _transfer(os.pwritev, descriptor, memoryview(encoded.header), at=0)
-                _transfer(os.pwritev, descriptor, encoded.data, at=len(encoded.header))
+                at = len(encoded.header)
+                for block in encoded.blocks:
+                    at += _transfer(os.pwritev, descriptor, block, at=at)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -182,7 +217,14 @@ class DiskTier:
         _sync_folder(path.parent)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The tensor, every byte of it verified; see `Tier.read`. What can never become right again is `Damaged`."""
+        """The tensor, every byte of it verified; see `Tier.read`. What can never become right again is `Damaged`.
+
+        A codec that is not there is no damage: a newer version, or one more package, may know it.
+        """
+        try:
+            codec = codec_named(variant.codec)
+        except ConfigError as error:
+            return Unavailable(variant.variant_id, str(error))
         try:
             descriptor = os.open(self.path(variant.variant_id, variant.created), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -190,7 +232,7 @@ class DiskTier:
         except OSError as error:
             return Unavailable(variant.variant_id, f"file cannot be opened: {error.strerror}")
         try:
-            kv = _read_verified(descriptor, variant)
+            kv = _read_verified(descriptor, variant, codec)
         except ValueError as error:
             return Damaged(variant.variant_id, str(error))
         except OSError as error:
@@ -275,7 +317,7 @@ def _read_header(descriptor: int) -> tuple[Header, int]:
     return Header.decode(bytes(first[:length])), length
 
 
-def _read_verified(descriptor: int, variant: Variant) -> torch.Tensor:
+def _read_verified(descriptor: int, variant: Variant, codec: Codec) -> torch.Tensor:
     """The verified tensor `[layers, 2, tokens, kv_heads, head_dim]`.
 
     Raises ValueError with what is wrong with the file, OSError, MemoryError.
@@ -286,20 +328,25 @@ def _read_verified(descriptor: int, variant: Variant) -> torch.Tensor:
     )
     if header != told:
         raise ValueError("file is of another variant: its header contradicts the catalog")
-    if header.codec != "raw":
-        raise ValueError(f"codec unknown: {header.codec}")
-    size, expected = os.fstat(descriptor).st_size, start + header.layout.nbytes(header.tokens)
+    blocks = header.blocks()
+    size, expected = os.fstat(descriptor).st_size, start + sum(blocks[-1])
     if size != expected:
         raise ValueError(
             f"file is {'truncated' if size < expected else 'too long'}: {size} bytes instead of {expected}"
         )
-    kv = empty(header.layout.shape(header.tokens), _DTYPES[header.layout.dtype][1])
-    memory = memory_of(kv)
-    layer_bytes = len(memory) // header.layout.layers
-    for layer, wanted in enumerate(header.layer_sums):  # layer by layer, while the bytes are still in the CPU's cache
-        part = memory[layer * layer_bytes : (layer + 1) * layer_bytes]
-        if _transfer(os.preadv, descriptor, part, at=start + layer * layer_bytes) != layer_bytes:
+    kv = empty(header.layout.shape(header.tokens), _DTYPES[header.layout.dtype])
+    # One buffer for all blocks: it stays in the CPU's cache, and so do the layer's bytes between the three steps.
+    scratch = torch.empty(0 if codec.in_place else max(nbytes for _, nbytes in blocks), dtype=torch.uint8)
+    for layer, ((offset, nbytes), wanted) in enumerate(zip(blocks, header.layer_sums, strict=True)):
+        block = scratch[:nbytes]
+        memory = memory_of(kv[layer] if codec.in_place else block)
+        if _transfer(os.preadv, descriptor, memory, at=start + offset) != nbytes:
             raise OSError(errno.EIO, "the file shrank while it was read")
-        if xxhash.xxh3_64_intdigest(part) != wanted:
+        if xxhash.xxh3_64_intdigest(memory) != wanted:
             raise ValueError(f"data damaged: checksum of layer {layer}")
+        if not codec.in_place:
+            try:
+                codec.decode(block, out=kv[layer])
+            except ValueError as error:
+                raise ValueError(f"data damaged: layer {layer} cannot be decoded: {error}") from error
     return kv

@@ -1,0 +1,90 @@
+"""What every codec can do, and what lossy ones share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.types import KVLayout
+
+_WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """One tensor inside a block, as a safetensors file names it: `layer.000` + `suffix`, safetensors' word for a dtype.
+
+    The parts of a block follow each other without a gap.
+    """
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return _WIDTHS[self.dtype] * math.prod(self.shape)
+
+
+class Codec(Protocol):
+    """Turns each layer of a chunk-cache into a block of bytes and back; a block needs no other block to be decoded.
+
+    Codecs hold no state, so any thread may call any method; the work itself runs with the interpreter's lock released.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in `CODECS`, in the catalog's rows and in files. A name stands for one format for ever."""
+        ...
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a block is the memory of the tensor itself: whoever reads one reads it straight into the tensor."""
+        ...
+
+    def block_bytes(self, layout: KVLayout, tokens: int) -> int | None:
+        """Bytes of every layer's block; None when that depends on the values."""
+        ...
+
+    def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
+        """What lies in a block of `nbytes`, in order."""
+        ...
+
+    def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
+        """Where the tokens from `start` up to `stop` lie in a block: their bytes, joined, are a block of those tokens.
+
+        Empty when a block can only be decoded as a whole.
+        """
+        ...
+
+    def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
+        """The block, uint8 `[bytes]`, of one layer of `layers`.
+
+        `kv` is `[2, tokens, kv_heads, head_dim]`, contiguous, on a CPU. The block may share its memory. Raises
+        ValueError, with the reason, when the values cannot be encoded.
+        """
+        ...
+
+    def decode(self, block: Tensor, *, out: Tensor) -> None:
+        """Fill `out` `[2, tokens, kv_heads, head_dim]`, of the dtype that was encoded, from a block uint8 `[bytes]`.
+
+        Raises ValueError, with the reason, when the block cannot be decoded to that shape; `out` may be half filled
+        then. Whether its bytes are those that were written is for checksums to say.
+        """
+        ...
+
+
+def finish(work: Tensor, out: Tensor) -> None:
+    """Bring decoded float32 values into `out`, which may be the same tensor.
+
+    What was near the end of the dtype's range may have been rounded beyond it, and must not become an infinity.
+    """
+    end = torch.finfo(out.dtype).max
+    work.clamp_(-end, end)
+    if work is not out:
+        out.copy_(work)
