@@ -296,12 +296,22 @@ def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp
     assert "layer 0 cannot be decoded" in result.reason
 
 
-def test_a_header_with_a_wrong_number_of_blocks_is_damaged() -> None:
-    header = Header(make().key, LAYOUT, 3, "digest", "entropy", tuple(range(12)), tuple(range(100, 112)))
+def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
+    sizes = tuple(range(100, 112))
+    header = Header(make().key, LAYOUT, 3, "digest", "entropy", tuple(range(12)), sizes)
     assert Header.decode(header.encode()) == header
-    for wrong in (replace(header, block_sizes=(1,)), replace(header, codec="raw")):
-        with pytest.raises(ValueError, match="number of block sizes"):
-            wrong.encode()
+    nothing = replace(LAYOUT, layers=0)
+    for wrong in (
+        replace(header, block_sizes=(1,)),
+        replace(header, codec="raw"),
+        replace(header, block_sizes=(-1, *sizes[1:])),
+        replace(header, layout=nothing, block_sizes=()),
+        replace(header, layout=nothing, block_sizes=(), codec="raw"),
+    ):
+        with pytest.raises(ValueError, match="block sizes"):
+            wrong.blocks()
+    with pytest.raises(ValueError, match="dtype"):
+        replace(header, layout=replace(LAYOUT, dtype="int4")).blocks()  # type: ignore[arg-type]
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:

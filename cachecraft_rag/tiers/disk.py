@@ -67,12 +67,14 @@ class Header:
     def blocks(self) -> list[tuple[int, int]]:
         """Where the block of each layer begins in the data section, and how many bytes it has.
 
-        Raises ValueError when the sizes contradict the codec, ConfigError when the codec is unknown.
+        Raises ValueError when the fields contradict each other, ConfigError when the codec is unknown.
         """
         layers, size = self.layout.layers, codec_named(self.codec).block_bytes(self.layout, self.tokens)
         sizes = self.block_sizes if size is None else (size,) * layers
-        if len(sizes) != layers or (size is not None and self.block_sizes):
-            raise ValueError("number of block sizes")
+        if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
+            raise ValueError("block sizes")
+        if self.layout.dtype not in _DTYPES:
+            raise ValueError("dtype")
         return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
 
     def encode(self) -> bytes:
