@@ -69,7 +69,8 @@ class Header:
 
         Raises ValueError when the fields contradict each other, ConfigError when the codec is unknown.
         """
-        layers, size = self.layout.layers, codec_named(self.codec).block_bytes(self.layout, self.tokens)
+        layers = self.layout.layers
+        size = codec_named(self.codec).block_bytes(self.layout, self.tokens) if layers else None
         sizes = self.block_sizes if size is None else (size,) * layers
         if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
             raise ValueError("block sizes")
