@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.cli import options
@@ -40,10 +42,12 @@ def chat(
     require_index(store)
     with load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag:
         conversation = Conversation(rag, top_k=top_k, sampling=sampling)
+        with suppress(ImportError):
+            import_module("readline")  # where the system has it, `input` then knows the arrow keys and earlier lines
         err.print(HELP, style="dim")
         while True:
             try:
-                typed = out.input("[bold]> [/]").strip()
+                typed = input("> ").strip()
             except EOFError:
                 out.print()
                 break
