@@ -216,6 +216,8 @@ def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> Non
     [
         (["store", "ls"], "holds no chunk-caches"),
         (["store", "evict"], "say what to evict"),
+        (["store", "check", "--store", "x" * 300], "holds no chunk-caches"),  # too long stands for out of reach
+        (["ask", "What?", "--store", "x" * 300], "holds no documents yet"),
         (["index", "nowhere"], "nowhere"),
         (["ask", "What?", "--focus", "sharp"], "focus must be off"),
         (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
@@ -224,7 +226,7 @@ def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> Non
             "do not fit the model's context of 8192; choose fewer",
         ),
     ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
+    ids=lambda value: value[-1][:20] if isinstance(value, list) else "",
 )
 def test_errors_say_what_to_do_and_leave_with_2(arguments: list[str], says: str, tmp_path: Path) -> None:
     done = run(*arguments, cwd=tmp_path, code=2)

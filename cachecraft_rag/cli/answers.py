@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +26,7 @@ def require_index(store: Path) -> None:
     """Raise IndexStoreError unless something has been indexed: before a model is loaded or a folder made in vain."""
     from cachecraft_rag.rag import INDEX_FOLDER
 
-    if not (store / INDEX_FOLDER).is_dir():
+    if not os.path.isdir(store / INDEX_FOLDER):  # pathlib raises for what is out of reach instead of saying no
         raise IndexStoreError(
             f"{store} holds no documents yet; add some with `cachecraft index DIR --store {store}`, or name another "
             "folder with --store"

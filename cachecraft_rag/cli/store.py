@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,9 @@ def opened(folder: Path) -> Iterator[ChunkCacheStore]:
     from cachecraft_rag.rag import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
 
-    place = folder if (folder / CATALOG_FILE).is_file() else folder / CACHE_FOLDER
-    if not place.is_dir():
+    # os.path, because pathlib raises for what is out of reach instead of saying no.
+    place = folder if os.path.isfile(folder / CATALOG_FILE) else folder / CACHE_FOLDER
+    if not os.path.isdir(place):
         raise StoreError(
             f"{folder} holds no chunk-caches; name the folder with --store, or make some with "
             f"`cachecraft index DIR --prime --store {folder}`"
