@@ -164,6 +164,7 @@ def test_store_commands(home: Path) -> None:
     assert "damaged file" in run("store", "check", "--store", copy, cwd=home, code=1).stdout
     run("store", "check", "--repair", "--store", copy, cwd=home)
     assert "all sound" in run("store", "check", "--store", copy, cwd=home).stdout
+    assert "0 variants removed" in run("store", "evict", "--down-to-mb", "inf", "--store", copy, cwd=home).stdout
     assert last_json(run("store", "evict", "--all", "--json", "--store", copy, cwd=home))["variants"] == len(rows) - 1
     assert "0 variants" in run("store", "stats", "--store", copy, cwd=home).stdout
 

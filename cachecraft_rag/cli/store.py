@@ -152,7 +152,7 @@ def evict(
         raise ConfigError(
             "say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all"
         )
-    down_to = int(down_to_mb * 1e6) if down_to_mb is not None else 0 if everything else None
+    down_to = int(min(down_to_mb, 1e12) * 1e6) if down_to_mb is not None else 0 if everything else None
     with opened(store) as found:
         gone = found.evict(chosen, down_to_bytes=down_to)
     if as_json:
