@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_CHUNK_TOKENS = 512  # for embedding models that would take thousands: a chunk should be about one thing
 
 _READER_VERSION = 1  # raise it when the same file would be read differently: its document is then indexed anew
-_FLUSH_CHUNKS = 256  # embedded together; a run that is killed loses at most so many
+_FLUSH_CHUNKS = 256  # embedded together; a run that is killed loses so many, or the one document that has more
 logger = logging.getLogger("cachecraft_rag.retrievers.indexer")
 
 
