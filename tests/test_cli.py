@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +111,17 @@ def test_chat_knows_its_commands_and_survives_what_does_not_fit(home: Path) -> N
 def test_ctrl_c_stops_an_answer_and_then_the_conversation(home: Path) -> None:
     command = [COMMAND, "chat", "--max-new-tokens", "4000", "--temperature", "2", "--seed", "1"]
     chat = subprocess.Popen(
-        command, cwd=home, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=home,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background may have SIGINT ignored, and a child inherits that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+    watchdog = threading.Timer(240, chat.kill)  # a test that waits for ever says nothing
+    watchdog.start()
     assert chat.stdin is not None
     assert chat.stdout is not None
     assert chat.stderr is not None
@@ -123,6 +134,7 @@ def test_ctrl_c_stops_an_answer_and_then_the_conversation(home: Path) -> None:
             assert chat.poll() is None
         chat.send_signal(signal.SIGINT)
         assert "interrupted" in chat.stderr.read()
+    watchdog.cancel()
     assert chat.returncode == 130
 
 
