@@ -75,7 +75,8 @@ class PromptBuilder:
         system: the instruction; part of the system segment, so caches born under another one are a miss for eq. 6.
         private_system: True where `system` holds one user's text: what is born behind it is then kept to the session.
         best_last: chunks come ranked best first and are laid out with the best one nearest to the question, where
-            models make most of it (the sample handbook: 13 of 13 questions right, against 10 with the best one first).
+            small models make most of it (on 18 questions about the sample handbook 15 answers were right, 12 with the
+            best one first).
     """
 
     def __init__(
