@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-LAYOUT_VERSION = 1  # of stored chunk-caches: part of their files and of every fingerprint
+LAYOUT_VERSION = 2  # of stored chunk-caches: part of their files and of every fingerprint
 
 Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +21,11 @@ from safetensors.torch import load_file
 from cachecraft_rag.codecs import CODECS, codec_named
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.disk import DiskTier, Encoded, Header, encode, memory_of
+from cachecraft_rag.tiers.disk import DiskTier
 from cachecraft_rag.tiers.host import HostTier
+from cachecraft_rag.tiers.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.tiers.presence import Presence
 from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
 
@@ -99,16 +103,16 @@ def test_the_header_tells_what_the_file_is(tmp_path: Path) -> None:
     with safe_open(path, "pt") as opened:
         metadata = opened.metadata()
     fields = json.loads(metadata["fields"])
-    assert metadata["layout_version"] == "1"
+    assert metadata["layout_version"] == "2"
     assert (fields["namespace"], fields["fingerprint"]) == ("tenant ☃", "model")
     assert (fields["chunk_id"], tuple(fields["birth_prefix"])) == (variant.key.chunk_id, variant.key.birth_prefix)
     assert (fields["codec"], fields["tokens_digest"], fields["tokens"]) == ("raw", variant.tokens_digest, 3)
     assert fields["layout"] == {"layers": 12, "kv_heads": 2, "head_dim": 4, "dtype": "float32"}
-    assert len(fields["layer_xxh3"]) == 12
+    assert [len(sums) for sums in fields["run_xxh3"]] == [16] * 12
 
 
 def test_a_header_survives_its_encoding() -> None:
-    header = Header(make().key, LAYOUT, 3, "digest", "raw", tuple(range(12)))
+    header = Header(make().key, LAYOUT, 3, "digest", "raw", tuple((n,) for n in range(12)))
     assert Header.decode(header.encode()) == header
     with pytest.raises(ValueError, match="header damaged"):
         Header.decode(header.encode() + b" " * 4096)
@@ -203,10 +207,10 @@ def test_an_unknown_codec_is_neither_guessed_at_nor_damage(tmp_path: Path) -> No
         encode(replace(variant, codec="from the future"), LAYOUT, tensor(variant))
 
 
-def test_a_raw_file_is_byte_by_byte_what_the_first_version_wrote(tmp_path: Path) -> None:
+def test_a_raw_file_is_byte_by_byte_what_layout_2_says(tmp_path: Path) -> None:
     kv, path = store(DiskTier(tmp_path), make())
     content = path.read_bytes()
-    assert xxhash.xxh3_128_hexdigest(content[:4096]) == "d6cefce14dbe0556548ffa13d86cf320"
+    assert xxhash.xxh3_128_hexdigest(content[:4096]) == "b3c89858c684394c04ced01549468613"
     assert content[4096:] == bytes(memory_of(kv))
 
 
@@ -288,8 +292,8 @@ def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp
     tier, variant = DiskTier(tmp_path), replace(make(), codec="entropy")
     whole = encode(variant, LAYOUT, tensor(variant))
     blocks = tuple(bytes(len(block)) for block in whole.blocks)
-    sums = tuple(map(xxhash.xxh3_64_intdigest, blocks))
-    header = replace(Header.decode(whole.header), layer_sums=sums)
+    sums = tuple((xxhash.xxh3_64_intdigest(block),) for block in blocks)
+    header = replace(Header.decode(whole.header), run_sums=sums)
     tier.write(variant, Encoded(header.encode(), tuple(map(memoryview, blocks))), writer="ab")
     result = tier.read(variant)
     assert isinstance(result, Damaged)
@@ -298,7 +302,7 @@ def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp
 
 def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
     sizes = tuple(range(100, 112))
-    header = Header(make().key, LAYOUT, 3, "digest", "entropy", tuple(range(12)), sizes)
+    header = Header(make().key, LAYOUT, 3, "digest", "entropy", tuple((n,) for n in range(12)), sizes)
     assert Header.decode(header.encode()) == header
     nothing = replace(LAYOUT, layers=0)
     for wrong in (
@@ -312,6 +316,60 @@ def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
             wrong.blocks()
     with pytest.raises(ValueError, match="dtype"):
         replace(header, layout=replace(LAYOUT, dtype="int4")).blocks()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: str) -> None:
+    layout = replace(LAYOUT, layers=3, dtype=dtype)  # type: ignore[arg-type]
+    variant = replace(make(tokens=150, layout=layout), codec=codec)
+    tier = DiskTier(tmp_path)
+    kv, path = store(tier, variant, layout)
+    stored = tier.open(variant)
+    assert isinstance(stored, StoredVariant)
+    stored.allocate()
+    stored.kv.fill_(7)
+    assert stored.runs == ([(0, 150)] if codec == "entropy" else [(0, 64), (64, 128), (128, 150)])
+    whole, (start, stop) = decoded(codec, kv), stored.runs[-1]
+    stored.read(1, start, stop)
+    assert torch.equal(stored.kv[1, :, start:stop], whole[1, :, start:stop])
+    if codec != "entropy":
+        assert (stored.kv[1, :, :start] == 7).all()
+        stored.read(2, 0, 128)
+        assert torch.equal(stored.kv[2, :, :128], whole[2, :, :128])
+        assert (stored.kv[2, :, 128:] == 7).all()
+    assert (stored.kv[0] == 7).all()
+    with path.open("r+b") as file:  # the last byte: of the last run of the last layer
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(ValueError, match="checksum of layer 2"):
+        stored.read(2, start, stop)
+    if codec != "entropy":
+        stored.read(2, 0, 64)  # the others are what they were
+    stored.close()
+    with pytest.raises(OSError, match="closed"):
+        stored.read(0, 0, 150)
+
+
+def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, kv_heads=8, head_dim=64, layers=4)
+    variant = make(tokens=250, layout=layout)  # 4 MB
+    throttle = Throttle(20e6)
+    tier = DiskTier(tmp_path, throttle)
+    store(tier, variant, layout)
+
+    def timed() -> float:
+        started = time.perf_counter()
+        assert isinstance(tier.read(variant), LoadedVariant)
+        return time.perf_counter() - started
+
+    assert 0.17 < timed() < 0.4
+    timer = threading.Timer(0.1, setattr, (throttle, "bytes_per_s", math.inf))
+    throttle.bytes_per_s = 4e6
+    timer.start()
+    assert 0.1 < timed() < 0.4  # at 4 MB/s alone it would be a second
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
 from cachecraft_rag.tiers import Damaged, Tier
-from cachecraft_rag.tiers.disk import encode
 from cachecraft_rag.tiers.host import HostTier
+from cachecraft_rag.tiers.layout import encode
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")

@@ -20,7 +20,8 @@ import numpy as np
 from cachecraft_rag.catalog import Catalog, FileRef, Limits, Listed
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.disk import DiskTier, Encoded, FoundFile
+from cachecraft_rag.tiers.disk import DiskTier, FoundFile
+from cachecraft_rag.tiers.layout import Encoded
 from cachecraft_rag.tiers.presence import Presence
 from cachecraft_rag.types import Unavailable, Variant
 
