@@ -82,7 +82,7 @@ class BirthQueue:
             if private and context.session is None:  # nobody could ever be served this
                 continue
             session = context.session if private else None
-            nbytes = birth.kv.nbytes + sum(queries.nbytes for queries in birth.queries)
+            nbytes = birth.nbytes
             with self._guard:
                 if self._waiting_bytes > self._max_bytes:
                     logger.warning("births are dropped: %d MB of them wait already", self._waiting_bytes // 10**6)

@@ -30,48 +30,84 @@ class AttentionSettings:
     softcap: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordedBirth:
-    """A chunk computed in this pass.
+    """A chunk computed for this prompt, in one pass or piece by piece from its first token on.
 
     segment      its index in the prompt
     start, stop  its positions
     kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw
-    queries      per layer `[tokens, heads, head_dim]`, rotated
+    queries      per layer, rotated, in pieces `[tokens of the piece, heads, head_dim]`
     """
 
     segment: int
     start: int
     stop: int
     kv: Tensor
-    queries: list[Tensor]
+    queries: list[list[Tensor]]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token has come through every layer."""
+        return sum(map(len, self.queries[-1])) == self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return self.kv.nbytes + sum(piece.nbytes for layer in self.queries for piece in layer)
 
 
 class BirthRecorder:
-    """Copies raw keys and values of newly computed chunks out of a pass and keeps their queries."""
+    """Copies raw keys and values of newly computed chunks out of the passes of one prompt and keeps their queries."""
 
     def __init__(self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
         """`like` gives dtype and device; `spans` are (segment, start, stop), ascending."""
-        self.births = tuple(
-            RecordedBirth(segment, start, stop, empty(layout.shape(stop - start), like.dtype, like.device), [])
-            for segment, start, stop in spans
-        )
+        self._layout, self._like, self._spans = layout, like, spans
+        self._recorded: dict[int, RecordedBirth] = {}  # memory is taken when the first token comes
         self.settings: list[AttentionSettings] = []
-        self._rows: list[slice] = []
 
-    def locate(self, positions: Tensor) -> None:
-        """Find each birth among the pass's ascending positions `[rows]`; its rows adjoin, for it is computed whole."""
-        starts = torch.searchsorted(positions, positions.new_tensor([b.start for b in self.births]))
-        lengths = [birth.stop - birth.start for birth in self.births]
-        self._rows = [slice(row, row + length) for row, length in zip(starts.tolist(), lengths, strict=True)]
+    @property
+    def births(self) -> tuple[RecordedBirth, ...]:
+        """The chunks computed from end to end; of others, no half is kept."""
+        return tuple(birth for _, birth in sorted(self._recorded.items()) if birth.complete)
 
-    def record(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> None:
-        """Keep one layer: rotated `q` `[rows, heads, head_dim]`, raw `k` and `v` `[rows, kv_heads, head_dim]`."""
-        self.settings.append(settings)
-        for birth, rows in zip(self.births, self._rows, strict=True):
-            birth.kv[layer, 0] = k[rows]
-            birth.kv[layer, 1] = v[rows]
-            birth.queries.append(q[rows])
+    def locate(self, positions: Tensor) -> list[tuple[RecordedBirth, slice, int]]:
+        """Where births lie among the ascending positions `[rows]` of a pass: birth, its rows, offset of the first.
+
+        Rows that do not adjoin belong to a stored chunk that is being fixed, and are no birth.
+        """
+        edges = positions.new_tensor([edge for _, *span in self._spans for edge in span])
+        rows = torch.searchsorted(positions, edges).tolist()
+        found = []
+        for (segment, start, stop), first, last in zip(self._spans, rows[::2], rows[1::2], strict=True):
+            if first == last or int(positions[last - 1] - positions[first]) != last - first - 1:
+                continue
+            if segment not in self._recorded:
+                kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
+                queries: list[list[Tensor]] = [[] for _ in range(self._layout.layers)]
+                self._recorded[segment] = RecordedBirth(segment, start, stop, kv, queries)
+            found.append((self._recorded[segment], slice(first, last), int(positions[first]) - start))
+        return found
+
+    def record(
+        self, layer: int, places: Sequence[tuple[RecordedBirth, slice, int]], q: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Keep one layer of the rows that `locate` found.
+
+        Args:
+            q: rotated `[rows, heads, head_dim]`.
+            k, v: raw `[rows, kv_heads, head_dim]`.
+        """
+        for birth, rows, offset in places:
+            stop = offset + rows.stop - rows.start
+            birth.kv[layer, 0, offset:stop] = k[rows]
+            birth.kv[layer, 1, offset:stop] = v[rows]
+            birth.queries[layer].append(q[rows])
+
+    def note(self, layer: int, settings: AttentionSettings) -> None:
+        """Keep how a layer attends."""
+        if layer == len(self.settings):
+            self.settings.append(settings)
 
 
 @dataclass(frozen=True)
@@ -110,7 +146,7 @@ class BirthDescriber:
         use = self._settings[layer]
         blocks = row_blocks(self._positions, window=use.window)
         self._mass += attention_mass(
-            self._birth.queries[layer],
+            torch.cat(self._birth.queries[layer]),
             keys,
             blocks,
             self._positions,

@@ -4,13 +4,16 @@
 MergedKV        the K/V of one request, rotated, in prompt order; decode goes on in it
 RowPass         one pass of some rows through the layers: rotate, scatter, attend
 FocusWatcher    measures what the question looks at, for early termination
-prefill         the loop over layers that ties them together
+PartialPrefill  the passes of one prompt: pieces from the front, then the last one with the question
+Supply          what fills the positions that a pass does not compute, layer by layer
+prefill         one pass with everything at hand
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,11 +38,12 @@ class MergedKV:
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
         self.kv = empty(decoder.layout.shape(capacity), decoder.dtype, decoder.device)
+        self._device = decoder.device
         self.cos, self.sin = decoder.rope(torch.arange(capacity, device=decoder.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Put one layer `[2, tokens, kv_heads, head_dim]` of a stored chunk-cache at its new position."""
-        place(self.kv[layer], chunk, start, cos=self.cos, sin=self.sin)
+        place(self.kv[layer], chunk.to(self._device, non_blocking=True), start, cos=self.cos, sin=self.sin)
 
 
 class FocusWatcher:
@@ -81,18 +85,14 @@ class RowPass:
         watcher: FocusWatcher | None = None,
     ) -> None:
         self._merged, self._recorder, self._watcher = merged, recorder, watcher
-        self._narrow(positions)
+        self.move_to(positions)
 
-    def _narrow(self, positions: Tensor) -> None:
+    def move_to(self, positions: Tensor) -> None:
+        """Go on with other rows, at these ascending positions `[rows]`."""
         self.positions = positions
         self._cos, self._sin = self._merged.cos[positions], self._merged.sin[positions]
         self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
-        if self._recorder is not None:
-            self._recorder.locate(positions)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with fewer rows: `rows` is a bool mask over the present ones."""
-        self._narrow(self.positions[rows])
+        self._births = self._recorder.locate(positions) if self._recorder is not None else []
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -104,7 +104,8 @@ class RowPass:
         queries = rotate(q, self._cos, self._sin)
         scatter_rows(merged, rotate(k, self._cos, self._sin), v, self.positions)
         if self._recorder is not None:
-            self._recorder.record(layer, queries, k, v, settings)
+            self._recorder.note(layer, settings)
+            self._recorder.record(layer, self._births, queries, k, v)
         if self._watcher is not None:
             self._watcher.observe(layer, queries, merged[0], settings)
         return attention(queries, merged[0], merged[1], self._blocks[window], scale=scale, softcap=softcap)
@@ -116,6 +117,30 @@ class Reused:
 
     start: int
     kv: Tensor
+
+
+class Supply(Protocol):
+    """What fills the positions that a pass does not compute."""
+
+    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+        """Put what belongs to `layer` into `merged`, waiting for it where it must.
+
+        Returns ascending positions to be computed from here on, because they will not come (in time).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """A supply that is all there."""
+
+    reused: Sequence[Reused]
+
+    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+        """See `Supply.place`."""
+        for reused in self.reused:
+            merged.place(layer, reused.kv[layer], reused.start)
+        return ()
 
 
 @dataclass(frozen=True)
@@ -148,48 +173,114 @@ class PrefillOutput:
     merged: MergedKV
     recorder: BirthRecorder
     monitor: FocusMonitor | None
-    row_layers: int  # rows computed, summed over layers: what early termination saves is seen here
+    row_layers: int  # rows computed, summed over passes and layers: what early termination saves is seen here
 
 
-@torch.inference_mode()
+class PartialPrefill:
+    """The prefill of one prompt, in one or several passes over one buffer.
+
+    Passes may be run at any time and from any thread, one after the other. A row sees all positions before its own, so
+    they have to be computed or placed by then, in the same pass or in one before.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        token_ids: Sequence[int],
+        bounds: Sequence[int],
+        *,
+        births: Sequence[int] = (),
+        capacity: int = 0,
+    ) -> None:
+        """Make room; arguments as in `PrefillInput`."""
+        self._decoder, self._bounds = decoder, bounds
+        self._ids = torch.tensor(token_ids, device=decoder.device)
+        self.merged = MergedKV(decoder, max(capacity, bounds[-1]))
+        spans = [(i, bounds[i], bounds[i + 1]) for i in births]
+        self.recorder = BirthRecorder(decoder.layout, self.merged.kv, spans)
+        self.row_layers = 0
+
+    @torch.inference_mode()
+    def compute(self, positions: Sequence[int], supply: Supply) -> None:
+        """Run rows at these ascending positions through all layers; nothing is asked of them but their K/V."""
+        self._run(positions, supply, watcher=None, owners=())
+
+    @torch.inference_mode()
+    def finish(
+        self,
+        positions: Sequence[int],
+        supply: Supply,
+        *,
+        owners: Sequence[int] = (),
+        monitor: FocusMonitor | None = None,
+        logits_to_keep: int = 1,
+    ) -> PrefillOutput:
+        """Run the last pass, the question's rows among its ascending positions.
+
+        Args:
+            owners: as in `PrefillInput`.
+            monitor: early termination (§3.2.2); its chunks are the segments between the first and the last.
+            logits_to_keep: so many last rows' logits are returned, `[keep, vocabulary]`, when it is not 1.
+        """
+        watcher = None
+        if monitor is not None:
+            chunk_bounds = torch.tensor(self._bounds[1:-1], device=self._decoder.device)
+            watcher = FocusWatcher(monitor, (self._bounds[-2], self._bounds[-1]), chunk_bounds)
+        hidden = self._run(positions, supply, watcher=watcher, owners=owners)
+        logits = self._decoder.logits(hidden[:, -logits_to_keep:])
+        logits = logits[0] if logits_to_keep == 1 else logits
+        return PrefillOutput(logits, self.merged, self.recorder, monitor, self.row_layers)
+
+    def _run(
+        self, positions: Sequence[int], supply: Supply, *, watcher: FocusWatcher | None, owners: Sequence[int]
+    ) -> Tensor:
+        where = torch.tensor(positions, device=self._decoder.device)
+        rows = RowPass(self.merged, where, recorder=self.recorder, watcher=watcher)
+        hidden, monitor = self._decoder.embed(self._ids[where]), watcher.monitor if watcher is not None else None
+        for layer in range(self._decoder.layout.layers):
+            if late := supply.place(layer, self.merged):
+                hidden = self._join(rows, hidden, late, layer)
+            hidden = self._layer(layer, hidden, rows)
+            if monitor is not None and monitor.layer == layer:  # decided just now
+                keep = _focused_rows(rows.positions, positions, owners, monitor)
+                rows.move_to(rows.positions[keep])
+                hidden = hidden[:, keep]
+        return hidden
+
+    def _layer(self, layer: int, hidden: Tensor, rows: RowPass) -> Tensor:
+        self.row_layers += len(rows.positions)
+        return self._decoder.layer(layer, hidden, positions=rows.positions, layer_pass=rows)
+
+    def _join(self, rows: RowPass, hidden: Tensor, late: Sequence[int], layer: int) -> Tensor:
+        """Bring more rows up to `layer` and in among the others; returns all hidden states `[1, rows, hidden]`.
+
+        In the layers below, everything is at hand, or the pass would not have come to this one.
+        """
+        where = torch.tensor(late, device=self._decoder.device)
+        catching_up = RowPass(self.merged, where, recorder=self.recorder)
+        more = self._decoder.embed(self._ids[where])
+        for below in range(layer):
+            more = self._layer(below, more, catching_up)
+        positions, order = torch.cat((rows.positions, where)).sort()
+        rows.move_to(positions)
+        return torch.cat((hidden, more), dim=1)[:, order]
+
+
 def prefill(
     decoder: Decoder, work: PrefillInput, *, monitor: FocusMonitor | None = None, logits_to_keep: int = 1
 ) -> PrefillOutput:
-    """Run the rows of `work` through all layers.
-
-    Args:
-        monitor: early termination (§3.2.2); its chunks are the segments between the first and the last.
-        logits_to_keep: so many last rows' logits are returned, `[keep, vocabulary]`, when it is not 1.
-    """
-    device = decoder.device
-    positions = torch.tensor(work.positions, device=device)
-    ids = torch.tensor(work.token_ids, device=device)[positions]
-    merged = MergedKV(decoder, max(work.capacity, work.bounds[-1]))
-    spans = [(i, work.bounds[i], work.bounds[i + 1]) for i in work.births]
-    recorder = BirthRecorder(decoder.layout, merged.kv, spans)
-    watcher = None
-    if monitor is not None:
-        chunk_bounds = torch.tensor(work.bounds[1:-1], device=device)
-        watcher = FocusWatcher(monitor, (work.bounds[-2], work.bounds[-1]), chunk_bounds)
-    rows = RowPass(merged, positions, recorder=recorder, watcher=watcher)
-    hidden, row_layers = decoder.embed(ids), 0
-    for layer in range(decoder.layout.layers):
-        for reused in work.reused:
-            merged.place(layer, reused.kv[layer], reused.start)
-        hidden = decoder.layer(layer, hidden, positions=rows.positions, layer_pass=rows)
-        row_layers += len(rows.positions)
-        if monitor is not None and monitor.layer == layer:  # decided just now
-            keep = _focused_rows(work, monitor, device)
-            rows.keep(keep)
-            hidden = hidden[:, keep]
-    logits = decoder.logits(hidden[:, -logits_to_keep:])
-    return PrefillOutput(logits[0] if logits_to_keep == 1 else logits, merged, recorder, monitor, row_layers)
+    """Run the rows of `work` through all layers, in one pass; `monitor` and `logits_to_keep` as in `finish`."""
+    passes = PartialPrefill(decoder, work.token_ids, work.bounds, births=work.births, capacity=work.capacity)
+    return passes.finish(
+        work.positions, AtHand(work.reused), owners=work.owners, monitor=monitor, logits_to_keep=logits_to_keep
+    )
 
 
-def _focused_rows(work: PrefillInput, monitor: FocusMonitor, device: torch.device) -> Tensor:
-    """bool `[rows]`: everything but the recomputed tokens of unfocused chunks."""
+def _focused_rows(now: Tensor, positions: Sequence[int], owners: Sequence[int], monitor: FocusMonitor) -> Tensor:
+    """bool `[rows]` over the positions `now`: everything but the recomputed tokens of unfocused chunks."""
     focused = {chunk + 1 for chunk in monitor.focused or ()}  # the monitor counts chunks, `owners` segments
-    return torch.tensor([owner < 0 or owner in focused for owner in work.owners], device=device)
+    dropped = [p for p, owner in zip(positions, owners, strict=True) if owner >= 0 and owner not in focused]
+    return ~torch.isin(now, now.new_tensor(dropped))
 
 
 @torch.inference_mode()
