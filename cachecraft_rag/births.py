@@ -30,31 +30,26 @@ class AttentionSettings:
     softcap: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordedBirth:
-    """A chunk computed for this prompt, in one pass or piece by piece from its first token on.
+    """A chunk computed in one pass.
 
     segment      its index in the prompt
     start, stop  its positions
     kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw
-    queries      per layer, rotated, in pieces `[tokens of the piece, heads, head_dim]`
+    queries      per layer `[tokens, heads, head_dim]`, rotated
     """
 
     segment: int
     start: int
     stop: int
     kv: Tensor
-    queries: list[list[Tensor]]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every token has come through every layer."""
-        return sum(map(len, self.queries[-1])) == self.stop - self.start
+    queries: list[Tensor]
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return self.kv.nbytes + sum(piece.nbytes for layer in self.queries for piece in layer)
+        return self.kv.nbytes + sum(queries.nbytes for queries in self.queries)
 
 
 class BirthRecorder:
@@ -63,51 +58,55 @@ class BirthRecorder:
     def __init__(self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
         """`like` gives dtype and device; `spans` are (segment, start, stop), ascending."""
         self._layout, self._like, self._spans = layout, like, spans
-        self._recorded: dict[int, RecordedBirth] = {}  # memory is taken when the first token comes
+        self._found: dict[int, RecordedBirth] = {}
         self.settings: list[AttentionSettings] = []
 
     @property
     def births(self) -> tuple[RecordedBirth, ...]:
-        """The chunks computed from end to end; of others, no half is kept."""
-        return tuple(birth for _, birth in sorted(self._recorded.items()) if birth.complete)
+        """Those whose pass has come, ascending."""
+        return tuple(birth for _, birth in sorted(self._found.items()))
 
-    def locate(self, positions: Tensor) -> list[tuple[RecordedBirth, slice, int]]:
-        """Where births lie among the ascending positions `[rows]` of a pass: birth, its rows, offset of the first.
+    def forget(self, segment: int) -> None:
+        """This one need not be kept."""
+        self._found.pop(segment, None)
 
-        Rows that do not adjoin belong to a stored chunk that is being fixed, and are no birth.
+    def locate(self, positions: Tensor) -> list[tuple[RecordedBirth, slice]]:
+        """The births among the ascending positions `[rows]` of a pass, and their rows.
+
+        A chunk of which a pass computes only some tokens is none. A new chunk is computed whole, in one pass.
         """
         edges = positions.new_tensor([edge for _, *span in self._spans for edge in span])
         rows = torch.searchsorted(positions, edges).tolist()
         found = []
         for (segment, start, stop), first, last in zip(self._spans, rows[::2], rows[1::2], strict=True):
-            if first == last or int(positions[last - 1] - positions[first]) != last - first - 1:
+            if last - first != stop - start:  # it is of another pass
                 continue
-            if segment not in self._recorded:
+            if segment not in self._found:
                 kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
-                queries: list[list[Tensor]] = [[] for _ in range(self._layout.layers)]
-                self._recorded[segment] = RecordedBirth(segment, start, stop, kv, queries)
-            found.append((self._recorded[segment], slice(first, last), int(positions[first]) - start))
+                self._found[segment] = RecordedBirth(segment, start, stop, kv, [])
+            found.append((self._found[segment], slice(first, last)))
         return found
 
     def record(
-        self, layer: int, places: Sequence[tuple[RecordedBirth, slice, int]], q: Tensor, k: Tensor, v: Tensor
+        self,
+        layer: int,
+        places: Sequence[tuple[RecordedBirth, slice]],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        settings: AttentionSettings,
     ) -> None:
-        """Keep one layer of the rows that `locate` found.
+        """Keep one layer of the births that `locate` found.
 
         Args:
-            q: rotated `[rows, heads, head_dim]`.
-            k, v: raw `[rows, kv_heads, head_dim]`.
+            qkv: rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`.
+            settings: how the layer attends.
         """
-        for birth, rows, offset in places:
-            stop = offset + rows.stop - rows.start
-            birth.kv[layer, 0, offset:stop] = k[rows]
-            birth.kv[layer, 1, offset:stop] = v[rows]
-            birth.queries[layer].append(q[rows])
-
-    def note(self, layer: int, settings: AttentionSettings) -> None:
-        """Keep how a layer attends."""
         if layer == len(self.settings):
             self.settings.append(settings)
+        q, k, v = qkv
+        for birth, rows in places:
+            birth.kv[layer, 0] = k[rows]
+            birth.kv[layer, 1] = v[rows]
+            birth.queries.append(q[rows])
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class BirthDescriber:
         use = self._settings[layer]
         blocks = row_blocks(self._positions, window=use.window)
         self._mass += attention_mass(
-            torch.cat(self._birth.queries[layer]),
+            self._birth.queries[layer],
             keys,
             blocks,
             self._positions,

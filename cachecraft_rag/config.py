@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.selection import selector_named
@@ -13,6 +13,9 @@ from cachecraft_rag.selection import selector_named
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+Loading = Literal["cake", "layerwise", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class ReuseConfig:
     selector         which tokens those are, a name of `selection.SELECTORS`
     focus            early termination of unfocused chunks: "off", "printed" (Algorithm 1 as printed) or "gap" (mended)
     focus_window     w of Algorithm 1
+    loading          what is not in memory: "cake" loads from the back while the front is computed; "layerwise" computes
+                     nothing that is stored, and loads ahead of the layer that needs it; "whole" loads, then computes
     sink_tokens      so many first tokens of the prompt are left out of every attention sum: they are attention sinks
     """
 
@@ -37,6 +42,7 @@ class ReuseConfig:
     selector: str = "craft"
     focus: Literal["off", "printed", "gap"] = "off"
     focus_window: int = 3
+    loading: Loading = "cake"
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -45,6 +51,8 @@ class ReuseConfig:
         _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
         _require(self.focus in ("off", "printed", "gap"), f"focus must be off, printed or gap, not {self.focus!r}")
         _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")
+        known = get_args(Loading)
+        _require(self.loading in known, f"loading must be one of {', '.join(known)}, not {self.loading!r}")
         _require(self.sink_tokens >= 0, f"sink_tokens must be 0 or more, not {self.sink_tokens}")
         selector_named(self.selector)
 

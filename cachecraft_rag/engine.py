@@ -1,8 +1,8 @@
 """The engine: chunks and a question in, an answer out, token by token.
 
-One request: prompt → look-up → plan → load → partial prefill → decode; new births go to the store in the background
-once the answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none sees another's
-state.
+One request: prompt → look-up → plan → partial prefill while the rest is loaded → decode; new births go to the store in
+the background once the answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none
+sees another's state.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
 from cachecraft_rag.focus import FocusMonitor
+from cachecraft_rag.loading.cake import TwoEnds
+from cachecraft_rag.loading.loader import Loader
+from cachecraft_rag.loading.speeds import ComputeSpeed
 from cachecraft_rag.models import Decoder
-from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection
-from cachecraft_rag.prefill import PrefillInput, PrefillOutput, Reused, decode_step, prefill
+from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
+from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_step
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, Turn
 from cachecraft_rag.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.tiers.layout import StoredVariant
 from cachecraft_rag.turns import FairLock
-from cachecraft_rag.types import Chunk, LoadedVariant, Variant
+from cachecraft_rag.types import Chunk, LoadedVariant, TierName, Unavailable, Variant
 
 
 class Generation(Iterator[str]):
@@ -58,11 +62,12 @@ class _Request:
     session: str | None
     started: float
     planned_s: float = 0.0
-    loaded_s: float = 0.0
+    waited_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
     plan: Plan = field(default_factory=lambda: Plan(()))
-    loaded: dict[str, LoadedVariant] = field(default_factory=dict)
+    loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
+    stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
     output: PrefillOutput | None = None
     generated: int = 0
     finish: Finish | None = None
@@ -104,6 +109,8 @@ class Engine(Closing):
             private_system=private_system,
             best_last=best_last,
         )
+        self.speed = ComputeSpeed(decoder.keys_per_row)
+        self.loader = Loader(store, decoder.layout.layers)
         self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self.births = BirthQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, turn=self.turn
@@ -141,8 +148,12 @@ class Engine(Closing):
         self.births.close()
 
     def _pieces(self, request: _Request) -> Generator[str]:
-        self._resolve(request)
-        request.output = output = self._compute(request)
+        try:
+            self._resolve(request)
+            request.output = output = self._compute(request)
+        finally:
+            for stored in request.stored.values():
+                stored.close()
         try:
             yield from self._decode(request, output)
         finally:
@@ -151,55 +162,72 @@ class Engine(Closing):
             self._settle(request, output)
 
     def _resolve(self, request: _Request) -> None:
-        """Plan, load what the plan reuses, and plan again without what turned out to be missing or corrupt."""
-        stored: dict[str, list[Variant]] = {}
+        """Plan, open what the plan reuses, and plan again without what turned out to be missing or damaged."""
+        found: dict[str, list[Variant]] = {}
         if request.config.reuse:
             ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
             self.births.wait_for(ids)
-            stored = self.store.lookup(self.namespace, self.decoder.fingerprint, ids, session=request.session)
+            found = self.store.lookup(self.namespace, self.decoder.fingerprint, ids, session=request.session)
         lost: dict[str, str] = {}
         while True:
-            plan = make_plan(request.prompt, stored, request.config, lost=lost)
-            request.planned_s = request.clock() - request.loaded_s
+            plan = make_plan(request.prompt, found, request.config, lost=lost)
             wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
-            missing = [variant for name, variant in wanted.items() if name not in request.loaded]
+            missing = [v for name, v in wanted.items() if name not in request.loaded and name not in request.stored]
             if not missing:
                 break
-            for result in self.store.load_many(missing):
-                if isinstance(result, LoadedVariant):
-                    request.loaded[result.variant_id] = result
-                else:
-                    lost[result.variant_id] = result.reason
-            request.loaded_s = request.clock() - request.planned_s
+            for variant in missing:
+                match self.store.open_variant(variant):
+                    case LoadedVariant() as loaded:
+                        request.loaded[variant.variant_id] = loaded
+                    case StoredVariant() as stored:
+                        request.stored[variant.variant_id] = stored
+                    case Unavailable() as unavailable:
+                        lost[variant.variant_id] = unavailable.reason
         reused = [s.variant.variant_id for s in plan.segments if s.outcome == "reused" and s.variant is not None]
         request.plan = with_selection(plan, self.store.token_inter(reused), request.config)
-        request.planned_s = request.clock() - request.loaded_s
+        request.planned_s = request.clock()
 
     def _compute(self, request: _Request) -> PrefillOutput:
+        """Prefill, while what is not in memory is being loaded."""
         prompt, bounds = request.prompt, request.prompt.bounds
-        rows: list[tuple[int, int]] = []  # position; the segment whose focus decides how long it is recomputed, or -1
-        reused, births = [], []
+        rows: dict[int, int] = {}  # position → the segment whose focus decides how long it is recomputed, or -1
+        reused: list[Reused] = []
+        stored: dict[int, StoredVariant] = {}
+        births = []
         for index, planned in enumerate(request.plan.segments):
             start, stop = bounds[index], bounds[index + 1]
             if planned.variant is None:
-                rows += [(position, -1) for position in range(start, stop)]
+                rows.update(dict.fromkeys(range(start, stop), -1))
                 if request.config.births and prompt.segments[index].kind != "question":
                     births.append(index)
+                continue
+            rows.update((start + offset, index) for offset in planned.recompute)
+            if (loaded := request.loaded.get(planned.variant.variant_id)) is not None:
+                reused.append(Reused(start, loaded.kv))
             else:
-                rows += [(start + offset, index) for offset in planned.recompute]
-                kv = request.loaded[planned.variant.variant_id].kv
-                reused.append(Reused(start, kv.to(self.decoder.device, non_blocking=True)))
-        work = PrefillInput(
-            token_ids=prompt.token_ids,
-            bounds=bounds,
-            positions=[position for position, _ in rows],
-            owners=[owner for _, owner in rows],
-            reused=reused,
-            births=births,
-            capacity=bounds[-1] + request.sampling.max_new_tokens,
+                stored[index] = request.stored[planned.variant.variant_id]
+                if request.config.births:  # it may have to be computed after all
+                    births.append(index)
+        tail = self.loader.begin([(one, bounds[index]) for index, one in stored.items()])
+        capacity = bounds[-1] + request.sampling.max_new_tokens
+        passes = PartialPrefill(self.decoder, prompt.token_ids, bounds, births=births, capacity=capacity)
+        ends = TwoEnds(
+            passes, rows, reused, tail=tail, speed=self.speed, turn=self.turn, loading=request.config.loading
         )
-        with self.turn:
-            return prefill(self.decoder, work, monitor=_monitor(request))
+        try:
+            output = ends.run(_monitor(request))
+        finally:
+            self.loader.end(tail)
+        request.waited_s = ends.waited_s
+        segments = list(request.plan.segments)
+        for index, one in stored.items():
+            lost = tail.lost(one)
+            reason = lost.reason if lost is not None else "computing it was sooner than loading it"
+            if lost is None and segments[index].outcome == "exact":  # the same is stored already
+                output.recorder.forget(index)
+            segments[index] = with_taken(segments[index], tail.taken(one), reason)
+        request.plan = Plan(tuple(segments))
+        return output
 
     def _decode(self, request: _Request, output: PrefillOutput) -> Iterator[str]:
         sampling = request.sampling
@@ -222,7 +250,9 @@ class Engine(Closing):
                 request.finish = "length"
                 break
             with self.turn:
+                started = time.perf_counter()
                 logits = decode_step(self.decoder, output.merged, token, position)
+                self.speed.stepped(time.perf_counter() - started)
             position += 1
         rest = text.finish()
         if text.stopped:  # by a stop string in what was held back, too
@@ -253,13 +283,14 @@ def _stats(request: _Request, layers: int) -> RequestStats:
     output, plan = request.output, request.plan
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     recomputed = sum(len(planned.recompute) for planned in plan.segments)
-    kept = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None)
+    taken = sum(planned.taken for planned in plan.segments)
+    kept = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None) - taken
     total = sum(lengths)
     return RequestStats(
         ttft_s=request.first_token_s,
         plan_s=request.planned_s,
-        load_s=request.loaded_s,
-        prefill_s=max(0.0, request.first_token_s - request.planned_s - request.loaded_s),
+        load_s=request.waited_s,
+        prefill_s=max(0.0, request.first_token_s - request.planned_s - request.waited_s),
         total_s=request.ended_s or request.clock(),
         tokens_prompt=total,
         tokens_reused=kept - recomputed,
@@ -284,10 +315,16 @@ def _chunk_stats(request: _Request) -> Iterator[ChunkStats]:
             reason=planned.reason,
             tokens=len(segment.token_ids),
             recomputed=len(planned.recompute),
+            computed=len(segment.token_ids) if variant is None else planned.taken,
             cfo=planned.cfo,
             beta_prime=planned.adjusted,
             variant_id=variant.variant_id if variant is not None else None,
-            tier=request.loaded[variant.variant_id].tier if variant is not None else None,
+            tier=_tier(request, variant) if variant is not None else None,
         )
     for chunk_id in request.prompt.trimmed:
         yield ChunkStats(chunk_id, "trimmed", "the prompt was full: chunks are left out from the last-ranked on")
+
+
+def _tier(request: _Request, variant: Variant) -> TierName:
+    held = request.loaded.get(variant.variant_id)
+    return held.tier if held is not None else request.stored[variant.variant_id].tier

@@ -175,6 +175,13 @@ class Decoder:
         """How many dimensions of a head the model rotates."""
         return int(self._base.rotary_emb.inv_freq.shape[-1]) * 2
 
+    @property
+    def keys_per_row(self) -> float:
+        """Attending to so many keys takes as many multiplications as the rest of a row."""
+        products = sum(weight.numel() for weight in self._layers.parameters() if weight.dim() > 1)
+        config = self.model.config
+        return float(products / (2 * config.num_attention_heads * self.layout.head_dim * self.layout.layers))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
         scores: Tensor = self.model.lm_head(self._base.norm(hidden))[0].float()

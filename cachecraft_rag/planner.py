@@ -29,6 +29,7 @@ class SegmentPlan:
     variant      the chosen variant of a reused or exact segment
     beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
     recompute    tokens to recompute, as offsets in the segment, ascending
+    taken        so many tokens were computed because that was sooner than loading them
     """
 
     outcome: Outcome
@@ -39,6 +40,7 @@ class SegmentPlan:
     adjusted: float | None = None
     cfo: float | None = None
     recompute: tuple[int, ...] = ()
+    taken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,16 @@ def with_selection(plan: Plan, token_inter: Mapping[str, np.ndarray | None], con
         facts = TokenFacts(variant.tokens, token_inter.get(variant.variant_id), seed=int(variant.key.chunk_id[:8], 16))
         chosen.append(replace(segment, recompute=tuple(select(facts, budget, selector).tolist())))
     return Plan(tuple(chosen))
+
+
+def with_taken(planned: SegmentPlan, taken: Sequence[int], reason: str) -> SegmentPlan:
+    """What became of a segment of whose tokens these (offsets) were computed after all, for this reason."""
+    if not taken or planned.variant is None:
+        return planned
+    if len(taken) == planned.variant.tokens:
+        return replace(planned, outcome="computed", reason=reason, variant=None, recompute=())
+    kept = tuple(offset for offset in planned.recompute if offset not in set(taken))
+    return replace(planned, reason=reason, recompute=kept, taken=len(taken))
 
 
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:

@@ -11,8 +11,9 @@ prefill         one pass with everything at hand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -104,8 +105,7 @@ class RowPass:
         queries = rotate(q, self._cos, self._sin)
         scatter_rows(merged, rotate(k, self._cos, self._sin), v, self.positions)
         if self._recorder is not None:
-            self._recorder.note(layer, settings)
-            self._recorder.record(layer, self._births, queries, k, v)
+            self._recorder.record(layer, self._births, (queries, k, v), settings)
         if self._watcher is not None:
             self._watcher.observe(layer, queries, merged[0], settings)
         return attention(queries, merged[0], merged[1], self._blocks[window], scale=scale, softcap=softcap)
@@ -203,7 +203,7 @@ class PartialPrefill:
     @torch.inference_mode()
     def compute(self, positions: Sequence[int], supply: Supply) -> None:
         """Run rows at these ascending positions through all layers; nothing is asked of them but their K/V."""
-        self._run(positions, supply, watcher=None, owners=())
+        self._run(positions, supply, watcher=None, owners={})
 
     @torch.inference_mode()
     def finish(
@@ -211,14 +211,14 @@ class PartialPrefill:
         positions: Sequence[int],
         supply: Supply,
         *,
-        owners: Sequence[int] = (),
+        owners: Mapping[int, int] = MappingProxyType({}),
         monitor: FocusMonitor | None = None,
         logits_to_keep: int = 1,
     ) -> PrefillOutput:
         """Run the last pass, the question's rows among its ascending positions.
 
         Args:
-            owners: as in `PrefillInput`.
+            owners: position → the segment whose recomputation may be ended early; read when that is decided.
             monitor: early termination (§3.2.2); its chunks are the segments between the first and the last.
             logits_to_keep: so many last rows' logits are returned, `[keep, vocabulary]`, when it is not 1.
         """
@@ -232,7 +232,7 @@ class PartialPrefill:
         return PrefillOutput(logits, self.merged, self.recorder, monitor, self.row_layers)
 
     def _run(
-        self, positions: Sequence[int], supply: Supply, *, watcher: FocusWatcher | None, owners: Sequence[int]
+        self, positions: Sequence[int], supply: Supply, *, watcher: FocusWatcher | None, owners: Mapping[int, int]
     ) -> Tensor:
         where = torch.tensor(positions, device=self._decoder.device)
         rows = RowPass(self.merged, where, recorder=self.recorder, watcher=watcher)
@@ -242,7 +242,7 @@ class PartialPrefill:
                 hidden = self._join(rows, hidden, late, layer)
             hidden = self._layer(layer, hidden, rows)
             if monitor is not None and monitor.layer == layer:  # decided just now
-                keep = _focused_rows(rows.positions, positions, owners, monitor)
+                keep = _focused_rows(rows.positions, owners, monitor)
                 rows.move_to(rows.positions[keep])
                 hidden = hidden[:, keep]
         return hidden
@@ -271,16 +271,17 @@ def prefill(
 ) -> PrefillOutput:
     """Run the rows of `work` through all layers, in one pass; `monitor` and `logits_to_keep` as in `finish`."""
     passes = PartialPrefill(decoder, work.token_ids, work.bounds, births=work.births, capacity=work.capacity)
+    owners = dict(zip(work.positions, work.owners, strict=False))
     return passes.finish(
-        work.positions, AtHand(work.reused), owners=work.owners, monitor=monitor, logits_to_keep=logits_to_keep
+        work.positions, AtHand(work.reused), owners=owners, monitor=monitor, logits_to_keep=logits_to_keep
     )
 
 
-def _focused_rows(now: Tensor, positions: Sequence[int], owners: Sequence[int], monitor: FocusMonitor) -> Tensor:
-    """bool `[rows]` over the positions `now`: everything but the recomputed tokens of unfocused chunks."""
+def _focused_rows(positions: Tensor, owners: Mapping[int, int], monitor: FocusMonitor) -> Tensor:
+    """bool `[rows]`: everything but the recomputed tokens of unfocused chunks."""
     focused = {chunk + 1 for chunk in monitor.focused or ()}  # the monitor counts chunks, `owners` segments
-    dropped = [p for p, owner in zip(positions, owners, strict=True) if owner >= 0 and owner not in focused]
-    return ~torch.isin(now, now.new_tensor(dropped))
+    dropped = [position for position, owner in owners.items() if owner >= 0 and owner not in focused]
+    return ~torch.isin(positions, positions.new_tensor(dropped))
 
 
 @torch.inference_mode()

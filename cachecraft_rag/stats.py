@@ -17,7 +17,9 @@ class ChunkStats:
     outcome     exact: stored behind the very same prefix; reused: moved and partly recomputed; computed: afresh;
                 trimmed: left out
     reason      why it was not simply reused, in words; empty otherwise
-    tokens, recomputed  its length, and how many of its tokens were recomputed
+    tokens              its length
+    recomputed          how many of them were recomputed to fix them
+    computed            how many were computed afresh: all, or those that were sooner computed than loaded
     cfo, beta_prime     eq. 12 and eq. 8 of the chosen variant; None where none was stored
     variant_id, tier    which chunk-cache, and where it was read from; None where it was computed
     """
@@ -27,6 +29,7 @@ class ChunkStats:
     reason: str = ""
     tokens: int = 0
     recomputed: int = 0
+    computed: int = 0
     cfo: float | None = None
     beta_prime: float | None = None
     variant_id: str | None = None
@@ -38,11 +41,13 @@ class RequestStats:
     """Times in seconds and tokens of one request.
 
     ttft_s             from the call to the first answer token: plan_s + load_s + prefill_s
+    load_s             waiting for what was being loaded; most loading goes on beside computing and shows nowhere
     plan_s             prompt, look-up and plan, including any wait for a chunk that was still being born
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
     tokens_reused      taken over from chunk-caches untouched
     tokens_recomputed  of reused chunks, recomputed
-    tokens_computed    of chunks without a chunk-cache, of the question, and of the system segment the first time
+    tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
+                       chunks that were sooner computed than loaded
     recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
     focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
     finish             why the answer ended: by itself, at max_new_tokens, at a stop string, or closed by its reader;

@@ -24,9 +24,9 @@ from cachecraft_rag.codecs import codec_named
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
-from cachecraft_rag.tiers import Damaged, Tier
+from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.host import HostTier
-from cachecraft_rag.tiers.layout import encode
+from cachecraft_rag.tiers.layout import StoredVariant, encode, unreadable
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
@@ -106,7 +106,6 @@ class ChunkCacheStore(Closing):
             on_removed=self._host.remove,
         )
         self.config = replace(config, **asdict(self._durable.limits))
-        self._tiers: tuple[Tier, ...] = (self._host, self._durable.disk)  # the nearest first
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._queued_bytes = 0
@@ -168,24 +167,62 @@ class ChunkCacheStore(Closing):
             self._warn_once("token_inter", f"Token scores cannot be read: {error}")
             return dict.fromkeys(variant_ids)
 
-    def load(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The tensor, from memory or else from disk (then memory keeps it too); or the reason why it cannot be served.
+    def open_variant(self, variant: Variant) -> LoadedVariant | StoredVariant | Unavailable:
+        """The tensor if memory has it; else the stored variant, opened to be read; or why it cannot be served.
 
-        A variant whose file is missing or damaged leaves the catalog, in the background. Raises StoreError only after
-        `close`.
+        What was opened must be handed back: to `keep`, or to `lost`. A variant whose file is missing or damaged leaves
+        the catalog, in the background. Raises StoreError only after `close`.
         """
         self._check_open()
-        for tier in self._tiers:
-            loaded = tier.read(variant)
-            if isinstance(loaded, LoadedVariant):
-                break
-        if isinstance(loaded, LoadedVariant) and loaded.tier != "host":
-            self._host.add(variant, loaded.kv)
-        with self._lock:
-            self._loads[loaded.tier if isinstance(loaded, LoadedVariant) else _kind(loaded.reason)] += 1
-        if isinstance(loaded, Damaged):
-            self._in_background(partial(self._discard, variant, loaded.reason))
-        return loaded
+        held = self._host.read(variant)
+        if isinstance(held, LoadedVariant):
+            self._count_load("host")
+            return held
+        stored = self._durable.disk.open(variant)
+        if isinstance(stored, StoredVariant):
+            try:
+                stored.allocate()
+                return stored
+            except MemoryError as error:
+                stored.close()
+                stored = unreadable(variant.variant_id, error)
+        self.lost(variant, stored)
+        return stored
+
+    def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
+        """Take note of a load; `whole`: all of it was read, and memory keeps it."""
+        stored.close()
+        self._count_load(stored.tier)
+        if whole:
+            self._host.add(stored.variant, stored.kv)
+
+    def lost(self, variant: Variant, why: Unavailable) -> None:
+        """Take note that a variant could not be had; what is missing or damaged leaves the catalog."""
+        self._count_load(_kind(why.reason))
+        if isinstance(why, Damaged):
+            self._in_background(partial(self._discard, variant, why.reason))
+
+    def load(self, variant: Variant) -> LoadedVariant | Unavailable:
+        """The whole tensor, from memory or else from disk (then memory keeps it too); or why it cannot be served."""
+        stored = self.open_variant(variant)
+        if not isinstance(stored, StoredVariant):
+            return stored
+        try:
+            kv = stored.read_all()
+        except (OSError, ValueError) as error:
+            stored.close()
+            why = unreadable(variant.variant_id, error)
+            self.lost(variant, why)
+            return why
+        self.keep(stored)
+        return LoadedVariant(variant.variant_id, kv, stored.tier)
+
+    def read_in_background(self, job: Callable[[], None]) -> None:
+        """Run a job on one of the threads that read; it is dropped after `close`."""
+        try:
+            self._readers.submit(job).add_done_callback(_log_mistake)
+        except RuntimeError:  # how an executor says that it is shutting down
+            logger.info("A request outlived its store; what it would have loaded is computed")
 
     def load_many(self, variants: Sequence[Variant]) -> list[LoadedVariant | Unavailable]:
         """`load` for each, in the same order; files are read in parallel."""
@@ -412,6 +449,10 @@ class ChunkCacheStore(Closing):
             first = kind not in self._warned
             self._warned.add(kind)
         logger.log(logging.WARNING if first else logging.INFO, "%s", message)
+
+    def _count_load(self, outcome: str) -> None:
+        with self._lock:
+            self._loads[outcome] += 1
 
     def _check_open(self) -> None:
         if self._closed:

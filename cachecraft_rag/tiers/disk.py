@@ -143,6 +143,7 @@ class DiskTier:
         if isinstance(stored, Unavailable):
             return stored
         try:
+            stored.allocate()
             return LoadedVariant(variant.variant_id, stored.read_all(), "disk")
         except (OSError, ValueError, MemoryError) as error:
             return unreadable(variant.variant_id, error)

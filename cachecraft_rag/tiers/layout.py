@@ -262,8 +262,7 @@ class StoredVariant:
                 raise ValueError(f"data damaged: layer {layer} cannot be decoded: {error}") from error
 
     def read_all(self) -> torch.Tensor:
-        """Every layer, in order; see `read`."""
-        self.allocate()
+        """Every layer, in order, once there is room; see `read`."""
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
         return self.kv

@@ -1,0 +1,229 @@
+"""The two ends: the front computes while the tail is loaded, and they meet where both are done soonest.
+
+Cake (Jin et al., 2024, Algorithm 1) computes pieces from the front and loads pieces from the back until they meet. Here
+the last front piece goes along with the last pass, which the question needs anyhow, and what is still missing then
+comes layer by layer just ahead of it (Cache-Craft, Algorithm 2). With a fast disk there is no front piece at all, and
+all that is left of Cake is layer-wise preloading; with a very slow one all that is left is full prefill.
+
+Nothing is configured: before every piece, and whenever the last pass has to wait, the share of the front is computed
+anew from what was measured up to then. What fails to come is computed like what the front took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from cachecraft_rag.config import Loading
+from cachecraft_rag.focus import FocusMonitor
+from cachecraft_rag.loading.balance import preload_depth, tokens_to_compute
+from cachecraft_rag.loading.speeds import ComputeSpeed
+from cachecraft_rag.loading.tail import Tail
+from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillOutput, Reused
+
+_PIECE = 256  # most tokens of a front piece: what is decided is decided for so long
+_PROBE = 64  # tokens of the first piece on a machine that has measured nothing yet
+_FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nobody knows how fast it comes
+_PATIENCE_S = 0.005  # a layer that is late by less is waited for
+_WORTH_S = 0.01  # what a late piece must save
+
+
+class TwoEnds:
+    """One request's prefill while its chunk-caches are being loaded.
+
+    Args:
+        passes: the prefill, nothing computed yet.
+        rows: positions that are computed whatever comes → the segment whose focus decides how long, or -1.
+        reused: what is at hand.
+        tail: what is to come; its readers are running.
+        speed: of computing; learns from what is measured here.
+        turn: held for each pass and never while nothing is computed, but for a layer that is late.
+        loading: "cake"; "layerwise": nothing is taken from the tail unless it is lost; "whole": nor is anything
+            computed before all of it is there.
+    """
+
+    def __init__(
+        self,
+        passes: PartialPrefill,
+        rows: Mapping[int, int],
+        reused: Sequence[Reused],
+        *,
+        tail: Tail,
+        speed: ComputeSpeed,
+        turn: AbstractContextManager[None],
+        loading: Loading = "cake",
+    ) -> None:
+        self._passes, self._rows, self._reused = passes, dict(rows), list(reused)
+        self._tail, self._speed, self._turn, self._loading = tail, speed, turn, loading
+        self._monitor: FocusMonitor | None = None
+        self.waited_s = 0.0  # for what was late
+
+    def run(self, monitor: FocusMonitor | None = None) -> PrefillOutput:
+        """Prefill to the last token's logits."""
+        self._monitor = monitor
+        self._tail.layer_first = self._loading != "cake"
+        self._look()
+        while True:
+            self._wait_ahead()
+            with self._turn:
+                tokens, last = self._decide()  # only now: while the turn was waited for, more has come
+                self._tail.layer_first = last
+                taken = self._tail.take(tokens)
+                if last:
+                    return self._last_pass(taken)
+                if taken:
+                    self._piece(taken)
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Where nothing is known, see whether it comes at once."""
+        if self._loading == "cake" and not self._tail.meter.bytes_per_s:
+            self._wait(lambda: not self._tail.incomplete(), _FIRST_LOOK_S)
+
+    def _decide(self) -> tuple[float, bool]:
+        """How many tokens the front takes next, and whether the last pass takes them along."""
+        tail, speed = self._tail, self._speed
+        tokens = len(tail.incomplete())
+        if self._loading != "cake" or not tokens:
+            return 0, True
+        if not speed.known:
+            rate = tail.meter.bytes_per_s
+            soon = rate > 0.0 and tail.bytes_left() / rate < 5 * _FIRST_LOOK_S
+            return (0, True) if soon else (_PROBE, False)
+        share = self._share(rows=speed.rows(self._rows), passes=1.0)
+        if share <= _PIECE:
+            return share, True
+        return min(_PIECE, share / 2), False
+
+    def _share(self, *, rows: float, passes: float, layers_left: float = 1.0) -> float:
+        """Tokens for the front, so that both ends are done at the same moment.
+
+        Args:
+            rows, passes: what is computed whatever comes.
+            layers_left: the part of the layers whose loading it still spares.
+        """
+        waiting, rate = self._tail.incomplete(), self._tail.meter.bytes_per_s
+        if not waiting:
+            return 0.0
+        if rate <= 0.0:  # nothing has ever come
+            return float(len(waiting))
+        load_s = self._tail.bytes_left() / rate
+        token_s = self._speed.seconds(self._speed.rows(waiting[:_PIECE]), passes=0) / min(_PIECE, len(waiting))
+        share = tokens_to_compute(
+            load_s=load_s,
+            compute_s=self._speed.seconds(rows, passes=passes),
+            load_token_s=load_s / len(waiting) * layers_left,
+            compute_token_s=token_s,
+        )
+        return min(max(share, 0.0), float(len(waiting)))
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def _piece(self, taken: list[int]) -> None:
+        """Compute these and whatever rows stand before the last of them."""
+        self._note_holes()
+        edge = taken[-1] + 1
+        rows = sorted({*taken, *(position for position in self._rows if position < edge)})
+        here = [reused for reused in self._reused if reused.start < edge]
+        self._reused = self._reused[len(here) :]
+        started = time.perf_counter()
+        self._passes.compute(rows, _Piece(AtHand(here), self._tail, edge))
+        self._speed.measured(self._speed.rows(rows), time.perf_counter() - started)
+        for position in rows:
+            self._rows.pop(position, None)
+
+    def _last_pass(self, taken: list[int]) -> PrefillOutput:
+        self._note_holes()
+        self._rows.update(dict.fromkeys(taken, -1))
+        rows = sorted(self._rows)
+        supply = _LastPiece(AtHand(self._reused), self._tail, self)
+        waited, started = self.waited_s, time.perf_counter()
+        output = self._passes.finish(rows, supply, owners=self._rows, monitor=self._monitor)
+        spent = time.perf_counter() - started - (self.waited_s - waited)
+        if not supply.joined and self._monitor is None:
+            self._speed.measured(self._speed.rows(rows), spent)
+        return output
+
+    def late(self, layer: int) -> list[int]:
+        """Wait until `layer` is there; returns what had better be computed instead, or has to be."""
+        late: list[int] = []
+        while True:
+            late += self._tail.holes()
+            if self._wait(lambda: self._tail.depth() > layer, _PATIENCE_S):
+                late += self._tail.holes()
+                break
+            if self._loading == "cake":
+                late += self._take_over(layer, late)
+        rows = sorted(position for position in set(late) if not self._is_running(position))
+        self._rows.update(dict.fromkeys(late, -1))
+        return rows
+
+    def _is_running(self, position: int) -> bool:
+        """Whether the pass has a row there: not one that early termination has dropped."""
+        owner = self._rows.get(position)
+        focused = self._monitor.focused if self._monitor is not None else None
+        return owner is not None and (owner < 0 or focused is None or owner - 1 in focused)
+
+    def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
+        """Positions that are sooner computed, from the first layer on, than waited for in the layers still to come."""
+        speed, layers = self._speed, self._tail.layers
+        if not speed.known:
+            return []
+        left = 1.0 - layer / layers
+        rows = left * speed.rows(self._rows) + speed.rows(late)
+        share = self._share(rows=rows, passes=1.0, layers_left=left)  # with what is left of this pass, and catching up
+        rate = self._tail.meter.bytes_per_s
+        saved = share * self._tail.bytes_left() / max(len(self._tail.incomplete()), 1) / rate if rate > 0.0 else 1.0
+        return self._tail.take(share) if saved > _WORTH_S else []
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _wait_ahead(self) -> None:
+        """Before taking the turn: have as many layers as it takes to compute without a gap (eq. 16)."""
+        tail, speed, rate = self._tail, self._speed, self._tail.meter.bytes_per_s
+        if self._loading == "whole":
+            self._wait(lambda: not tail.incomplete(), None)
+        elif self._loading == "layerwise":
+            prefill_s = speed.seconds(speed.rows(self._rows)) if speed.known else 0.0
+            depth = preload_depth(tail.layers, prefill_s=prefill_s, load_s=tail.bytes_left() / rate if rate else 0.0)
+            self._wait(lambda: tail.depth() >= depth, None)
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        started = time.perf_counter()
+        done = self._tail.wait(ready, timeout)
+        self.waited_s += time.perf_counter() - started
+        return done
+
+    def _note_holes(self) -> None:
+        self._rows.update(dict.fromkeys(self._tail.holes(), -1))
+
+
+class _Piece:
+    """What stands before the end of a front piece."""
+
+    def __init__(self, here: AtHand, tail: Tail, edge: int) -> None:
+        self._here, self._tail, self._edge = here, tail, edge
+
+    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+        """See `Supply.place`."""
+        self._here.place(layer, merged)
+        self._tail.place(layer, merged, below=self._edge)
+        return ()
+
+
+class _LastPiece:
+    """Everything else, layer by layer as it comes."""
+
+    def __init__(self, here: AtHand, tail: Tail, ends: TwoEnds) -> None:
+        self._here, self._tail, self._ends = here, tail, ends
+        self.joined = False
+
+    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+        """See `Supply.place`."""
+        self._here.place(layer, merged)
+        late = self._ends.late(layer)
+        self._tail.place(layer, merged)
+        self.joined |= bool(late)
+        return late
