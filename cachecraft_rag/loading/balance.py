@@ -16,9 +16,9 @@ def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
     >>> preload_depth(5, prefill_s=2.0, load_s=1.0)  # computing takes longer: one is enough
     1
     """
-    if load_s <= 0.0:
+    if load_s <= prefill_s:
         return 1
-    return min(layers, max(1, math.ceil((layers - 1) * (1.0 - prefill_s / load_s) + 1.0)))
+    return min(layers, math.ceil((layers - 1) * (1.0 - prefill_s / load_s) + 1.0))
 
 
 def tokens_to_compute(*, load_s: float, compute_s: float, load_token_s: float, compute_token_s: float) -> float:

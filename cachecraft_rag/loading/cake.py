@@ -79,7 +79,7 @@ class TwoEnds:
 
     def _look(self) -> None:
         """Where nothing is known, see whether it comes at once."""
-        if self._loading == "cake" and not self._tail.meter.bytes_per_s:
+        if self._loading == "cake" and not self._tail.meter.warm:
             self._wait(lambda: not self._tail.incomplete(), _FIRST_LOOK_S)
 
     def _decide(self) -> tuple[float, bool]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 _MEMORY_S = 0.5  # what is longer ago counts for little: a rate that changes is noticed within a part of a second
 _PRIOR_S = 0.05  # an earlier request's rate counts like so much time of measuring
+_FEW_ROWS = 48
 _WEIGHT = 0.5  # of the newest pass in the average
 
 
@@ -40,7 +41,9 @@ class ComputeSpeed:
         return passes * self._pass_s + rows * self._row_s
 
     def measured(self, rows: float, seconds: float) -> None:
-        """Take note of a pass."""
+        """Take note of a pass; of one with few rows, most of the time goes elsewhere."""
+        if rows < _FEW_ROWS and self.known:
+            return
         row_s = max(seconds - self._pass_s, 0.2 * seconds) / rows
         self._row_s = row_s if self._row_s is None else _WEIGHT * row_s + (1.0 - _WEIGHT) * self._row_s
 
@@ -62,7 +65,9 @@ class Meter:
         self._seconds = _PRIOR_S if expected is not None else 0.0
         self._bytes = (expected or 0.0) * self._seconds
         self._at = time.perf_counter()
+        self._flying = 0.0
         self._stopped = False
+        self.warm = expected is not None  # whether the rate rests on more than a guess
 
     def stop(self) -> None:
         """Nothing more is to come: silence counts no longer."""
@@ -70,18 +75,28 @@ class Meter:
             self._advance()
             self._stopped = True
 
-    def add(self, nbytes: float) -> None:
-        """So many bytes have come."""
+    def begin(self, nbytes: float) -> None:
+        """So many bytes were asked for."""
+        with self._lock:
+            self._flying += nbytes
+
+    def end(self, nbytes: float, *, came: bool) -> None:
+        """They came, or will not."""
         with self._lock:
             self._advance()
-            self._bytes += nbytes
+            self._flying -= nbytes
+            self._bytes += nbytes * came
+            self.warm = True
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate; 0 when nothing is known or nothing has come."""
+        """The rate; 0 when nothing is known or nothing was asked for.
+
+        What is in flight counts half, so that a large piece is not mistaken for a pause.
+        """
         with self._lock:
             self._advance()
-            return self._bytes / self._seconds if self._seconds else 0.0
+            return (self._bytes + self._flying / 2) / self._seconds if self._seconds else 0.0
 
     def _advance(self) -> None:
         if self._stopped:

@@ -74,11 +74,13 @@ class Tail:
         while (job := self._next()) is not None:
             runs, layer = job.runs, job.layer
             stored, lost = runs[0].stored, None
+            nbytes = stored.token_bytes * (runs[-1].last - runs[0].first) / self.layers
+            self.meter.begin(nbytes)
             try:
                 stored.read(layer, runs[0].first, runs[-1].last)
             except (OSError, ValueError) as error:
                 lost = unreadable(stored.variant.variant_id, error)
-            self.meter.add(0 if lost else stored.token_bytes * (runs[-1].last - runs[0].first) / self.layers)
+            self.meter.end(nbytes, came=lost is None)
             with self._changed:
                 for run in runs:
                     run.busy = False

@@ -24,6 +24,7 @@ from cachecraft_rag.codecs import codec_named
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
+from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.tiers.layout import StoredVariant, encode, unreadable
@@ -46,6 +47,7 @@ class StoreConfig:
     host_bytes          tensors kept in memory; 0 switches the host tier off
     queue_bytes         births waiting to be written; what comes while it is full is dropped
     readers             threads that `load_many` reads files with
+    read_bytes_per_s    limit on reading files, for a disk that others need too
     codec               how births are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
                         keeps a birth as it was computed, so what a lossy codec changes shows after it has left memory
     busy_timeout_s      how long a background write waits for another process's transaction
@@ -57,6 +59,7 @@ class StoreConfig:
     host_bytes: int = 2 << 30
     queue_bytes: int = 1 << 30
     readers: int = 4
+    read_bytes_per_s: float = math.inf
     codec: str = "raw"
     busy_timeout_s: float = 5.0
 
@@ -104,7 +107,9 @@ class ChunkCacheStore(Closing):
             defaults=Limits(config.disk_bytes, config.max_variants, config.variants_per_chunk),
             busy_timeout_s=config.busy_timeout_s,
             on_removed=self._host.remove,
+            throttle=Throttle(config.read_bytes_per_s),
         )
+        self.throttle = self._durable.disk.throttle
         self.config = replace(config, **asdict(self._durable.limits))
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False

@@ -19,6 +19,7 @@ import numpy as np
 
 from cachecraft_rag.catalog import Catalog, FileRef, Limits, Listed
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.disk import DiskTier, FoundFile
 from cachecraft_rag.tiers.layout import Encoded
@@ -77,6 +78,7 @@ class DurableVariants:
         defaults: Limits,
         busy_timeout_s: float,
         on_removed: Callable[[str, float], None],
+        throttle: Throttle | None = None,
     ) -> None:
         """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError.
 
@@ -93,7 +95,7 @@ class DurableVariants:
             raise StoreError(
                 f"{root} cannot hold a store ({error}). Choose a writable folder on a local disk."
             ) from error
-        self.disk = DiskTier(root / "variants")
+        self.disk = DiskTier(root / "variants", throttle)
         try:
             if leftovers := self._sweep(repair=True):
                 logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
