@@ -94,7 +94,7 @@ class _Bench:
     def __init__(self, decoder: Decoder, folder: Path, *, chunks: int, chunk_tokens: int, ratio: float) -> None:
         self.decoder, self.folder = decoder, folder
         self.config = ReuseConfig(recompute_ratio=ratio, births=False)
-        self.chunks = _chunks_of(decoder, count=chunks, tokens=chunk_tokens)
+        self.chunks = chunks_of(decoder, count=chunks, tokens=chunk_tokens)
         prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
         prompt = prompts.build(QUESTION, self.chunks, reserve=1)
         if prompt.trimmed:
@@ -208,7 +208,7 @@ def _fastest(model: str, dtype: str, tokens: int, progress: Callable[[str], None
     return best[1]
 
 
-def _chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
+def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
     """Chunks of so many tokens of the model's own, cut from the sample handbook read from end to end."""
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.md")))
     ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
