@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Iterator
+from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
-_END = object()
 
 
 async def iterate(pieces: Iterator[T]) -> AsyncGenerator[T, None]:
@@ -25,13 +25,13 @@ async def iterate(pieces: Iterator[T]) -> AsyncGenerator[T, None]:
     loop = asyncio.get_running_loop()
     # One copy for all steps: a generator sees the same context variables in each, whatever thread it is in.
     context = contextvars.copy_context()
+
+    def step() -> list[T]:
+        return list(islice(pieces, 1))  # not `next`: a future cannot hold the StopIteration that ends it
+
     try:
-        while True:
-            step = loop.run_in_executor(None, context.run, next, pieces, _END)
-            piece = await _outlast(step)
-            if piece is _END:
-                return
-            yield piece  # type: ignore[misc]
+        while piece := await _outlast(loop.run_in_executor(None, context.run, step)):
+            yield piece[0]
     finally:
         if close := getattr(pieces, "close", None):
             await _outlast(loop.run_in_executor(None, context.run, close))

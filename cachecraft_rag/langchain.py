@@ -1,0 +1,402 @@
+"""LangChain: a generator and a chat model that reuse the chunk-caches of the documents they are given.
+
+    chain = create_retrieval_chain(any_retriever, CacheCraftGenerator.from_pretrained("demo", store="chunk-caches"))
+
+Documents reach the model as documents and not as one long text, so the engine knows each by what the model sees of it.
+Needs `langchain-core` and nothing else of LangChain: `pip install 'cachecraft-rag[langchain]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from cachecraft_rag.bridge import iterate
+from cachecraft_rag.closing import Closing
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.models import Decoder
+from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
+from cachecraft_rag.rag import CACHE_FOLDER, PathLike
+from cachecraft_rag.selfcheck import self_check
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk
+
+try:
+    from langchain_core.callbacks import (
+        AsyncCallbackManagerForChainRun,
+        AsyncCallbackManagerForLLMRun,
+        CallbackManagerForChainRun,
+        CallbackManagerForLLMRun,
+    )
+    from langchain_core.documents import Document
+    from langchain_core.language_models.chat_models import (
+        BaseChatModel,
+        agenerate_from_stream,
+        generate_from_stream,
+    )
+    from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage, convert_to_messages
+    from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+    from langchain_core.outputs import ChatGenerationChunk, ChatResult
+    from langchain_core.prompts import BasePromptTemplate, format_document
+    from langchain_core.runnables import RunnableConfig, RunnableSerializable
+    from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+except ImportError as error:
+    raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
+
+_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # as other chat models call it
+_OF_SERVERS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # no meaning for a model in process
+_SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
+
+
+class ChatCacheCraft(Closing, BaseChatModel):
+    """A chat model of an engine. Documents to answer over come with the call and not in a message:
+
+    >>> chat = ChatCacheCraft.from_pretrained("demo")  # doctest: +SKIP
+    >>> chat.invoke("How do I descale the kettle?", documents=retriever.invoke("descale kettle"))  # doctest: +SKIP
+
+    `usage_metadata["input_token_details"]` tells the tokens taken from chunk-caches (`cache_read`) and those of
+    chunk-caches that were born (`cache_creation`); `response_metadata["cachecraft"]` is `RequestStats.as_dict()`.
+
+    The conversation stands behind the documents, so it shapes no chunk-cache. That goes for system messages too: they
+    may hold a user's text. What all requests share belongs in the engine's own instruction (`system=`).
+
+    engine       what answers; it stays the caller's to close unless it came from `from_pretrained`
+    session      whose private chunk-caches may be used besides the shared ones (see `Engine`)
+    reuse        how caches are reused; None: as the engine does
+    max_tokens, temperature, top_p, seed, stop  see `SamplingParams`
+
+    All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for a setting that does not exist,
+    for messages that hold more than text and for a conversation that does not end with the user.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    engine: Engine = Field(exclude=True, repr=False)
+    session: str | None = None
+    reuse: ReuseConfig | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    _opened: ExitStack = PrivateAttr(default_factory=ExitStack)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_settings_of_servers(cls, values: Any) -> Any:
+        """Chat models are swapped for each other by name, and no timeout of a server must stop that."""
+        return {name: value for name, value in values.items() if name not in _OF_SERVERS}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str = "demo",
+        *,
+        store: PathLike = "chunk-caches",
+        dtype: str = "auto",
+        device: str = "auto",
+        namespace: str = "default",
+        system: str = DEFAULT_SYSTEM,
+        codec: str = "raw",
+        **settings: Any,
+    ) -> Self:
+        """Load a model and open (or make) a store of chunk-caches; arguments as in `CacheCraft.from_pretrained`.
+
+        Retrieval stays with whatever the application has. `settings` are the fields of this class. Close the model when
+        done (or use a `with` block), so that chunk-caches still being born are written.
+        """
+        decoder = Decoder.load(model, dtype=dtype, device=device)
+        self_check(decoder)
+        with ExitStack() as opened:
+            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, codec=codec))
+            engine = opened.enter_context(Engine(decoder, caches, namespace=namespace, system=system))
+            chat = cls(engine=engine, **settings)
+            chat._opened = opened.pop_all()
+        return chat
+
+    def close(self) -> None:
+        """Finish the births under way and close what `from_pretrained` opened."""
+        self._opened.close()
+
+    @property
+    def model_name(self) -> str:
+        """The decoder's name."""
+        return self.engine.decoder.name
+
+    @property
+    def _llm_type(self) -> str:
+        return "cachecraft"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        """All that an answer depends on: LangChain's own cache of answers serves by these and the messages."""
+        engine = self.engine
+        return {
+            "model_name": self.model_name,
+            "fingerprint": engine.decoder.fingerprint,
+            "namespace": engine.namespace,
+            "system": engine.prompts.system.segment_id,
+            "session": self.session,
+            "reuse": repr(self.reuse or engine.config),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "default_stop": list(self.stop),
+        }
+
+    def _open(self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Generation:
+        """The engine's answer to a conversation, not begun yet. `given` are the call's own settings."""
+        given = dict(given)
+        documents = given.pop("documents", None) or ()
+        session = given.pop("session", self.session)
+        if unknown := given.keys() - _SAMPLING:
+            known = ", ".join(sorted({"documents", "session", "stop"} | _SAMPLING))
+            raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of this model's; a call may bring {known}")
+        values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | given
+        sampling = SamplingParams(
+            max_new_tokens=values.pop("max_tokens"), stop=tuple(self.stop if stop is None else stop), **values
+        )
+        history, question = conversation(messages)
+        return self.engine.stream(
+            question,
+            [Chunk(document.page_content) for document in documents],
+            history=history,
+            session=session,
+            sampling=sampling,
+            config=self.reuse,
+        )
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        """Piece by piece; the last chunk is empty and carries the numbers. LangChain itself tells the callbacks."""
+        generation = self._open(messages, stop, kwargs)
+        try:
+            for piece in generation:
+                yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
+        finally:
+            generation.close()
+        yield self._last(generation, kwargs.get("session", self.session))
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        """As `_stream`, tokenisation of the prompt included in what happens in threads."""
+        async for chunk in iterate(self._stream(messages, stop, **kwargs)):
+            yield chunk
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return generate_from_stream(self._stream(messages, stop, **kwargs))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        # Not in one thread from beginning to end, which is LangChain's default: a few answers would take all threads.
+        return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
+
+    def _last(self, generation: Generation, session: str | None) -> ChatGenerationChunk:
+        stats, engine = generation.stats, self.engine
+        stored = (self.reuse or engine.config).births and not (engine.prompts.system.private and session is None)
+        born = sum(chunk.tokens for chunk in stats.chunks if chunk.outcome == "computed") if stored else 0
+        usage = UsageMetadata(
+            input_tokens=stats.tokens_prompt,
+            output_tokens=stats.tokens_generated,
+            total_tokens=stats.tokens_prompt + stats.tokens_generated,
+            input_token_details=InputTokenDetails(cache_read=stats.tokens_reused, cache_creation=born),
+        )
+        metadata = {
+            "finish_reason": _FINISH[stats.finish or "closed"],
+            "model_name": self.model_name,
+            "model_provider": "cachecraft",
+            "cachecraft": stats.as_dict(),
+        }
+        message = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+        return ChatGenerationChunk(message=message)
+
+
+class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
+    """Documents and a question in, the answer's text out: in place of `create_stuff_documents_chain(llm, prompt)`.
+
+    The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
+    any form LangChain knows. Where an application has other names for these, say so (`input_key="question"`). Pieces,
+    callbacks and numbers are those of `llm`, which runs within: its tokens show in `astream_events`, its usage in
+    LangChain's `UsageMetadataCallbackHandler`.
+
+    document_prompt  how a document reads to the model; None: its text. What it says is part of the chunk's identity.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    llm: ChatCacheCraft
+    document_prompt: BasePromptTemplate[str] | None = None
+    input_key: str = "input"
+    context_key: str = "context"
+    history_key: str = "chat_history"
+
+    @classmethod
+    def from_pretrained(cls, model: str = "demo", **settings: Any) -> Self:
+        """A generator of `ChatCacheCraft.from_pretrained(model, **settings)`."""
+        return cls(llm=ChatCacheCraft.from_pretrained(model, **settings))
+
+    def close(self) -> None:
+        """Close the chat model."""
+        self.llm.close()
+
+    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
+        """The whole answer. `kwargs` are those of a call of `ChatCacheCraft`, here and below."""
+        return self._call_with_config(self._answer, input, config, **kwargs)
+
+    async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
+        """The whole answer, computed in threads."""
+        return await self._acall_with_config(self._aanswer, input, config, **kwargs)
+
+    def stream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[str]:
+        """The answer piece by piece."""
+        yield from self.transform(iter([input]), config, **kwargs)
+
+    async def astream(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        """The answer piece by piece, computed in threads."""
+
+        async def once() -> AsyncIterator[dict[str, Any]]:
+            yield input
+
+        async for piece in self.atransform(once(), config, **kwargs):
+            yield piece
+
+    def transform(
+        self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> Iterator[str]:
+        """As `stream`, for a chain whose earlier steps deliver the input in parts."""
+        yield from self._transform_stream_with_config(input, self._pieces, config, **kwargs)
+
+    async def atransform(
+        self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        """As `astream`, for a chain whose earlier steps deliver the input in parts."""
+        async for piece in self._atransform_stream_with_config(input, self._apieces, config, **kwargs):
+            yield piece
+
+    def _answer(
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> str:
+        messages, documents = self._read(input)
+        return self.llm.invoke(messages, config, documents=documents, **kwargs).text
+
+    async def _aanswer(
+        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> str:
+        messages, documents = self._read(input)
+        return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
+
+    def _pieces(
+        self,
+        parts: Iterator[dict[str, Any]],
+        run_manager: CallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> Iterator[str]:
+        messages, documents = self._read(_joined(list(parts)))
+        for chunk in self.llm.stream(messages, config, documents=documents, **kwargs):
+            if chunk.text:
+                yield chunk.text
+
+    async def _apieces(
+        self,
+        parts: AsyncIterator[dict[str, Any]],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> AsyncIterator[str]:
+        messages, documents = self._read(_joined([part async for part in parts]))
+        async for chunk in self.llm.astream(messages, config, documents=documents, **kwargs):
+            if chunk.text:
+                yield chunk.text
+
+    def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
+        """The conversation and the documents of an input."""
+        missing = [key for key in (self.input_key, self.context_key) if key not in input]
+        if missing:
+            raise ConfigError(
+                f"the input has no {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, input))}; "
+                "rename it, or set input_key and context_key"
+            )
+        documents = list(input[self.context_key])
+        if not all(isinstance(document, Document) for document in documents):
+            raise ConfigError(
+                f"{self.context_key!r} must be a list of documents: leave out the step that joins them into one text, "
+                "or nothing can be reused"
+            )
+        if self.document_prompt is not None:
+            documents = [Document(format_document(document, self.document_prompt)) for document in documents]
+        history = convert_to_messages(input.get(self.history_key) or [])
+        return [*history, *convert_to_messages([("human", input[self.input_key])])], documents
+
+
+def _joined(parts: Sequence[Any]) -> dict[str, Any]:
+    """An input from its parts, which LangChain lets be added."""
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole + part
+    return dict(whole)
+
+
+def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
+    """The earlier turns and the question. System messages open the first of them; messages of one role are joined.
+
+    Raises `ConfigError` for roles and contents that the model does not know, and where the user does not speak last.
+    """
+    messages = list(messages)
+    instructions = [_text(message) for message in messages if _role(message) == "system"]
+    turns: list[tuple[Any, list[str]]] = [("user", instructions)]
+    for message in messages:
+        role = _role(message)
+        if role == "system":
+            continue
+        if role != turns[-1][0]:
+            turns.append((role, []))
+        turns[-1][1].append(_text(message))
+    *history, (role, question) = turns
+    if role != "user":
+        raise ConfigError("the conversation ends with the assistant; the last message must be the user's")
+    return [(role, "\n\n".join(texts)) for role, texts in history], "\n\n".join(question)
+
+
+def _role(message: BaseMessage) -> str:
+    name = message.role if isinstance(message, ChatMessage) else message.type
+    role = {"human": "user", "user": "user", "ai": "assistant", "assistant": "assistant", "system": "system"}.get(name)
+    if role is None:
+        raise ConfigError(f"the model knows no {name} messages; turn their text into a message of the user's")
+    return role
+
+
+def _text(message: BaseMessage) -> str:
+    if isinstance(message.content, list) and message.type != "ai":  # of an answer, thoughts may be left out
+        kinds = {part.get("type") for part in message.content if isinstance(part, dict)} - {"text"}
+        if kinds:
+            raise ConfigError(f"the model reads text only, and a message holds {', '.join(sorted(map(str, kinds)))}")
+    return str(message.text)

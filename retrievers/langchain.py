@@ -1,0 +1,259 @@
+"""LangChain: our retrieval index as a vector store and a retriever, our embedding models as embeddings."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from cachecraft_rag.closing import Closing
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.types import Chunk, Metadata, Scalar, chunk_id_of, digest
+
+try:
+    from langchain_core.callbacks import CallbackManagerForRetrieverRun
+    from langchain_core.documents import Document
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.vectorstores import VectorStore
+    from langchain_core.vectorstores.utils import maximal_marginal_relevance
+    from pydantic import ConfigDict, Field
+except ImportError as error:
+    raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from cachecraft_rag.rag import CacheCraft
+
+DEFAULT_FOLDER = "chunk-caches/index"  # where the facade and the command line have theirs
+_OURS = "_langchain"  # metadata key: a document's id, and those of its values that our index has no type for
+
+Filter = Mapping[str, Scalar] | Callable[[dict[str, Any]], bool]
+
+
+class CacheCraftEmbeddings(Embeddings):
+    """An `Embedder` as LangChain's embeddings, for any vector store."""
+
+    def __init__(self, embedder: Embedder | None = None) -> None:
+        self.embedder = embedder or Embedder()
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Unit vectors of texts that are to be found."""
+        vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """Unit vector of a question."""
+        vector: list[float] = self.embedder.encode_query([text])[0].tolist()
+        return vector
+
+
+class CacheCraftVectorStore(Closing, VectorStore):
+    """LangChain's vector store over a `FaissStore`: on disk, with upserts, deletion, filters; scores are cosines.
+
+    A document of LangChain's is a document of the index under the same id. Two with the same text are one chunk with
+    two owners: a search finds it once, as one of them, and it stays until both are deleted.
+
+    index      stays the caller's to close, unless it came from `open`, `from_texts` or `from_documents`
+    embedding  any embeddings; their vectors are brought to unit length
+    caches     chunk-caches to clear of what is deleted here; None: they stay until the store needs the room
+    """
+
+    def __init__(self, index: FaissStore, embedding: Embeddings, *, caches: ChunkCacheStore | None = None) -> None:
+        self.index, self._embedding, self._caches = index, embedding, caches
+        self._owns_index = False
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], embedding: Embeddings) -> Self:
+        """Open the index in a folder; it is made if it is not there.
+
+        Raises `IndexStoreError` where it was made with other embeddings, as far as their class, model name and width
+        tell: LangChain's embeddings have no fingerprint.
+        """
+        if isinstance(embedding, CacheCraftEmbeddings):
+            dim, fingerprint = embedding.embedder.dim, embedding.embedder.fingerprint
+        else:
+            dim = len(embedding.embed_query("width"))
+            model = next((value for key in ("model", "model_name") if (value := getattr(embedding, key, None))), "")
+            name = f"{type(embedding).__name__} {model}".strip()
+            fingerprint = f"{name}@{digest(name)}"
+        store = cls(FaissStore.open(folder, dim=dim, embedder_fingerprint=fingerprint), embedding)
+        store._owns_index = True
+        return store
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        folder: str | os.PathLike[str] = DEFAULT_FOLDER,
+        **kwargs: Any,
+    ) -> Self:
+        """Open the index in `folder` and add texts to what it holds."""
+        store = cls.open(folder, embedding)
+        store.add_texts(texts, metadatas, ids=ids, **kwargs)
+        return store
+
+    @classmethod
+    def from_rag(cls, rag: CacheCraft) -> Self:
+        """The index of a facade: what `CacheCraft.add_documents` brought in, by chunk, with the chunk id for an id."""
+        return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.engine.store)
+
+    def close(self) -> None:
+        """Close the index if it was opened here."""
+        if self._owns_index:
+            self.index.close()
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """What makes the vectors."""
+        return self._embedding
+
+    def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
+        """Add documents, or replace those of the same ids; returns the ids, new ones where none were given.
+
+        Raises `ConfigError` for metadata that JSON cannot hold.
+        """
+        given: Sequence[str | None] = ids or [document.id for document in documents]
+        if len(given) != len(documents):
+            raise ConfigError(f"{len(given)} ids for {len(documents)} documents; give one for each")
+        names = [name or uuid.uuid4().hex for name in given]
+        chunks = [_chunk(document, name) for document, name in zip(documents, names, strict=True)]
+        known = self.index.known_vectors(chunk.chunk_id for chunk in chunks)
+        new = list(dict.fromkeys(chunk.text for chunk in chunks if chunk.chunk_id not in known))
+        vectors = dict(zip(new, self._embedding.embed_documents(new), strict=True)) if new else {}
+        for name, chunk in zip(names, chunks, strict=True):
+            vector = known[chunk.chunk_id] if chunk.chunk_id in known else _unit(vectors[chunk.text])
+            self._forget(self.index.upsert(name, [chunk], vector[None]).removed)
+        return names
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
+        """Delete documents; all of them where `ids` is None. Ids that are not there are no error."""
+        index = self.index
+        for name in [document.doc_id for document in index.documents()] if ids is None else ids:
+            # What another program than LangChain brought in is known by chunk id.
+            whole = ids is None or index.chunks_of(name)
+            self._forget((index.delete_document(name) if whole else index.delete_chunks([name])).removed)
+        return True
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Those of the documents that are there."""
+        found = [self.index.chunks_of(name) for name in ids]
+        left = self.index.known_vectors(name for name, chunks in zip(ids, found, strict=True) if not chunks)
+        return [
+            _document(chunk.text, chunk.metadata)
+            for name, chunks in zip(ids, found, strict=True)
+            for chunk in chunks or self.index.get([name] if name in left else [])
+        ]
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """The `k` nearest documents, nearest first; `filter` as in `similarity_search_with_score`."""
+        return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
+
+    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+        """The `k` documents nearest to a vector."""
+        return [document for document, _ in self._search(_unit(embedding), k, **kwargs)]
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        """The `k` nearest documents with their cosines.
+
+        filter  values that metadata must have, or a function that says yes to metadata. It is applied before the
+                search, so it never costs hits.
+        """
+        return self._search(_unit(self._embedding.embed_query(query)), k, filter=filter)
+
+    def max_marginal_relevance_search(
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        *,
+        filter: Filter | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """`k` of the `fetch_k` nearest documents that are near to the query and unlike each other."""
+        vector = _unit(self._embedding.embed_query(query))
+        found = [document for document, _ in self._search(vector, fetch_k, filter=filter)]
+        known = self.index.known_vectors(chunk_id_of(document.page_content) for document in found)
+        vectors = [known[chunk_id_of(document.page_content)].tolist() for document in found]
+        return [found[at] for at in maximal_marginal_relevance(vector, vectors, lambda_mult, k)]
+
+    def _search(
+        self, vector: NDArray[np.float32], k: int, *, filter: Filter | None = None, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        where = (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
+        hits = self.index.search(vector, k, where=where)
+        return [(_document(hit.text, hit.metadata), hit.score) for hit in hits]
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        return lambda cosine: min(1.0, max(0.0, cosine))  # LangChain wants 0 to 1; below 0 nothing is relevant
+
+    def _forget(self, removed: Iterable[str]) -> None:
+        if self._caches is not None and removed:
+            self._caches.evict(RowFilter(chunk_ids=tuple(removed)))
+
+
+class CacheCraftRetriever(BaseRetriever):
+    """The `k` nearest documents of a vector store of ours, best first, each with its `score` in the metadata.
+
+    Nothing obliges anyone to use it: `CacheCraftGenerator` takes the documents of any retriever.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    store: CacheCraftVectorStore = Field(exclude=True, repr=False)
+    k: int = 5
+    filter: Any = None
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        found = self.store.similarity_search_with_score(query, k or self.k, filter=self.filter)
+        for document, score in found:
+            document.metadata["score"] = score
+        return [document for document, _ in found]
+
+
+def _unit(vector: Iterable[float]) -> NDArray[np.float32]:
+    """A vector `[dim]` at unit length, so that inner products are cosines; zeros stay zeros."""
+    values = np.asarray(vector, dtype=np.float32)
+    return values / max(float(np.linalg.norm(values)), 1e-30)
+
+
+def _chunk(document: Document, name: str) -> Chunk:
+    """A document as our index keeps it: scalars as they are, so that filters reach them, and the rest as JSON."""
+    plain = {
+        key: value for key, value in document.metadata.items() if isinstance(value, str | int | float | bool | None)
+    }
+    rest = {key: value for key, value in document.metadata.items() if key not in plain}
+    try:
+        ours = json.dumps({"id": name, "rest": rest})
+    except TypeError as error:
+        raise ConfigError(f"document {name}: {error}; its metadata must be what JSON can hold") from error
+    return Chunk(document.page_content, {**plain, _OURS: ours})
+
+
+def _values(metadata: Metadata) -> dict[str, Any]:
+    """The metadata a document came with."""
+    rest: dict[str, Any] = json.loads(str(metadata.get(_OURS, "{}"))).get("rest", {})
+    return {key: value for key, value in metadata.items() if key != _OURS} | rest
+
+
+def _document(text: str, metadata: Metadata) -> Document:
+    """A document from the index; its id is the chunk's where another program than LangChain brought it in."""
+    ours = json.loads(str(metadata.get(_OURS, "{}")))
+    return Document(text, id=ours.get("id") or chunk_id_of(text), metadata=_values(metadata))
