@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine"}),
     frozenset({"priming"}),
     frozenset({"rag"}),
-    frozenset({"evaluation", "bench"}),
+    frozenset({"evaluation", "bench", "langchain", "retrievers.langchain"}),
     frozenset({"cli"}),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
