@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain", "cachecraft_rag.retrievers.langchain"}
 
 
 def run_example(name: str, folder: Path) -> str:
@@ -41,8 +42,20 @@ def test_an_engine_of_ones_own(demo_model: Path, tmp_path: Path) -> None:
     assert second.count("reused") + second.count("exact") >= 1
 
 
+@pytest.mark.slow
+def test_a_chain_of_langchains(demo_model: Path, tmp_path: Path) -> None:
+    printed = run_example("langchain_runnable.py", tmp_path)
+    assert "9 months" in printed
+    assert "52 square metres" in printed
+    reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]
+    assert len(reused) == 2
+    assert reused[0] == 0 < reused[1]
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 40
-    assert re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE) == ["cachecraft_rag"]
+    imported = re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE)
+    assert imported
+    assert set(imported) <= PUBLIC

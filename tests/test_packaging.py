@@ -72,11 +72,24 @@ start = time.perf_counter()
 import cachecraft_rag
 seconds = time.perf_counter() - start
 assert cachecraft_rag.Chunk("text").chunk_id and cachecraft_rag.CacheCraftError
-heavy = {"torch", "transformers", "faiss", "sentence_transformers", "numpy"} & set(sys.modules)
+heavy = {"torch", "transformers", "faiss", "sentence_transformers", "numpy"}
+heavy |= {"llama_index", "langchain", "langchain_core", "streamlit"}
+heavy &= {name.partition(".")[0] for name in sys.modules}
 assert not heavy, heavy
 print(seconds)
 """
     assert float(run_python(code, cwd=tmp_path)) < 0.5
+
+
+def test_the_facade_asks_for_no_framework(tmp_path: Path) -> None:
+    code = """
+import sys
+for framework in ("llama_index", "langchain", "langchain_core", "streamlit"):
+    sys.modules[framework] = None  # importing it now fails
+from cachecraft_rag import CacheCraft
+print(CacheCraft.__name__)
+"""
+    assert run_python(code, cwd=tmp_path) == "CacheCraft"
 
 
 def test_transformers_imports_with_the_repository_as_current_directory() -> None:
@@ -159,7 +172,7 @@ print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
 def test_constraints_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {name_of(line) for line in [*project["dependencies"], *extras["demo"], *extras["codecs"], *extras["dev"]]}
+    wanted = {name_of(line) for lines in (project["dependencies"], *extras.values()) for line in lines}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {name_of(line) for line in lines if not line.startswith("#")}
     assert wanted - {"cachecraft-rag"} <= pinned
