@@ -101,6 +101,8 @@ class ChatCacheCraft(Closing, BaseChatModel):
         device: str = "auto",
         namespace: str = "default",
         system: str = DEFAULT_SYSTEM,
+        host_bytes: int | None = None,
+        disk_bytes: int | None = None,
         codec: str = "raw",
         **settings: Any,
     ) -> Self:
@@ -111,8 +113,10 @@ class ChatCacheCraft(Closing, BaseChatModel):
         """
         decoder = Decoder.load(model, dtype=dtype, device=device)
         self_check(decoder)
+        budgets = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
+        given = {name: value for name, value in budgets.items() if value is not None}
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, codec=codec))
+            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, codec=codec, **given))
             engine = opened.enter_context(Engine(decoder, caches, namespace=namespace, system=system))
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()
@@ -126,6 +130,12 @@ class ChatCacheCraft(Closing, BaseChatModel):
     def model_name(self) -> str:
         """The decoder's name."""
         return self.engine.decoder.name
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own tokens, by which LangChain trims messages; its default would ask the hub for GPT-2's."""
+        tokenizer = self.engine.decoder.tokenizer
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        return ids
 
     @property
     def _llm_type(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -16,11 +17,21 @@ import pytest
 from langchain_classic.chains import create_retrieval_chain
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnablePassthrough
+from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
@@ -166,6 +177,18 @@ def test_settings_of_the_model_and_of_a_call(engine: Engine) -> None:
     full = ChatCacheCraft(engine=engine, max_tokens=2, reuse=ReuseConfig(reuse=False, births=False))
     full.invoke("q", documents=DOCUMENTS)
     assert details(full.invoke("q", documents=DOCUMENTS)) == {"cache_read": 0, "cache_creation": 0}
+
+
+def test_what_langchain_does_with_models_in_general(chat: ChatCacheCraft, engine: Engine) -> None:
+    adjustable = chat.configurable_fields(max_tokens=ConfigurableField(id="length"))
+    answer = adjustable.invoke("q", {"configurable": {"length": 3}})
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["output_tokens"] == 3
+    assert chat.get_num_tokens("seven b") == 7  # the tokenizer has a token for each byte
+    long = [HumanMessage("x" * 50), AIMessage("y"), HumanMessage("z")]
+    assert trim_messages(long, max_tokens=30, token_counter=chat, strategy="last") == long[1:]
+    with pytest.raises(NotImplementedError):
+        chat.bind_tools([])
 
 
 def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
@@ -467,6 +490,18 @@ def test_history_and_document_prompt(chat: ChatCacheCraft) -> None:
     again = chat.invoke([*SECRET, HumanMessage("And now?")], documents=seen)
     assert again.text == answer
     assert details(again)["cache_read"] > 0  # the same texts, so the same chunks
+
+
+@pytest.mark.filterwarnings("ignore:RunnableWithMessageHistory is deprecated")  # and yet it is what most have
+def test_langchain_keeps_the_conversations(generator: CacheCraftGenerator) -> None:
+    kept: dict[str, InMemoryChatMessageHistory] = defaultdict(InMemoryChatMessageHistory)
+    talking = RunnableWithMessageHistory(
+        generator, kept.__getitem__, input_messages_key="input", history_messages_key="chat_history"
+    )
+    for name in ("alice", "bob", "alice"):
+        talking.invoke({"input": f"I am {name}", "context": DOCUMENTS}, {"configurable": {"session_id": name}})
+    assert [message.text for message in kept["alice"].messages][::2] == ["I am alice"] * 2
+    assert len(kept["bob"].messages) == 2
 
 
 def test_inputs_that_are_wrong_say_what_to_do(generator: CacheCraftGenerator) -> None:
