@@ -492,11 +492,11 @@ def test_history_and_document_prompt(chat: ChatCacheCraft) -> None:
     assert details(again)["cache_read"] > 0  # the same texts, so the same chunks
 
 
-@pytest.mark.filterwarnings("ignore:RunnableWithMessageHistory is deprecated")  # and yet it is what most have
+@pytest.mark.filterwarnings("ignore:.*MessageHistory.* deprecated")  # and yet it is what most applications have
 def test_langchain_keeps_the_conversations(generator: CacheCraftGenerator) -> None:
     kept: dict[str, InMemoryChatMessageHistory] = defaultdict(InMemoryChatMessageHistory)
     talking = RunnableWithMessageHistory(
-        generator, kept.__getitem__, input_messages_key="input", history_messages_key="chat_history"
+        generator, lambda session_id: kept[session_id], input_messages_key="input", history_messages_key="chat_history"
     )
     for name in ("alice", "bob", "alice"):
         talking.invoke({"input": f"I am {name}", "context": DOCUMENTS}, {"configurable": {"session_id": name}})
