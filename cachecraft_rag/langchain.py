@@ -43,7 +43,7 @@ try:
     from langchain_core.outputs import ChatGenerationChunk, ChatResult
     from langchain_core.prompts import BasePromptTemplate, format_document
     from langchain_core.runnables import RunnableConfig, RunnableSerializable
-    from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+    from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
@@ -261,7 +261,7 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     llm: ChatCacheCraft
-    document_prompt: BasePromptTemplate[str] | None = None
+    document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None  # langchain-core 1.0 cannot validate it
     input_key: str = "input"
     context_key: str = "context"
     history_key: str = "chat_history"
