@@ -145,6 +145,11 @@ def test_messages_that_the_model_cannot_read(messages: list[BaseMessage], compla
         conversation(messages)
 
 
+def test_an_assistant_that_begins_or_says_nothing_is_no_trouble(chat: ChatCacheCraft) -> None:
+    for said in ([AIMessage("hello")], [HumanMessage("a"), AIMessage("")]):
+        assert chat.invoke([*said, HumanMessage("q")], documents=DOCUMENTS).text
+
+
 # --- the chat model ---
 
 
