@@ -234,6 +234,8 @@ def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> Non
         (["index", "nowhere"], "nowhere"),
         (["ask", "What?", "--focus", "sharp"], "focus must be off"),
         (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
+        (["bench", "cake", "--bandwidths", "fast"], "no list of numbers"),
+        (["bench", "cake", "--tokens", "100"], "at least 256 tokens"),
         (
             ["bench", "ttft", "--chunks", "25", "--dtype", "float32"],
             "do not fit the model's context of 8192; choose fewer",
@@ -266,6 +268,29 @@ def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> N
     assert {"ratio_host", "ratio_disk", "ratio_all_recomputed", "token_ratio"} <= set(report)
     assert 0.15 < report["token_ratio"] < 0.5
     assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))
+
+
+@pytest.mark.slow
+def test_bench_cake_ends_in_one_json_line_and_draws_a_figure(demo_model: Path, tmp_path: Path) -> None:
+    grid = ["--tokens", "512", "--bandwidths", "0.5,2", "--shares", "1", "--codecs", "raw", "--dtype", "float32"]
+    done = run("bench", "cake", *grid, "--plot", "cake.png", "--json", cwd=tmp_path)
+    cells = last_json(done)["cells"]
+    assert [(cell["tokens"], cell["bandwidth_ratio"]) for cell in cells] == [(512, 0.5), (512, 2.0)]
+    for cell in cells:
+        assert cell["exact"]
+        assert cell["best_split_s"] < min(cell["compute_only_s"], cell["load_only_s"])
+        assert cell["cake_s"] < 1.5 * min(cell["compute_only_s"], cell["load_only_s"])  # a test may share its cores
+    assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_bench_load_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> None:
+    small = ["--chunks", "3", "--chunk-tokens", "200", "--pairs", "2", "--mb-per-s", "100", "--dtype", "float32"]
+    report = last_json(run("bench", "load", *small, "--json", cwd=tmp_path))
+    assert report["load_s"] > 0.1  # 27 MB at 100 MB/s
+    assert report["layerwise_s"] < report["whole_s"]
+    assert report["disk_fraction_of_raw"] > 0.3
+    assert report["layerwise_hidden"] > 0.0
 
 
 @pytest.mark.slow

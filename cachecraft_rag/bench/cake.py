@@ -109,9 +109,7 @@ class _Context:
                 progress(f"{self._tokens} tokens, {share:g} of the compute, bandwidth {bandwidth:g}, {codec}")
                 yield self._cell(bandwidth, codec, share=share, rate=rate, pairs=grid.pairs, right=text)
 
-    def _cell(
-        self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str
-    ) -> CakeCell:
+    def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
         compute, load, cake, question, exact = [], [], [], [], True
         for _ in range(pairs):
             compute.append(self._ask(_COMPUTE, codec)[1].ttft_s)
@@ -152,9 +150,7 @@ class _Context:
         drop_page_cache(self._folder)
         return self._ask(ReuseConfig(births=False, loading=loading), codec, bytes_per_s=bytes_per_s)
 
-    def _ask(
-        self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")
-    ) -> tuple[str, RequestStats]:
+    def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
         with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:
             return self._answer(engine, config)
 

@@ -34,8 +34,8 @@ class LoadReport:
     disk_fraction_of_raw  our bytes per second / those of dd on the same files with the same block size
     disk_mb_s, raw_mb_s   both; ours are verified tensors in memory
     block_bytes           of both: what one layer of one chunk takes
-    layerwise_hidden      (whole_s - layerwise_s) / what could be hidden: the shorter of load_s and all layers' computing
-                          but the first's
+    layerwise_hidden      (whole_s - layerwise_s) / what could be hidden: the shorter of load_s and the computing of all
+                          layers but one
     whole_s, layerwise_s  time to the first token: load, then compute; each layer just ahead of its computing
     cake_s                the same with both ends, which is free to compute what it could load
     load_s                the waiting part of whole_s

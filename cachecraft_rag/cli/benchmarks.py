@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,11 +13,6 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json, waiting
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `bench ttft` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -72,3 +68,102 @@ def ttft(
         f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, "
         f"{report.pairs} pairs"
     )
+
+
+@app.command()
+def cake(
+    model: options.Model = "demo",
+    dtype: options.Dtype = "auto",
+    tokens: Annotated[str, typer.Option("--tokens", help="Contexts, comma-separated.")] = "1024,2048,4096",
+    bandwidths: Annotated[
+        str, typer.Option("--bandwidths", help="Multiples of the rate at which KV bytes are computed.")
+    ] = "0.25,0.5,1,2,4",
+    shares: Annotated[str, typer.Option("--shares", help="Shares of the threads.")] = "1,0.5",
+    codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 1,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Computing only, loading only and both ends at once (Cake), from files that are read at limited bandwidths.
+
+    Takes about a quarter of an hour with the demo model and the default grid.
+    """
+    options.set_threads(threads)
+    with waiting("Benchmark") as say:
+        from cachecraft_rag.bench.cake import Grid, run
+
+        options.quiet_libraries()
+        grid = Grid(
+            tokens=[int(value) for value in _numbers(tokens)],
+            bandwidths=_numbers(bandwidths),
+            shares=_numbers(shares),
+            codecs=codecs.split(","),
+            pairs=pairs,
+        )
+        cells = list(run(model, grid, dtype=dtype, progress=say))
+    if plot is not None:
+        from cachecraft_rag.bench.plots import draw_cake
+
+        draw_cake(cells, plot)
+    if as_json:
+        print_json({"cells": [asdict(cell) for cell in cells]})
+        return
+    table = Table(
+        "tokens", "compute", "bandwidth", "codec", "computing", "loading", "both ends", "of the better", "of best"
+    )
+    for cell in cells:
+        better = min(cell.compute_only_s, cell.load_only_s)
+        table.add_row(
+            str(cell.tokens),
+            f"{cell.compute_share:g}",
+            f"{cell.bandwidth_ratio:g}",
+            cell.codec,
+            f"{cell.compute_only_s:.2f} s",
+            f"{cell.load_only_s:.2f} s",
+            f"{cell.cake_s:.2f} s",
+            f"{cell.cake_s / better:.2f}",
+            f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", other tokens"),
+        )
+    out.print(table)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(value) for value in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers; write for example 0.5,1,2") from None
+
+
+@app.command()
+def load(
+    model: options.Model = "demo",
+    dtype: options.Dtype = "auto",
+    chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 8,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, help="Length of each.")] = 400,
+    codec: Annotated[str, typer.Option("--codec", help="raw, int8 or entropy.")] = "raw",
+    mb_per_s: Annotated[float | None, typer.Option("--mb-per-s", help="Read no faster than this.")] = None,
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 7,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """How much of the disk's speed arrives (against dd), and how much loading layer-wise preloading hides."""
+    options.set_threads(threads)
+    with waiting("Benchmark") as say:
+        from cachecraft_rag.bench.load import LoadSettings, run
+
+        options.quiet_libraries()
+        settings = LoadSettings(chunks=chunks, chunk_tokens=chunk_tokens, codec=codec, mb_per_s=mb_per_s, pairs=pairs)
+        report = run(model, settings, dtype=dtype, progress=say)
+    if as_json:
+        print_json(asdict(report))
+        return
+    table = Table("what", "measured")
+    table.add_row("our reads, verified", f"{report.disk_mb_s:,.0f} MB/s")
+    table.add_row(f"dd, blocks of {report.block_bytes:,} bytes", f"{report.raw_mb_s:,.0f} MB/s")
+    table.add_row("share of the disk's speed", f"{report.disk_fraction_of_raw:.2f}")
+    table.add_row("first token: load, then compute", f"{report.whole_s:.3f} s, {report.load_s:.3f} s of it loading")
+    table.add_row("first token: layer by layer", f"{report.layerwise_s:.3f} s")
+    table.add_row("first token: both ends", f"{report.cake_s:.3f} s")
+    table.add_row("hidden of what could be", f"{report.layerwise_hidden:.2f}")
+    out.print(table)
