@@ -157,18 +157,28 @@ class FaissStore(Closing):
             added = self._append(db, doc_id, chunks, matrix)
             return self._changed(db, added, self._drop_orphans(db, before))
 
-    def add(self, doc_id: str, chunks: Sequence[Chunk], vectors: ArrayLike) -> Change:
+    def add(
+        self, doc_id: str, chunks: Sequence[Chunk], vectors: ArrayLike, *, keys: Sequence[str] | None = None
+    ) -> Change:
         """Append chunks to the document, which is made if it is not there. `vectors` as in `upsert`.
 
         The document's content digest is cleared, because it no longer tells what the document holds.
+
+        keys  names of the caller's own for these places, one each, no two alike; a place that has one of them already,
+              in whatever document, is replaced
         """
         matrix = self._checked(vectors, len(chunks))
         with self._transaction("IMMEDIATE") as db:
+            # First out, then in: a chunk nobody else has gets the new vector, as after a change of its metadata.
+            removed = self._drop_places(db, keys or ())
             db.execute(
                 "INSERT INTO documents VALUES (?, '', '') ON CONFLICT (doc_id) DO UPDATE SET content_digest = ''",
                 (doc_id,),
             )
-            return self._changed(db, self._append(db, doc_id, chunks, matrix), ())
+            added = self._append(db, doc_id, chunks, matrix, keys=keys)
+            self._changed(db, added, removed)
+        back = set(removed).intersection(added)
+        return Change(*(tuple(name for name in names if name not in back) for names in (added, removed)))
 
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has; one that is not there is no error."""
@@ -187,6 +197,11 @@ class FaissStore(Closing):
             for number in numbers:
                 db.execute("DELETE FROM owners WHERE number = ?", (number,))
             return self._changed(db, (), self._drop_orphans(db, numbers))
+
+    def delete_keys(self, keys: Iterable[str]) -> Change:
+        """Remove the places with these keys, and the documents that have none left; unknown keys are no error."""
+        with self._transaction("IMMEDIATE") as db:
+            return self._changed(db, (), self._drop_places(db, keys))
 
     # --- questions ---
 
@@ -227,6 +242,18 @@ class FaissStore(Closing):
                 f"chunk {missing[0]} is not in the index ({len(missing)} missing); search again for its document"
             )
         return [by_id[chunk_id] for chunk_id in chunk_ids]
+
+    def places(self, keys: Iterable[str] | None = None, *, where: Where | None = None) -> list[Chunk]:
+        """The chunks of all places that have one of the keys (None: of all), each with its own metadata.
+
+        Sorted by document; `where` as in `search`.
+        """
+        chosen = "TRUE" if keys is None else "key IN ({})"
+        query = f"SELECT text, metadata FROM owners JOIN chunks USING (number) WHERE {chosen} ORDER BY doc_id, ordinal"
+        with self._transaction("DEFERRED") as db:
+            rows = db.execute(query).fetchall() if keys is None else _by_list(db, query, keys)
+            found = [Chunk(text, json.loads(metadata)) for text, metadata in rows]
+        return [chunk for chunk in found if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
         """The vectors, `[dim]` each, of those chunks that are in the store: they need not be embedded again."""
@@ -330,14 +357,21 @@ class FaissStore(Closing):
         return matrix
 
     def _append(
-        self, db: sqlite3.Connection, doc_id: str, chunks: Sequence[Chunk], matrix: NDArray[np.float32]
+        self,
+        db: sqlite3.Connection,
+        doc_id: str,
+        chunks: Sequence[Chunk],
+        matrix: NDArray[np.float32],
+        *,
+        keys: Sequence[str] | None = None,
     ) -> list[str]:
         """Put chunks behind those the document has; the ids of those that are new to the store."""
         generation = int(self._setting("generation")) + 1
         behind = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
         first = db.execute(behind, (doc_id,)).fetchone()[0]
         added = []
-        for ordinal, (chunk, vector) in enumerate(zip(chunks, matrix, strict=True), first):
+        places = zip(chunks, matrix, keys or [None] * len(chunks), strict=True)
+        for ordinal, (chunk, vector, key) in enumerate(places, first):
             chunk_id = chunk.chunk_id
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             number = row[0] if row else self._free_number(db, chunk_id)
@@ -345,7 +379,8 @@ class FaissStore(Closing):
                 values = (number, chunk_id, generation, chunk.text, vector.tobytes())
                 db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", values)
                 added.append(chunk_id)
-            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?)", (doc_id, ordinal, number, encoded(chunk.metadata)))
+            owner = (doc_id, ordinal, number, encoded(chunk.metadata), key)
+            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
         return added
 
     def _free_number(self, db: sqlite3.Connection, chunk_id: str) -> int:
@@ -355,6 +390,14 @@ class FaissStore(Closing):
             if db.execute("SELECT 1 FROM chunks WHERE number = ?", (number,)).fetchone() is None:
                 return number
             salt += 1
+
+    def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
+        """Remove the places with these keys and whatever document and chunk is left with none; the chunks' ids."""
+        gone = list(_by_list(db, "DELETE FROM owners WHERE key IN ({}) RETURNING doc_id, number", keys))
+        for doc_id in {row[0] for row in gone}:
+            empty = "DELETE FROM documents WHERE doc_id = ?1 AND NOT EXISTS (SELECT 1 FROM owners WHERE doc_id = ?1)"
+            db.execute(empty, (doc_id,))
+        return self._drop_orphans(db, [row[1] for row in gone])
 
     def _drop_orphans(self, db: sqlite3.Connection, numbers: Iterable[int]) -> list[str]:
         """Remove those of the chunks that have no owner; their ids."""

@@ -35,6 +35,11 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID""",
         "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
     ),
+    (
+        # a caller's own name of the place: a LlamaIndex node has an id and belongs to a document
+        "ALTER TABLE owners ADD COLUMN key TEXT",
+        "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
+    ),
 )
 
 

@@ -29,8 +29,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine"}),
     frozenset({"priming"}),
     frozenset({"rag"}),
-    frozenset({"evaluation", "bench", "langchain", "retrievers.langchain"}),
-    frozenset({"cli"}),
+    frozenset({"evaluation", "bench", "langchain", "retrievers.langchain", "retrievers.llama_index"}),
+    frozenset({"cli", "llama_index"}),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -1,0 +1,379 @@
+"""The retrieval side as LlamaIndex classes: a vector store over `FaissStore`, a retriever over the facade, embeddings.
+
+Whatever passes through them, a node keeps its own id and a chunk is the text that the model sees of it
+(`MetadataMode.LLM`): two nodes whose text is equal are two places of one chunk, with one vector and one chunk-cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    from llama_index.core.base.base_retriever import BaseRetriever
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.bridge.pydantic import PrivateAttr
+    from llama_index.core.callbacks import CallbackManager
+    from llama_index.core.schema import (
+        BaseNode,
+        MetadataMode,
+        NodeRelationship,
+        NodeWithScore,
+        QueryBundle,
+        RelatedNodeInfo,
+        TextNode,
+    )
+    from llama_index.core.vector_stores.types import (
+        BasePydanticVectorStore,
+        FilterCondition,
+        FilterOperator,
+        MetadataFilter,
+        MetadataFilters,
+        VectorStoreQuery,
+        VectorStoreQueryMode,
+        VectorStoreQueryResult,
+    )
+    from llama_index.core.vector_stores.utils import (
+        build_metadata_filter_fn,
+        metadata_dict_to_node,
+        node_to_metadata_dict,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
+    ) from error
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.rag import DEFAULT_TOP_K, INDEX_FOLDER, CacheCraft
+from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
+from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
+from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.types import Chunk, Metadata, chunk_id_of
+
+_NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
+_UNKNOWN_EMBEDDING = "llama-index"  # a vector store is never told which model makes its vectors
+
+
+class CacheCraftEmbedding(BaseEmbedding):
+    """An `Embedder` (by default the one from a wheel, so that nothing is downloaded) as a LlamaIndex embedding model.
+
+    Args:
+        model: an `Embedder`, or what one is made of: see there.
+    """
+
+    _embedder: Embedder = PrivateAttr()
+
+    def __init__(self, model: str | os.PathLike[str] | Embedder = EMBEDDED_MODEL, **settings: Any) -> None:
+        embedder = model if isinstance(model, Embedder) else Embedder(model)
+        super().__init__(model_name=embedder.name, **settings)
+        self._embedder = embedder
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Its name in events."""
+        return "CacheCraftEmbedding"
+
+    @property
+    def embedder(self) -> Embedder:
+        """The model itself; its `fingerprint` names a new `CacheCraftVectorStore` after it."""
+        return self._embedder
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._embedder.encode_query([query])[0].tolist()  # type: ignore[no-any-return]
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._embedder.encode_document(texts).tolist()  # type: ignore[no-any-return]
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+
+class CacheCraftVectorStore(BasePydanticVectorStore):
+    """A LlamaIndex vector store in a folder: adding is idempotent by node id, deleting is exact, filters lose no hits.
+
+    Every change is on the disk when the call returns; `persist` only makes the next start faster. Scores are cosines.
+    Of nodes with equal text a search returns one, because a prompt has no use for a second.
+
+    Args:
+        folder: the store folder, as everywhere in this package (the index lies in `index` below it), made at the first
+            `add`; or a `FaissStore` of your own, which stays yours to close.
+        caches: a chunk-cache store (`engine.store`); what leaves the index then leaves it too.
+        embedding: which model makes the vectors (`CacheCraftEmbedding().embedder.fingerprint`), so that another one is
+            refused. Without it only the width of the vectors is checked.
+
+    Raises:
+        IndexStoreError: the folder holds an index of another embedding model, or a damaged one.
+    """
+
+    stores_text: bool = True
+    is_embedding_query: bool = True
+    folder: str
+    embedding: str | None = None
+
+    _store: FaissStore | None = PrivateAttr(default=None)
+    _caches: ChunkCacheStore | None = PrivateAttr(default=None)
+    _owned: bool = PrivateAttr(default=True)
+    _opening: Any = PrivateAttr(default_factory=threading.Lock)
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | FaissStore = "chunk-caches",
+        *,
+        caches: ChunkCacheStore | None = None,
+        embedding: str | None = None,
+    ) -> None:
+        given = folder if isinstance(folder, FaissStore) else None
+        path = given.folder if given is not None else Path(str(folder)) / INDEX_FOLDER
+        super().__init__(stores_text=True, folder=str(path), embedding=embedding)
+        self._store, self._caches, self._owned = given, caches, given is None
+        if given is None and (path / DATABASE).is_file():
+            self._store = FaissStore.open(path, embedder_fingerprint=embedding)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Its name in events."""
+        return "CacheCraftVectorStore"
+
+    @property
+    def client(self) -> FaissStore | None:
+        """The store beneath; None as long as there is none."""
+        return self._store
+
+    # --- changes ---
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Add nodes with their embeddings; one whose id is there already is replaced. Returns the node ids."""
+        documents: dict[str, dict[str, BaseNode]] = {}
+        for node in nodes:
+            documents.setdefault(node.ref_doc_id or node.node_id, {})[node.node_id] = node
+        for doc_id, by_id in documents.items():
+            vectors = _unit([node.get_embedding() for node in by_id.values()])
+            store = self._opened(vectors.shape[1])
+            change = store.add(doc_id, [_chunk_of(node) for node in by_id.values()], vectors, keys=list(by_id))
+            self._evict(change.removed)
+        return [node.node_id for node in nodes]
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Remove a document's nodes. A chunk that another document has as well stays, and so does its chunk-cache."""
+        if self._store is not None:
+            self._evict(self._store.delete_document(ref_doc_id).removed)
+
+    def delete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """Remove the nodes that have one of the ids and pass the filters; one of the two must be given."""
+        if node_ids is None and filters is None:
+            raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
+        if self._store is not None:
+            chosen = node_ids if filters is None else [node.node_id for node in self.get_nodes(node_ids, filters)]
+            self._evict(self._store.delete_keys(chosen or ()).removed)
+
+    def clear(self) -> None:
+        """Remove everything."""
+        for document in self._store.documents() if self._store is not None else ():
+            self.delete(document.doc_id)
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """`add`, in a thread."""
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """`delete`, in a thread."""
+        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+
+    async def adelete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """`delete_nodes`, in a thread."""
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+
+    async def aclear(self) -> None:
+        """`clear`, in a thread."""
+        await asyncio.to_thread(self.clear)
+
+    # --- questions ---
+
+    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+        """The nodes that have one of the ids (None: all) and pass the filters."""
+        found = self._store.places(node_ids, where=_where(filters)) if self._store is not None else []
+        return [_node_of(chunk.text, chunk.metadata) for chunk in found]
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """The nearest nodes, best first; of the query's modes only the default, and filters of any depth."""
+        if query.mode != VectorStoreQueryMode.DEFAULT:
+            raise ConfigError(f"CacheCraftVectorStore searches by embedding only, not in the mode {query.mode.value!r}")
+        if query.query_embedding is None:
+            raise ConfigError("the query has no embedding; give the index or the retriever an embed_model")
+        hits = []
+        if self._store is not None:
+            where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
+            hits = self._store.search(_unit([query.query_embedding])[0], query.similarity_top_k, where=where)
+        nodes = [_node_of(hit.text, hit.metadata) for hit in hits]
+        return VectorStoreQueryResult(
+            nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
+        )
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """`get_nodes`, in a thread."""
+        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """`query`, in a thread."""
+        return await asyncio.to_thread(self.query, query, **kwargs)
+
+    # --- life ---
+
+    def persist(self, persist_path: str = "", fs: Any = None) -> None:
+        """Write the index's cache file into the store's own folder; the arguments are LlamaIndex's and not used."""
+        if self._store is not None:
+            self._store.save()
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self._owned and self._store is not None:
+            self._store.close()
+
+    def _opened(self, dim: int) -> FaissStore:
+        with self._opening:
+            if self._store is None:
+                self._store = FaissStore.open(
+                    self.folder, dim=dim, embedder_fingerprint=self.embedding or _UNKNOWN_EMBEDDING
+                )
+            return self._store
+
+    def _evict(self, chunk_ids: tuple[str, ...]) -> None:
+        if self._caches is not None and chunk_ids:
+            self._caches.evict(RowFilter(chunk_ids=chunk_ids))
+
+
+class CacheCraftRetriever(BaseRetriever):
+    """The facade's own index as a LlamaIndex retriever: what `rag.add_documents` indexed, for any query engine.
+
+    Args:
+        rag: the facade; it stays yours to close.
+        top_k: how many chunks.
+        filters: which chunks may be, by their metadata.
+    """
+
+    def __init__(
+        self,
+        rag: CacheCraft,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        filters: MetadataFilters | None = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        super().__init__(callback_manager=callback_manager)
+        self._rag, self._top_k, self._filters = rag, top_k, filters
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        where = _where(self._filters)
+        if query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
+            hits = self._rag.retrieve(query_bundle.query_str, top_k=self._top_k, where=where)
+        else:  # a transform (HyDE) has put other texts, or a vector, in the question's place
+            vector = query_bundle.embedding or self._rag.embedder.encode_query(query_bundle.embedding_strs).mean(axis=0)
+            hits = self._rag.index.search(_unit([vector])[0], self._top_k, where=where)
+        return [NodeWithScore(node=_node_of(hit.text, hit.metadata), score=hit.score) for hit in hits]
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)
+
+
+def _chunk_of(node: BaseNode) -> Chunk:
+    """A node as a chunk: the text the model will see of it, and the node itself in the metadata."""
+    metadata = node_to_metadata_dict(node)
+    # Of the node as it comes back: JSON turns a date among its metadata into a text, which the model then sees.
+    text = metadata_dict_to_node(metadata).get_content(metadata_mode=MetadataMode.LLM)
+    return Chunk(text, {key: value for key, value in metadata.items() if isinstance(value, str | int | float | None)})
+
+
+def _node_of(text: str, metadata: Metadata) -> BaseNode:
+    """The node that was added; for a chunk that the facade indexed, one whose text is all that the model sees."""
+    if _NODE in metadata:
+        return metadata_dict_to_node(dict(metadata))
+    node = TextNode(
+        id_=chunk_id_of(text),
+        text=text,
+        metadata=dict(metadata),
+        excluded_llm_metadata_keys=list(metadata),
+        excluded_embed_metadata_keys=list(metadata),
+    )
+    if source := metadata.get("source"):
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=str(source))
+    return node
+
+
+def _where(
+    filters: MetadataFilters | None, *, node_ids: Sequence[str] | None = None, doc_ids: Sequence[str] | None = None
+) -> Where | None:
+    """LlamaIndex's filters as one of `FaissStore.search`; an empty list of ids is LlamaIndex's way to say: any."""
+    if not (node_ids or doc_ids or (filters and filters.filters)):
+        return None
+    exact = _exact(filters) if filters is not None and not (node_ids or doc_ids) else None
+    if exact is not None:
+        return exact
+    allowed_nodes, allowed_documents = set(node_ids or ()), set(doc_ids or ())
+
+    def where(metadata: Metadata) -> bool:
+        node = json.loads(str(metadata[_NODE])) if _NODE in metadata else {}
+        if allowed_nodes and node.get("id_") not in allowed_nodes:
+            return False
+        if allowed_documents and metadata.get("ref_doc_id", metadata.get("source")) not in allowed_documents:
+            return False
+        return filters is None or _passes(filters, {**node.get("metadata", {}), **metadata})
+
+    return where
+
+
+def _exact(filters: MetadataFilters) -> dict[str, str] | None:
+    """Filters that only ask for equal texts as a mapping, for which the store need not parse every row."""
+    wanted: dict[str, str] = {}
+    for condition in filters.filters:
+        if isinstance(condition, MetadataFilters) or condition.operator != FilterOperator.EQ:
+            return None
+        if not isinstance(condition.value, str) or condition.key in wanted:
+            return None
+        wanted[condition.key] = condition.value
+    return wanted if filters.condition in (None, FilterCondition.AND) else None
+
+
+def _passes(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
+    """Whether metadata passes filters, which may be nested: LlamaIndex's own function refuses those."""
+
+    def one(condition: MetadataFilter | MetadataFilters) -> bool:
+        if isinstance(condition, MetadataFilters):
+            return _passes(condition, metadata)
+        return build_metadata_filter_fn(lambda _: metadata, MetadataFilters(filters=[condition]))("")
+
+    results = [one(condition) for condition in filters.filters]
+    if filters.condition == FilterCondition.OR:
+        return any(results)
+    if filters.condition == FilterCondition.NOT:
+        return not any(results)
+    return all(results)
+
+
+def _unit(vectors: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Vectors at length 1, `[n, dim]`, so that inner products are cosines; one of length 0 stays as it is."""
+    matrix = np.asarray(vectors, dtype=np.float32)
+    lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
+    return matrix / np.where(lengths == 0, 1, lengths)
