@@ -43,8 +43,8 @@ try:
     from llama_index.core.callbacks import CallbackManager
     from llama_index.core.indices.base import BaseIndex
     from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
-    from llama_index.core.instrumentation import get_dispatcher
-    from llama_index.core.instrumentation.events.base import BaseEvent
+    from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # re-exported silently
+    from llama_index.core.instrumentation.events.base import BaseEvent  # type: ignore[attr-defined]
     from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.llms.custom import CustomLLM
@@ -500,7 +500,7 @@ class _Pieces(Generator[str, None, None]):
     def send(self, value: None) -> str:
         return self._steps.send(value)
 
-    def throw(self, *error: Any) -> str:  # type: ignore[override]
+    def throw(self, *error: Any) -> str:
         return self._steps.throw(*error)
 
 

@@ -370,8 +370,8 @@ class FaissStore(Closing):
         behind = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
         first = db.execute(behind, (doc_id,)).fetchone()[0]
         added = []
-        places = zip(chunks, matrix, keys or [None] * len(chunks), strict=True)
-        for ordinal, (chunk, vector, key) in enumerate(places, first):
+        names: Sequence[str | None] = keys if keys is not None else [None] * len(chunks)
+        for ordinal, (chunk, vector, key) in enumerate(zip(chunks, matrix, names, strict=True), first):
             chunk_id = chunk.chunk_id
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             number = row[0] if row else self._free_number(db, chunk_id)

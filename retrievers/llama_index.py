@@ -141,7 +141,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore):
     ) -> None:
         given = folder if isinstance(folder, FaissStore) else None
         path = given.folder if given is not None else Path(str(folder)) / INDEX_FOLDER
-        super().__init__(stores_text=True, folder=str(path), embedding=embedding)
+        super().__init__(stores_text=True, folder=str(path), embedding=embedding)  # type: ignore[call-arg]
         self._store, self._caches, self._owned = given, caches, given is None
         if given is None and (path / DATABASE).is_file():
             self._store = FaissStore.open(path, embedder_fingerprint=embedding)
@@ -376,4 +376,4 @@ def _unit(vectors: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Vectors at length 1, `[n, dim]`, so that inner products are cosines; one of length 0 stays as it is."""
     matrix = np.asarray(vectors, dtype=np.float32)
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
-    return matrix / np.where(lengths == 0, 1, lengths)
+    return matrix / np.where(lengths == 0, np.float32(1), lengths)

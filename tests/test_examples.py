@@ -10,7 +10,21 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain", "cachecraft_rag.retrievers.langchain"}
+PUBLIC = {
+    "cachecraft_rag",
+    "cachecraft_rag.langchain",
+    "cachecraft_rag.retrievers.langchain",
+    "cachecraft_rag.llama_index",
+}
+# Any attempt to reach another machine ends the program; so do a first download of data files and a request to OpenAI.
+OFFLINE = """
+import runpy, sys
+def hook(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo") or event == "import" and args[0] == "openai":
+        raise SystemExit(f"not offline: {event} {args}")
+sys.addaudithook(hook)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 
 def run_example(name: str, folder: Path) -> str:
@@ -50,6 +64,26 @@ def test_a_chain_of_langchains(demo_model: Path, tmp_path: Path) -> None:
     reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]
     assert len(reused) == 2
     assert reused[0] == 0 < reused[1]
+
+
+@pytest.mark.slow
+def test_llama_index_with_one_line_swapped_and_without_a_network(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OFFLINE, EXAMPLES / "llama_index_query_engine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    reused = [int(tokens) for tokens in re.findall(r"(\d+) tokens reused", done.stdout)]
+    assert len(reused) == 2
+    assert reused[0] == 0 < reused[1]
+    assert "purifier-willow-a3.md" in done.stdout
+    assert "9 months" in done.stdout
+    assert "52 square metres" in done.stdout
+
+
+def test_the_guard_against_the_network_bites(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import urllib.request\nurllib.request.urlopen('http://localhost:9/')")
+    done = subprocess.run([sys.executable, "-c", OFFLINE, script], capture_output=True, text=True, timeout=60)
+    assert "not offline: socket" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

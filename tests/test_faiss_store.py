@@ -132,6 +132,55 @@ def test_add_appends_and_clears_the_digest(store: FaissStore):
     assert names_of(nearest(store, "z")) == ["z"]
 
 
+def keyed(store: FaissStore, doc_id: str, **names: str) -> Change:
+    chunks = [chunk(name, key=key) for key, name in names.items()]
+    return store.add(doc_id, chunks, vectors_of(chunks), keys=list(names))
+
+
+def test_a_key_names_one_place_in_the_whole_store(store: FaissStore):
+    keyed(store, "a", k1="kettle", k2="toaster")
+    change = keyed(store, "b", k1="fridge", k3="toaster")
+    assert [name[:6] for name in change.added] == [chunk("fridge").chunk_id[:6]]
+    assert change.removed == (chunk("kettle").chunk_id,)
+    assert names_of([one.text for one in store.chunks_of("a")]) == ["toaster"]
+    assert names_of([one.text for one in store.chunks_of("b")]) == ["fridge", "toaster"]
+    assert nearest(store, "kettle", 5).count(chunk("kettle").text) == 0
+    assert nearest(store, "fridge") == [chunk("fridge").text]
+
+
+def test_a_place_added_again_has_the_new_vector(store: FaissStore):
+    keyed(store, "a", k1="kettle")
+    change = store.add("a", [chunk("kettle")], [vector_of("something else")], keys=["k1"])
+    assert change == Change()  # the chunk was there and is there
+    assert store.search(vector_of("something else"), 1)[0].score == pytest.approx(1)
+    assert store.stats().owners == 1
+
+
+def test_places_are_found_and_deleted_by_key(store: FaissStore):
+    keyed(store, "a", k1="kettle", k2="toaster")
+    keyed(store, "b", k3="kettle")
+    assert [one.metadata["key"] for one in store.places()] == ["k1", "k2", "k3"]
+    assert [one.metadata["key"] for one in store.places(["k3", "k1", "none"])] == ["k1", "k3"]
+    assert [one.metadata["key"] for one in store.places(where={"key": "k2"})] == ["k2"]
+    assert store.delete_keys(["k1", "none"]) == Change()  # the other document has the chunk as well
+    assert store.delete_keys(["k3"]) == Change(removed=(chunk("kettle").chunk_id,))
+    assert [document.doc_id for document in store.documents()] == ["a"]
+    assert nearest(store, "kettle", 5) == [chunk("toaster").text]
+
+
+def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Path):
+    with open_store(tmp_path / "index") as store:
+        put(store, "a", "kettle")
+    with sqlite3.connect(tmp_path / "index" / DATABASE) as db:
+        db.execute("DROP INDEX owners_by_key")
+        db.execute("ALTER TABLE owners DROP COLUMN key")
+        db.execute("PRAGMA user_version = 1")
+    with open_store(tmp_path / "index") as store:
+        keyed(store, "b", k1="toaster")
+        assert nearest(store, "kettle") == [chunk("kettle").text]
+        assert len(store.places()) == 2
+
+
 def test_delete_chunks_removes_them_from_every_document(store: FaissStore):
     put(store, "a.md", "shared", "a")
     put(store, "b.md", "b", "shared")
