@@ -376,4 +376,4 @@ def _unit(vectors: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Vectors at length 1, `[n, dim]`, so that inner products are cosines; one of length 0 stays as it is."""
     matrix = np.asarray(vectors, dtype=np.float32)
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
-    return matrix / np.where(lengths == 0, np.float32(1), lengths)
+    return (matrix / np.where(lengths == 0, 1, lengths)).astype(np.float32)
