@@ -67,22 +67,10 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
 from cachecraft_rag.rag import CACHE_FOLDER, PathLike
-from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever, CacheCraftVectorStore
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, chunk_id_of
-
-__all__ = [
-    "AnswerStatsEvent",
-    "CacheCraftEmbedding",
-    "CacheCraftLLM",
-    "CacheCraftQueryEngine",
-    "CacheCraftRetriever",
-    "CacheCraftSynthesizer",
-    "CacheCraftVectorStore",
-    "EngineOptions",
-]
 
 # Of `index.as_query_engine`, what would have another LLM or another prompt than the engine's answer.
 _LLAMA_INDEX_ONLY = frozenset(

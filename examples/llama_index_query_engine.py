@@ -2,8 +2,7 @@
 
     python examples/llama_index_query_engine.py
 
-Needs the extra: pip install 'cachecraft-rag[demo,llama-index]'. Retrieval stays LlamaIndex's; take your own embedding
-model and vector store. Run it a second time, and the chunk-caches of the first are there.
+Retrieval stays LlamaIndex's: put your own embedding model and vector store in. Needs the extra `llama-index`.
 """
 
 from pathlib import Path
@@ -12,7 +11,8 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 
 from cachecraft_rag import SamplingParams
-from cachecraft_rag.llama_index import CacheCraftEmbedding, CacheCraftQueryEngine
+from cachecraft_rag.llama_index import CacheCraftQueryEngine
+from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding
 
 HANDBOOK = Path(__file__).parent / "handbook"
 QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "How large a room can the Willow A3 clean?"]

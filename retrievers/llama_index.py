@@ -50,8 +50,9 @@ except ImportError as error:
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
     ) from error
 
+from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.rag import DEFAULT_TOP_K, INDEX_FOLDER, CacheCraft
+from cachecraft_rag.rag import DEFAULT_TOP_K, CacheCraft
 from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
@@ -105,15 +106,15 @@ class CacheCraftEmbedding(BaseEmbedding):
         return await asyncio.to_thread(self._get_text_embeddings, texts)
 
 
-class CacheCraftVectorStore(BasePydanticVectorStore):
+class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
     """A LlamaIndex vector store in a folder: adding is idempotent by node id, deleting is exact, filters lose no hits.
 
     Every change is on the disk when the call returns; `persist` only makes the next start faster. Scores are cosines.
     Of nodes with equal text a search returns one, because a prompt has no use for a second.
 
     Args:
-        folder: the store folder, as everywhere in this package (the index lies in `index` below it), made at the first
-            `add`; or a `FaissStore` of your own, which stays yours to close.
+        folder: of the index, made at the first `add`; in `index` below a store folder the command line finds it too. Or
+            a `FaissStore` of your own (`rag.index`), which stays yours to close.
         caches: a chunk-cache store (`engine.store`); what leaves the index then leaves it too.
         embedding: which model makes the vectors (`CacheCraftEmbedding().embedder.fingerprint`), so that another one is
             refused. Without it only the width of the vectors is checked.
@@ -134,13 +135,13 @@ class CacheCraftVectorStore(BasePydanticVectorStore):
 
     def __init__(
         self,
-        folder: str | os.PathLike[str] | FaissStore = "chunk-caches",
+        folder: str | os.PathLike[str] | FaissStore = "chunk-caches/index",
         *,
         caches: ChunkCacheStore | None = None,
         embedding: str | None = None,
     ) -> None:
         given = folder if isinstance(folder, FaissStore) else None
-        path = given.folder if given is not None else Path(str(folder)) / INDEX_FOLDER
+        path = given.folder if given is not None else Path(str(folder))
         super().__init__(stores_text=True, folder=str(path), embedding=embedding)  # type: ignore[call-arg]
         self._store, self._caches, self._owned = given, caches, given is None
         if given is None and (path / DATABASE).is_file():

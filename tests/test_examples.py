@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-PUBLIC = {
-    "cachecraft_rag",
-    "cachecraft_rag.langchain",
+PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain", "cachecraft_rag.llama_index"} | {
     "cachecraft_rag.retrievers.langchain",
-    "cachecraft_rag.llama_index",
+    "cachecraft_rag.retrievers.llama_index",
 }
 # Any attempt to reach another machine ends the program; so do a first download of data files and a request to OpenAI.
 OFFLINE = """

@@ -29,8 +29,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine"}),
     frozenset({"priming"}),
     frozenset({"rag"}),
-    frozenset({"evaluation", "bench", "langchain", "retrievers.langchain", "retrievers.llama_index"}),
-    frozenset({"cli", "llama_index"}),
+    frozenset({"evaluation", "bench", "langchain", "llama_index"})
+    | frozenset({"retrievers.langchain", "retrievers.llama_index"}),
+    frozenset({"cli"}),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -72,9 +72,8 @@ def found(store: CacheCraftVectorStore, text: str, k: int = 1, **settings: objec
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[CacheCraftVectorStore]:
-    made = CacheCraftVectorStore(tmp_path)
-    yield made
-    made.close()
+    with CacheCraftVectorStore(tmp_path / "index") as made:
+        yield made
 
 
 # --- classes ---
@@ -262,7 +261,7 @@ def test_everything_works_in_an_event_loop(store: CacheCraftVectorStore) -> None
 
 def test_an_index_is_there_again_after_a_restart(tmp_path: Path) -> None:
     embedding = TextEmbedding()
-    first = CacheCraftVectorStore(tmp_path)
+    first = CacheCraftVectorStore(tmp_path / "index")
     index = VectorStoreIndex.from_documents(
         [Document(id_=name, text=name) for name in ("kettle", "toaster", "fridge")],
         storage_context=StorageContext.from_defaults(vector_store=first),
@@ -270,7 +269,7 @@ def test_an_index_is_there_again_after_a_restart(tmp_path: Path) -> None:
     )
     index.storage_context.persist(tmp_path / "llama-index")
     first.close()
-    again = CacheCraftVectorStore(tmp_path)
+    again = CacheCraftVectorStore(tmp_path / "index")
     loaded = VectorStoreIndex.from_vector_store(again, embed_model=embedding)
     retriever = loaded.as_retriever(similarity_top_k=1)
     assert [node.text for node in retriever.retrieve("toaster")] == ["toaster"]
@@ -351,7 +350,7 @@ def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(tmp_path: Pa
                 exact_share=1.0,
             )
             caches.put(birth).result()
-        store = CacheCraftVectorStore(tmp_path, caches=caches)
+        store = CacheCraftVectorStore(tmp_path / "index", caches=caches)
         store.add([node_of("a1", "shared", document="a"), node_of("a2", "only a", document="a")])
         store.add([node_of("b1", "shared", document="b")])
         assert caches.stats().chunks == 2
