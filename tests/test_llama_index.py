@@ -30,6 +30,7 @@ from llama_index.core.chat_engine import CondenseQuestionChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
@@ -369,6 +370,8 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         query_engine_of(index, engine, text_qa_template=None, response_mode="refine")
     with pytest.raises(ConfigError, match="open already"):
         query_engine_of(index, engine, namespace="other")
+    with pytest.raises(ConfigError, match="namspace: no such option"):
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="from_index"):
         CacheCraftQueryEngine(index.as_retriever(), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="system"):
@@ -435,7 +438,9 @@ def test_chat_turns_become_the_history(engine: Engine) -> None:
 
 def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: VectorStoreIndex, engine: Engine) -> None:
     query_engine = query_engine_of(index, engine)
-    chat = CondenseQuestionChatEngine.from_defaults(query_engine=query_engine, llm=query_engine.synthesizer.llm)
+    chat = CondenseQuestionChatEngine.from_defaults(
+        query_engine=query_engine, llm=query_engine.synthesizer.llm, memory_cls=ChatMemoryBuffer
+    )
     first = chat.chat("How do I descale the kettle, Ann asks?")
     engine.births.wait_for(list(first.sources[0].raw_output.metadata["cachecraft"]["chunk_ids"].values()))
     engine.store.flush()

@@ -1,0 +1,24 @@
+"""LlamaIndex: a query engine whose answers reuse chunk-caches, behind any LlamaIndex retriever and vector store.
+
+    from cachecraft_rag.llama_index import CacheCraftQueryEngine
+
+    query_engine = CacheCraftQueryEngine.from_index(index, model="demo", store="chunk-caches/")
+    response = query_engine.query("How do I descale the kettle?")
+    response.metadata["cachecraft"]["tokens_reused"]
+
+It takes the place of `index.as_query_engine()`. Retrieval stays as it is; in place of LlamaIndex's synthesizer and LLM
+stand `CacheCraftSynthesizer` and an `Engine`. Nothing here ever asks for `Settings.llm`, which would be OpenAI's.
+"""
+
+try:
+    import llama_index.core  # noqa: F401  # asked for here, so that one message serves all modules
+except ImportError as error:
+    raise ImportError(
+        f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
+    ) from error
+
+from cachecraft_rag.llama_index.llm import CacheCraftLLM
+from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
+from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, CacheCraftSynthesizer, EngineOptions
+
+__all__ = ["AnswerStatsEvent", "CacheCraftLLM", "CacheCraftQueryEngine", "CacheCraftSynthesizer", "EngineOptions"]

@@ -1,0 +1,214 @@
+"""The engine as a LlamaIndex LLM, and its answers as LlamaIndex's responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+from llama_index.core.base.llms.generic_utils import (
+    astream_completion_response_to_chat_response,
+    completion_response_to_chat_response,
+    stream_completion_response_to_chat_response,
+)
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+
+from cachecraft_rag.bridge import iterate
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.prompt import Turn
+from cachecraft_rag.stats import RequestStats
+from cachecraft_rag.types import Chunk
+
+
+class CacheCraftLLM(CustomLLM):
+    """The engine as a LlamaIndex LLM, for `Settings.llm` and whatever asks for one.
+
+    A call may bring `documents`, texts to draw on, best first: each is a chunk, and its chunk-cache is reused. Text
+    that stands in the prompt itself is computed afresh each time and never stored. Earlier chat turns become the
+    history; what a system message says is put in front of the next user turn, because the engine's own instruction
+    stands before every chunk. The last response of a stream and every whole one has the numbers in `raw`:
+    `raw["usage"]`, which LlamaIndex counts tokens by, and `raw["cachecraft"]`.
+
+    Args:
+        engine: it stays yours to close.
+        sampling: how tokens are drawn, unless a call brings its own `sampling=`.
+        session: see `Engine.stream`.
+    """
+
+    model_name: str
+    context_window: int
+    num_output: int
+    session: str | None = None
+    _engine: Engine = PrivateAttr()
+    _sampling: SamplingParams = PrivateAttr()
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        sampling: SamplingParams | None = None,
+        session: str | None = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        sampling = sampling or SamplingParams()
+        super().__init__(
+            model_name=engine.decoder.name,
+            context_window=engine.decoder.context_length,
+            num_output=sampling.max_new_tokens,
+            session=session,
+            callback_manager=callback_manager or CallbackManager([]),
+        )
+        self._engine, self._sampling = engine, sampling
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Its name in events."""
+        return "CacheCraftLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex asks of a model."""
+        return LLMMetadata(
+            context_window=self.context_window,
+            num_output=self.num_output,
+            model_name=self.model_name,
+            is_chat_model=True,
+        )
+
+    def begin(
+        self,
+        question: str,
+        *,
+        documents: Sequence[str] = (),
+        history: Sequence[Turn] = (),
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+    ) -> Generation:
+        """The answer as the engine gives it, without LlamaIndex's events; the model runs on the first piece."""
+        chunks = [Chunk(text) for text in documents if text.strip()]
+        return self._engine.stream(
+            question,
+            chunks,
+            history=history,
+            session=self.session,
+            sampling=sampling or self._sampling,
+            config=config,
+        )
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Answer; keyword arguments as in `begin`."""
+        return last_of(responses_of(self.begin(prompt, **kwargs)))
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Answer piece by piece."""
+        return responses_of(self.begin(prompt, **kwargs))
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete`, the model in a thread."""
+        return await alast_of(aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs)))
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """`stream_complete`, the model in a thread."""
+        return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
+        question, history = _turns(messages)
+        answer = last_of(responses_of(self.begin(question, history=history, **kwargs)))
+        return completion_response_to_chat_response(answer)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer the last message piece by piece."""
+        question, history = _turns(messages)
+        return stream_completion_response_to_chat_response(
+            responses_of(self.begin(question, history=history, **kwargs))
+        )
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat`, the model in a thread."""
+        question, history = _turns(messages)
+        generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
+        return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat`, the model in a thread."""
+        question, history = _turns(messages)
+        generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
+        return astream_completion_response_to_chat_response(aresponses_of(generation))
+
+
+def _turns(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
+    """(The last message, the turns before it), those of one side in a row joined."""
+    turns: list[Turn] = []
+    for message in messages:
+        role = (
+            "assistant" if message.role in (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL) else "user"
+        )
+        text = message.content or ""
+        if turns and turns[-1][0] == role:
+            turns[-1] = (turns[-1][0], f"{turns[-1][1]}\n\n{text}")
+        else:
+            turns.append(("assistant" if role == "assistant" else "user", text))
+    if not turns or turns[-1][0] != "user":
+        raise ConfigError("the last message must be the user's; there is nothing to answer")
+    return turns[-1][1], turns[:-1]
+
+
+def _raw(stats: RequestStats) -> dict[str, Any]:
+    usage = {"prompt_tokens": stats.tokens_prompt, "completion_tokens": stats.tokens_generated}
+    return {"usage": usage | {"total_tokens": sum(usage.values())}, "cachecraft": stats.as_dict()}
+
+
+def responses_of(generation: Generation) -> CompletionResponseGen:
+    """A response per piece, and one without a piece but with the numbers at the end."""
+    try:
+        for piece in generation:
+            yield CompletionResponse(text=generation.text, delta=piece)
+    finally:
+        generation.close()
+    yield CompletionResponse(text=generation.text, delta="", raw=_raw(generation.stats))
+
+
+async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
+    """`responses_of`, the model in threads."""
+    async with aclosing(iterate(generation)) as pieces:
+        async for piece in pieces:
+            yield CompletionResponse(text=generation.text, delta=piece)
+    yield CompletionResponse(text=generation.text, delta="", raw=_raw(generation.stats))
+
+
+def last_of(responses: CompletionResponseGen) -> CompletionResponse:
+    """The response with the whole text and the numbers."""
+    *_, last = responses
+    return last
+
+
+async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
+    """`last_of`, of an asynchronous generator."""
+    async with aclosing(responses):
+        return [response async for response in responses][-1]

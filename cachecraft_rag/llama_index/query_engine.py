@@ -1,0 +1,128 @@
+"""The query engine: any LlamaIndex retriever in front of the synthesizer."""
+
+from __future__ import annotations
+
+from typing import Any, Self, Unpack
+
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+
+from cachecraft_rag.closing import Closing
+from cachecraft_rag.config import SamplingParams
+from cachecraft_rag.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer, EngineOptions
+from cachecraft_rag.rag import PathLike
+
+# Of `index.as_query_engine`, what would have another LLM or another prompt than the engine's answer.
+_LLAMA_INDEX_ONLY = frozenset(
+    {"chat_content_qa_template", "chat_content_refine_template", "llm", "multimodal", "output_cls", "refine_template"}
+    | {"response_mode", "response_synthesizer", "simple_template", "summary_template", "text_qa_template", "use_async"}
+)
+# What `from_index` hands to `from_defaults` besides `EngineOptions`.
+_OWN_OPTIONS = frozenset(
+    {"engine", "streaming", "sampling", "session", "empty_response", "node_postprocessors", "callback_manager"}
+)
+
+
+class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
+    """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
+
+    Close it at the end (or use it in a `with` block), or chunk-caches that are still being written may be lost.
+    """
+
+    def __init__(
+        self,
+        retriever: BaseRetriever,
+        response_synthesizer: CacheCraftSynthesizer,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        if not isinstance(response_synthesizer, CacheCraftSynthesizer):
+            raise ConfigError(
+                "CacheCraftQueryEngine needs a CacheCraftSynthesizer; from_defaults and from_index make one"
+            )
+        super().__init__(retriever, response_synthesizer, node_postprocessors, callback_manager)
+        self.synthesizer = response_synthesizer
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        *,
+        model: str = "demo",
+        store: PathLike = "chunk-caches",
+        **options: Any,
+    ) -> Self:
+        """In place of `index.as_query_engine()`, over any LlamaIndex index.
+
+        Args:
+            model, store: as in `CacheCraft.from_pretrained`.
+            options: those of `from_defaults`; all others go to `index.as_retriever` (`similarity_top_k`, `filters` …).
+
+        Raises:
+            ConfigError: an option of `as_query_engine` that is about LlamaIndex's own LLM and prompts.
+        """
+        if refused := sorted(_LLAMA_INDEX_ONLY.intersection(options)):
+            raise ConfigError(
+                f"{', '.join(refused)}: the model is named by `model`, the prompt by `system`, and every answer is one "
+                "pass over all chunks; leave these options out"
+            )
+        names = _OWN_OPTIONS | EngineOptions.__annotations__.keys()
+        own = {name: options.pop(name) for name in list(options) if name in names}
+        return cls.from_defaults(index.as_retriever(**options), model=model, store=store, **own)
+
+    @classmethod
+    def from_defaults(
+        cls,
+        retriever: BaseRetriever,
+        *,
+        engine: Engine | None = None,
+        model: str = "demo",
+        store: PathLike = "chunk-caches",
+        streaming: bool = False,
+        sampling: SamplingParams | None = None,
+        session: str | None = None,
+        empty_response: str | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+        **opening: Unpack[EngineOptions],
+    ) -> Self:
+        """Over any LlamaIndex retriever.
+
+        Args:
+            engine: one that is open already, in place of `model`, `store` and `opening`; it stays yours to close.
+            model, store, opening: as in `CacheCraft.from_pretrained`.
+            streaming, sampling, session, empty_response: see `CacheCraftSynthesizer`.
+            node_postprocessors, callback_manager: LlamaIndex's own.
+        """
+        settings: dict[str, Any] = {"streaming": streaming, "sampling": sampling, "session": session}
+        settings |= {"empty_response": empty_response, "callback_manager": callback_manager}
+        if engine is not None:
+            if opening:
+                raise ConfigError(f"{', '.join(opening)}: the engine is open already; leave these options out")
+            synthesizer = CacheCraftSynthesizer(engine, **settings)
+        else:
+            synthesizer = CacheCraftSynthesizer.from_pretrained(model, store=store, **settings, **opening)
+        return cls(retriever, synthesizer, node_postprocessors, callback_manager)
+
+    @classmethod
+    def from_args(cls, retriever: BaseRetriever, **options: Any) -> Self:  # type: ignore[override]
+        """`from_defaults`: LlamaIndex's own would ask for OpenAI."""
+        return cls.from_defaults(retriever, **options)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers."""
+        return self.synthesizer.engine
+
+    def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
+        """The same with another retriever; both share the engine."""
+        return type(self)(retriever, self.synthesizer, self._node_postprocessors, self.callback_manager)
+
+    def close(self) -> None:
+        """Finish the births under way and close what was opened here; an engine that was given stays open."""
+        self.synthesizer.close()
