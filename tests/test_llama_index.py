@@ -6,6 +6,7 @@ import asyncio
 import copy
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -240,6 +241,20 @@ def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_births(
     assert record["tokens_reused"] > 0
     assert recorder.names()[-1] == AnswerStatsEvent.class_name()
     assert len(str(query_engine.query(QUESTION))) > 3
+
+
+def test_a_question_that_is_given_up_does_not_keep_the_engine(index: VectorStoreIndex, engine: Engine) -> None:
+    endless = query_engine_of(index, engine, sampling=SamplingParams(max_new_tokens=1000))
+
+    async def give_up() -> None:
+        with recorded() as recorder, pytest.raises(TimeoutError):
+            await asyncio.wait_for(endless.aquery(QUESTION), 0.5)
+        assert "QueryEndEvent" not in recorder.names()
+
+    asyncio.run(give_up())
+    start = time.perf_counter()
+    assert len(str(query_engine_of(index, engine).query(QUESTION))) > 3
+    assert time.perf_counter() - start < 3
 
 
 def test_sixteen_streams_at_once_give_the_answers_of_one_by_one(index: VectorStoreIndex, engine: Engine) -> None:
