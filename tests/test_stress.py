@@ -201,9 +201,8 @@ def test_nothing_is_wrong_nothing_leaks_and_no_budget_is_exceeded(
             loaded = again.load(row.variant)
             assert isinstance(loaded, LoadedVariant)
             assert torch.equal(loaded.kv, content(row.variant.key))
-    print(
-        f"{kills} kills, {load.counts}, memory {early[0] / 1e6:.0f} → {late[0] / 1e6:.0f} MB, files {early[1]} → {late[1]}"
-    )
+    memory = f"{early[0] / 1e6:.0f} → {late[0] / 1e6:.0f} MB"
+    print(f"{kills} kills, {load.counts}, memory {memory}, open files {early[1]} → {late[1]}")
 
 
 if __name__ == "__main__":
