@@ -67,7 +67,7 @@ class Meter:
         self._at = time.perf_counter()
         self._flying = 0.0
         self._stopped = False
-        self.warm = expected is not None  # whether the rate rests on more than a guess
+        self.warm = expected is not None  # whether the rate says something from the first moment on
 
     def stop(self) -> None:
         """Nothing more is to come: silence counts no longer."""
@@ -86,7 +86,6 @@ class Meter:
             self._advance()
             self._flying -= nbytes
             self._bytes += nbytes * came
-            self.warm = True
 
     @property
     def bytes_per_s(self) -> float:
