@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -168,13 +169,13 @@ class Placed:
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
-@pytest.mark.parametrize("rate", [0.3e6, 1e6, 3e6, 10e6, math.inf])
+@pytest.mark.parametrize(
+    ("loading", "rate"),
+    [("cake", 0.3e6), *product(("cake", "layerwise", "whole"), (1e6, 3e6, 10e6, math.inf))],
+)
 def test_g4_at_any_speed_and_in_any_way_of_loading(
     decoder: Decoder, disk: Disk, reference: Tensor, rate: float, loading: Loading
 ) -> None:
-    if loading != "cake" and rate < 1e6:
-        pytest.skip("waits for seconds and shows nothing more")
     for speed in (ComputeSpeed(decoder.keys_per_row), measured(decoder)):
         disk.throttle.bytes_per_s = rate
         output, _ = race(decoder, disk.tail(), loading=loading, speed=speed)
@@ -265,6 +266,48 @@ def test_early_termination_beside_loading_leaves_no_position_without_keys(
     output = ends.run(FocusMonitor(3, rule="gap", window=2))
     tail.close()
     assert_exact(output, reference)  # the caches are exact: whatever is not recomputed any further is right as it is
+
+
+@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
+def test_a_request_that_waits_for_its_turn_is_loaded_meanwhile(
+    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading
+) -> None:
+    disk.throttle.bytes_per_s = 5e6
+    tail, turn = disk.tail(), FairLock()
+    speed = measured(decoder)
+    rows = dict.fromkeys(QUESTION, -1)
+    ends = TwoEnds(passes_of(decoder), rows, (), tail=tail, speed=speed, turn=turn, loading=loading)
+    outputs: list[PrefillOutput] = []
+    thread = threading.Thread(target=lambda: outputs.append(ends.run()))
+    with turn:  # another request computes
+        thread.start()
+        assert tail.wait(lambda: not tail.incomplete(), 10)
+    thread.join()
+    assert not any(run.taken for run in tail.runs)
+    assert_exact(outputs[0], reference)
+
+
+@pytest.mark.parametrize("loading", ["layerwise", "whole"])
+def test_others_may_compute_while_a_request_waits_for_the_disk(decoder: Decoder, disk: Disk, loading: Loading) -> None:
+    disk.throttle.bytes_per_s = 1e6  # 1.5 s for all of it
+    turn = FairLock()
+    ends = TwoEnds(
+        passes_of(decoder),
+        dict.fromkeys(QUESTION, -1),
+        (),
+        tail=disk.tail(expected=1e6),
+        speed=measured(decoder),
+        turn=turn,
+        loading=loading,
+    )
+    thread = threading.Thread(target=ends.run)
+    thread.start()
+    time.sleep(0.2)
+    started = time.perf_counter()
+    with turn:
+        assert time.perf_counter() - started < 0.5
+        assert thread.is_alive()
+    thread.join()
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
