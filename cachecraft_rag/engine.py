@@ -175,8 +175,8 @@ class Engine(Closing):
             missing = [v for name, v in wanted.items() if name not in request.loaded and name not in request.stored]
             if not missing:
                 break
-            for variant in missing:
-                match self.store.open_variant(variant):
+            for variant, opened in zip(missing, self.store.open_variants(missing), strict=True):
+                match opened:
                     case LoadedVariant() as loaded:
                         request.loaded[variant.variant_id] = loaded
                     case StoredVariant() as stored:

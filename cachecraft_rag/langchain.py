@@ -22,7 +22,8 @@ from cachecraft_rag.models import Decoder
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
 from cachecraft_rag.rag import CACHE_FOLDER, PathLike
 from cachecraft_rag.selfcheck import self_check
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store import ChunkCacheStore, store_settings
+from cachecraft_rag.tiers.remote import RemoteConfig
 from cachecraft_rag.types import Chunk
 
 try:
@@ -104,6 +105,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         host_bytes: int | None = None,
         disk_bytes: int | None = None,
         codec: str = "raw",
+        remote: RemoteConfig | str | None = None,
         **settings: Any,
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches; arguments as in `CacheCraft.from_pretrained`.
@@ -111,12 +113,11 @@ class ChatCacheCraft(Closing, BaseChatModel):
         Retrieval stays with whatever the application has. `settings` are the fields of this class. Close the model when
         done (or use a `with` block), so that chunk-caches still being born are written.
         """
+        told = store_settings(host_bytes=host_bytes, disk_bytes=disk_bytes, codec=codec, remote=remote)
         decoder = Decoder.load(model, dtype=dtype, device=device)
         self_check(decoder)
-        budgets = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
-        given = {name: value for name, value in budgets.items() if value is not None}
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, codec=codec, **given))
+            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, **told))
             engine = opened.enter_context(Engine(decoder, caches, namespace=namespace, system=system))
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()

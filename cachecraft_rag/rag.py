@@ -21,7 +21,8 @@ from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import Answer, RequestStats, Source
-from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store import ChunkCacheStore, RowFilter, store_settings
+from cachecraft_rag.tiers.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, Document, SearchHit
 
 INDEX_FOLDER, CACHE_FOLDER = "index", "caches"  # below the folder a user names as the store
@@ -91,6 +92,7 @@ class CacheCraft(Closing):
         host_bytes: int | None = None,
         disk_bytes: int | None = None,
         codec: str = "raw",
+        remote: RemoteConfig | str | None = None,
     ) -> Self:
         """Load a model and open (or make) a store folder.
 
@@ -104,18 +106,18 @@ class CacheCraft(Closing):
             system: the instruction in front of every prompt.
             host_bytes, disk_bytes: byte budgets of memory and disk for chunk-caches.
             codec: how new chunk-caches are written, see `codecs`: "raw", "int8" or "entropy".
+            remote: URL of a Redis or an object store whose chunk-caches several engines share, see docs/remote.md.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
+        settings = store_settings(host_bytes=host_bytes, disk_bytes=disk_bytes, codec=codec, remote=remote)
         decoder = Decoder.load(model, dtype=dtype, device=device)
         self_check(decoder)
         root = Path(store)
-        budgets = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
-        given = {name: value for name, value in budgets.items() if value is not None}
         embedder = Embedder(embeddings)
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(root / CACHE_FOLDER, codec=codec, **given))
+            caches = opened.enter_context(ChunkCacheStore.open(root / CACHE_FOLDER, **settings))
             index = opened.enter_context(open_index(root, embedder))
             rag = cls(Engine(decoder, caches, namespace=namespace, config=reuse, system=system), index, embedder)
             rag._opened = opened.pop_all()

@@ -124,6 +124,7 @@ class Variant:
     session        None when shared; otherwise the only session that may see it (it was born after private text)
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
+    home           where a look-up found it: in this store's own catalog, or on the remote that several engines share
     """
 
     key: VariantKey
@@ -139,6 +140,7 @@ class Variant:
     nbytes: int
     reuse_frequency: float
     created: float
+    home: Literal["disk", "remote"] = "disk"
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,31 @@ def test_a_table_that_goes_to_a_pipe_is_whole(home: Path) -> None:
     assert "…" not in shown
 
 
+def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path) -> None:
+    url = f"file://{home}/shared"
+    shown = run("store", "stats", "--remote", url, cwd=home).stdout
+    assert f"remote {url}: 0 variants, 0.0 MB of " in shown
+    assert last_json(run("store", "stats", "--remote", url, "--json", cwd=home))["remote"]["breaker"] == "closed"
+    dead = run("store", "stats", "--remote", "redis://:secret@127.0.0.1:1/0", cwd=home)
+    assert "remote redis://***@127.0.0.1:1/0: does not answer" in dead.stdout
+    for command in (["store", "stats"], ["ask", QUESTION], ["chat"]):
+        wrong = run(*command, "--remote", "http://me:secret@host", cwd=home, code=2)
+        assert "give a URL such as redis://" in wrong.stderr
+        assert "secret" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_another_folder_is_served_through_a_remote(home: Path) -> None:
+    url = f"file://{home}/shared"
+    first = run("index", "docs", "-s", "first", "--prime", "--remote", url, "--threads", "2", "--json", cwd=home)
+    assert last_json(first)["born"] > 0
+    run("index", "docs", "-s", "second", cwd=home)
+    answer = last_json(
+        run("ask", QUESTION, "-s", "second", "--remote", url, "--max-new-tokens", "2", "--json", cwd=home)
+    )
+    assert {chunk["tier"] for chunk in answer["stats"]["chunks"]} == {"remote"}
+
+
 def test_a_store_of_an_engine_of_one_s_own_can_be_looked_after(home: Path) -> None:
     whole = last_json(run("store", "stats", "--json", cwd=home))
     assert last_json(run("store", "stats", "--json", "--store", "chunk-caches/caches", cwd=home)) == whole

@@ -54,6 +54,7 @@ def index(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     namespace: options.Namespace = "default",
+    remote: options.Remote = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -77,7 +78,15 @@ def index(
     born = None
     if prime:
         with (
-            load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag,
+            load(
+                model,
+                store=store,
+                embeddings=embeddings,
+                dtype=dtype,
+                device=device,
+                namespace=namespace,
+                remote=remote,
+            ) as rag,
             progress_bar("Computing chunk-caches") as move,
         ):
             born = rag.prime(progress=move)
@@ -125,6 +134,7 @@ def ask(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     namespace: options.Namespace = "default",
+    remote: options.Remote = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
     as_json: options.Json = False,
@@ -135,7 +145,14 @@ def ask(
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     require_index(store)
     with load(
-        model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace, reuse=config
+        model,
+        store=store,
+        embeddings=embeddings,
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        reuse=config,
+        remote=remote,
     ) as rag:
         stream = rag.stream(question, top_k=top_k, sampling=sampling)
         if as_json:

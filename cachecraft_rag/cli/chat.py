@@ -30,6 +30,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     namespace: options.Namespace = "default",
+    remote: options.Remote = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
 ) -> None:
@@ -40,7 +41,9 @@ def chat(
     options.set_threads(threads)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     require_index(store)
-    with load(model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace) as rag:
+    with load(
+        model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace, remote=remote
+    ) as rag:
         conversation = Conversation(rag, top_k=top_k, sampling=sampling)
         with suppress(ImportError):
             import_module("readline")  # where the system has it, `input` then knows the arrow keys and earlier lines

@@ -50,6 +50,7 @@ def demo(
     store: options.Store = DEFAULT_STORE / "demo",
     questions: Annotated[int, typer.Option("--questions", min=1, help="How many to ask.")] = 10,
     top_k: options.TopK = 5,
+    remote: options.Remote = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -58,7 +59,7 @@ def demo(
     Run it twice: the second run starts from the disk.
     """
     options.set_threads(threads)
-    with load("demo", store=store) as rag:
+    with load("demo", store=store, remote=remote) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []

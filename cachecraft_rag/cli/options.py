@@ -17,6 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from cachecraft_rag.errors import CacheCraftError
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        "--remote", help="Share chunk-caches through redis://…, s3://… or another remote, see docs/remote.md."
+    ),
+]
 Model = Annotated[
     str,
     typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo": the embedded SmolLM2-135M-Instruct.'),

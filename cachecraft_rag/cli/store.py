@@ -27,7 +27,7 @@ app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=Tr
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[ChunkCacheStore]:
+def opened(folder: Path, remote: str | None = None) -> Iterator[ChunkCacheStore]:
     """The store below a folder, or in it where it is an engine's own. It must exist: a typo makes no new one."""
     from cachecraft_rag.rag import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
@@ -39,7 +39,7 @@ def opened(folder: Path) -> Iterator[ChunkCacheStore]:
             f"{folder} holds no chunk-caches; name the folder with --store, or make some with "
             f"`cachecraft index DIR --prime --store {folder}`"
         )
-    with ChunkCacheStore.open(place) as store:
+    with ChunkCacheStore.open(place, remote=remote) as store:
         yield store
 
 
@@ -93,15 +93,20 @@ def ls(
 
 
 @app.command()
-def stats(store: options.Store = DEFAULT_STORE, as_json: options.Json = False) -> None:
-    """How many, how large, and within which budgets."""
-    with opened(store) as found:
+def stats(store: options.Store = DEFAULT_STORE, remote: options.Remote = None, as_json: options.Json = False) -> None:
+    """How many, how large, and within which budgets; with --remote also what all engines together have there."""
+    with opened(store, remote) as found:
         numbers = found.stats()
     if as_json:
         print_json(asdict(numbers))
         return
     out.print(f"{numbers.variants} variants of {numbers.chunks} chunks")
     out.print(f"disk {megabytes(numbers.disk_bytes)} of {megabytes(numbers.disk_budget)}")
+    if (shared := numbers.remote) is not None:
+        sizes = "does not answer"
+        if shared.variants is not None and shared.nbytes is not None:
+            sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)} of {megabytes(shared.budget)}"
+        out.print(f"remote {shared.url}: {sizes}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

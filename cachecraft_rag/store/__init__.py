@@ -1,6 +1,6 @@
 """The chunk-cache store: the catalog's rows, files on disk, tensors in memory, and the rules that keep them in step.
 
-    with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:
+    with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:  # remote="redis://…" to share them
         variants = store.lookup(namespace, fingerprint, chunk_ids)   # rows only, a millisecond
         loaded = store.load(variants[chunk_ids[0]][0])               # host memory first, then disk
         store.put(birth)                                             # returns at once; a background thread writes
@@ -12,8 +12,9 @@ Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not wo
 """
 
 from cachecraft_rag.catalog import Listed, RowFilter
-from cachecraft_rag.store.chunk_store import ChunkCacheStore, StoreConfig, StoreStats
+from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
+from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, store_settings
 
 __all__ = [
     "CATALOG_FILE",
@@ -24,5 +25,7 @@ __all__ = [
     "Listed",
     "RowFilter",
     "StoreConfig",
+    "StoreSettings",
     "StoreStats",
+    "store_settings",
 ]

@@ -4,94 +4,35 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import numpy as np
 
-from cachecraft_rag.catalog import Limits, Listed, RowFilter
+from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.closing import Closing
-from cachecraft_rag.codecs import codec_named
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.intake import flaw_of, variant_of
+from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, configured
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.host import HostTier
-from cachecraft_rag.tiers.layout import StoredVariant, encode, unreadable
+from cachecraft_rag.tiers.layout import Encoded, StoredVariant, encode, open_source, unreadable
+from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreConfig:
-    """Settings of a store.
-
-    The first three limit the folder: what `ChunkCacheStore.open` is not told stays as it was told last, so a command
-    that only looks at a store does not shrink it to the defaults. The others belong to the process.
-
-    disk_bytes          all files together
-    variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
-    max_variants        N×M of Cache-Craft §3.3: variants in all
-    host_bytes          tensors kept in memory; 0 switches the host tier off
-    queue_bytes         births waiting to be written; what comes while it is full is dropped
-    readers             threads that `load_many` reads files with
-    read_bytes_per_s    limit on reading files, for a disk that others need too
-    codec               how births are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
-                        keeps a birth as it was computed, so what a lossy codec changes shows after it has left memory
-    busy_timeout_s      how long a background write waits for another process's transaction
-    """
-
-    disk_bytes: int = 20 << 30
-    variants_per_chunk: int = 5
-    max_variants: int = 100_000
-    host_bytes: int = 2 << 30
-    queue_bytes: int = 1 << 30
-    readers: int = 4
-    read_bytes_per_s: float = math.inf
-    codec: str = "raw"
-    busy_timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges and the codec; raises ConfigError."""
-        for setting in fields(self):
-            value, least = getattr(self, setting.name), 0 if setting.name in ("host_bytes", "busy_timeout_s") else 1
-            if setting.name != "codec" and not value >= least:
-                raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
-        codec_named(self.codec)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """The state of the whole store (all processes) and what this process did with it.
-
-    disk_bytes  files with a row, and files being written
-    lookups     chunks asked for, by outcome: "found" or "no variant"
-    loads       chunk-caches loaded, by tier ("host", "disk") or by the reason why not
-    births      chunk-caches put, by outcome: "stored" or the reason why one was not
-    """
-
-    variants: int
-    chunks: int
-    disk_bytes: int
-    disk_budget: int
-    host_bytes: int
-    host_budget: int
-    queued_bytes: int
-    lookups: dict[str, int]
-    loads: dict[str, int]
-    births: dict[str, int]
+_LASTING = ("disk_bytes", "max_variants", "variants_per_chunk")
 
 
 class ChunkCacheStore(Closing):
@@ -125,22 +66,24 @@ class ChunkCacheStore(Closing):
         # executor's own exit handler waits for it, so a program that forgets `close` still stores what it put.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-store-writer")
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
+        try:
+            self._remote = RemoteTier(config.remote) if isinstance(config.remote, RemoteConfig) else None
+        except ConfigError:
+            self._durable.close()
+            raise
 
     @classmethod
-    def open(cls, root: str | Path, **settings: float | str) -> Self:
-        """Open or create the store in the folder `root`; `settings` are the fields of `StoreConfig`.
+    def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
+        """Open or create the store in the folder `root`; `settings` go before the same fields of `config`.
+
+        Without `config`, the folder keeps the limits that `settings` do not name (see `StoreConfig`).
 
         Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
         setting.
         """
-        known = {setting.name for setting in fields(StoreConfig)}
-        if unknown := settings.keys() - known:
-            raise ConfigError(
-                f"Unknown store settings: {', '.join(sorted(unknown))}. Known: {', '.join(sorted(known))}."
-            )
-        config = StoreConfig(**settings)  # type: ignore[arg-type]  # mypy sees one type for all settings
-        lasting = ("disk_bytes", "max_variants", "variants_per_chunk")
-        return cls(Path(root), config, limits={name: int(settings[name]) for name in lasting if name in settings})
+        whole = configured(config or StoreConfig(), settings)
+        told = [name for name in _LASTING if config is not None or name in settings]
+        return cls(Path(root), whole, limits={name: getattr(whole, name) for name in told})
 
     # -- the request's path -------------------------------------------------------------------------------------------
 
@@ -149,8 +92,9 @@ class ChunkCacheStore(Closing):
     ) -> dict[str, list[Variant]]:
         """The variants of each chunk: shared ones and those private to exactly this session. One query, no tensors.
 
-        Every asked chunk id is a key. A catalog that cannot be read gives empty lists and one warning: the answer then
-        computes everything, which is better than no answer. Raises StoreError only after `close`.
+        Every asked chunk id is a key. The remote is asked for chunks of which too little is here, and waited for no
+        longer than its look-up may take. A catalog that cannot be read gives empty lists and one warning: the answer
+        then computes everything, which is better than no answer. Raises StoreError only after `close`.
         """
         self._check_open()
         try:
@@ -158,6 +102,7 @@ class ChunkCacheStore(Closing):
         except StoreError as error:
             self._warn_once("lookup", f"Nothing can be reused: {error}")
             found = {chunk_id: [] for chunk_id in chunk_ids}
+        self._look_further(namespace, fingerprint, found)
         hits = sum(map(bool, found.values()))
         with self._lock:
             self._lookups.update({"found": hits, "no variant": len(found) - hits})
@@ -167,23 +112,47 @@ class ChunkCacheStore(Closing):
         """Equation 14's score of each token, float32 `[tokens]`, by variant id; None where unknown."""
         self._check_open()
         try:
-            return self._durable.catalog.token_inter(variant_ids)
+            found = self._durable.catalog.token_inter(variant_ids)
         except StoreError as error:
             self._warn_once("token_inter", f"Token scores cannot be read: {error}")
-            return dict.fromkeys(variant_ids)
+            found = dict.fromkeys(variant_ids)
+        if self._remote is not None:
+            found |= self._remote.token_inter([name for name, scores in found.items() if scores is None])
+        return found
 
-    def open_variant(self, variant: Variant) -> LoadedVariant | StoredVariant | Unavailable:
+    def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
+        """`open_variant` for each, in the same order; what comes from the remote comes at the same time."""
+        self._check_open()
+        there = [v for v in variants if v.home == "remote" and v not in self._host] if self._remote else []
+        streams = {v.variant_id: self._remote.open(v) for v in there} if self._remote else {}
+        return [self.open_variant(variant, streams.get(variant.variant_id)) for variant in variants]
+
+    def open_variant(
+        self, variant: Variant, stream: RemoteStream | Unavailable | None = None
+    ) -> LoadedVariant | StoredVariant | Unavailable:
         """The tensor if memory has it; else the stored variant, opened to be read; or why it cannot be served.
 
         What was opened must be handed back: to `keep`, or to `lost`. A variant whose file is missing or damaged leaves
         the catalog, in the background. Raises StoreError only after `close`.
+
+        Args:
+            stream: its payload, where it is on its way from the remote already.
         """
         self._check_open()
         held = self._host.read(variant)
         if isinstance(held, LoadedVariant):
+            if isinstance(stream, RemoteStream):
+                stream.close()
             self._count_load("host")
             return held
-        stored = self._durable.disk.open(variant)
+        stored: StoredVariant | Unavailable
+        if variant.home == "disk":
+            stored = self._durable.disk.open(variant)
+        elif self._remote is None:
+            stored = Unavailable(variant.variant_id, "it is on a remote, and this store has none")
+        else:
+            stream = stream or self._remote.open(variant)
+            stored = stream if isinstance(stream, Unavailable) else open_source(stream, variant)
         if isinstance(stored, StoredVariant):
             try:
                 stored.allocate()
@@ -195,20 +164,26 @@ class ChunkCacheStore(Closing):
         return stored
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
-        """Take note of a load; `whole`: all of it was read, and memory keeps it."""
+        """Take note of a load; `whole`: all of it was read, and memory keeps it, and the disk what was remote."""
         stored.close()
         self._count_load(stored.tier)
         if whole:
             self._host.add(stored.variant, stored.kv)
+            if isinstance(stored.source, RemoteStream) and (encoded := stored.source.encoded()) is not None:
+                self._keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Take note that a variant could not be had; what is missing or damaged leaves the catalog."""
-        self._count_load(_kind(why.reason))
+        """Take note that a variant could not be had; what is missing or damaged leaves the catalog, or the remote."""
+        remote = self._remote if variant.home == "remote" else None
+        self._count_load(_kind(why.reason) + (" (remote)" if remote else ""))
         if isinstance(why, Damaged):
-            self._in_background(partial(self._discard, variant, why.reason))
+            if remote is not None:
+                remote.remove(variant)
+            else:
+                self._in_background(partial(self._discard, variant, why.reason))
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The whole tensor, from memory or else from disk (then memory keeps it too); or why it cannot be served."""
+        """The whole tensor, from memory or else from disk or remote (see `keep`); or why it cannot be served."""
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
             return stored
@@ -266,6 +241,8 @@ class ChunkCacheStore(Closing):
         # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
         gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)
         self._host.raise_frequency(variant_id, gain)
+        if self._remote is not None:
+            self._remote.raise_frequency(variant_id, gain)
         with self._lock:
             self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
             due, self._gains_scheduled = not self._gains_scheduled, True
@@ -275,8 +252,9 @@ class ChunkCacheStore(Closing):
     # -- administration -----------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """Sizes, budgets and counts. Raises StoreError when the catalog cannot be read."""
+        """Sizes, budgets and counts; a remote is asked too. Raises StoreError when the catalog cannot be read."""
         totals = self._durable.catalog.totals()
+        remote = self._remote.stats() if self._remote is not None else None
         with self._lock:
             return StoreStats(
                 variants=totals.variants,
@@ -289,6 +267,7 @@ class ChunkCacheStore(Closing):
                 lookups=dict(self._lookups),
                 loads=dict(self._loads),
                 births=dict(self._births),
+                remote=remote,
             )
 
     def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
@@ -320,18 +299,25 @@ class ChunkCacheStore(Closing):
             ) from error
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything put or used so far is written; False when that takes longer than `timeout` seconds."""
-        done = threading.Event()
-        return self._in_background(done.set) is None or done.wait(timeout)
+        """Wait until everything put or used so far is written, and sent to the remote or given up there.
+
+        False when that takes longer than `timeout` seconds.
+        """
+        done, until = threading.Event(), None if timeout is None else time.monotonic() + timeout
+        written = self._in_background(done.set) is None or done.wait(timeout)
+        left = None if until is None else max(0.0, until - time.monotonic())
+        return written and (self._remote is None or self._remote.flush(left))
 
     def close(self) -> None:
-        """Write what is waiting, then let go of everything. May be called twice."""
+        """Write what is waiting, then let go of everything; a remote gets `close_timeout_s`. May be called twice."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._writer.shutdown()
         self._readers.shutdown()
+        if self._remote is not None:
+            self._remote.close()
         self._write_gains()
         self._durable.close()
 
@@ -359,6 +345,12 @@ class ChunkCacheStore(Closing):
             encoded = encode(variant, birth.layout, birth.kv)
         except ValueError as error:  # a lossy codec and values that it cannot take
             return self._drop(variant, f"it cannot be encoded: {error}")
+        stored = self._write(variant, birth, encoded)
+        if self._remote is not None and birth.session is None:  # also what the disk has no room for
+            self._remote.put(variant, encoded, birth.token_inter)
+        return stored
+
+    def _write(self, variant: Variant, birth: Birth, encoded: Encoded) -> Variant | Unavailable:
         try:
             reason = self._durable.write(variant, encoded, birth.token_inter)
         except OSError as error:
@@ -371,6 +363,45 @@ class ChunkCacheStore(Closing):
         with self._lock:
             self._births["stored"] += 1
         return variant
+
+    # -- the remote ---------------------------------------------------------------------------------------------------
+
+    def _look_further(self, namespace: str, fingerprint: str, found: dict[str, list[Variant]]) -> None:
+        """Add what the remote has of chunks of which too little is here; a variant that is here too stays as it is.
+
+        After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
+        """
+        if self._remote is None:
+            return
+        few = [chunk_id for chunk_id, here in found.items() if len(here) < self._remote.config.ask_below]
+        for chunk_id, there in self._remote.lookup(namespace, fingerprint, few).items() if few else ():
+            here = {variant.variant_id for variant in found[chunk_id]}
+            found[chunk_id] += [variant for variant in there if variant.variant_id not in here]
+
+    def _keep_copy(self, variant: Variant, encoded: Encoded) -> None:
+        """Write what came from the remote to the local disk, in the background, if the queue has room."""
+        with self._lock:
+            if self._closed or self._queued_bytes + variant.nbytes > self.config.queue_bytes:
+                return
+            self._queued_bytes += variant.nbytes
+        future = self._in_background(partial(self._write_copy, variant, encoded))
+        if future is None:
+            self._after_put(variant)
+        else:
+            future.add_done_callback(lambda _: self._after_put(variant))
+
+    def _write_copy(self, variant: Variant, encoded: Encoded) -> None:
+        scores = self._remote.token_inter([variant.variant_id]) if self._remote is not None else {}
+        try:
+            if self._durable.catalog.holds(FileRef(variant.variant_id, variant.created), or_at_risk=True):
+                return  # another request, or a process on the same folder, fetched it too
+            reason = self._durable.write(variant, encoded, scores.get(variant.variant_id))
+        except (OSError, StoreError) as error:
+            reason = str(error)
+        if reason:
+            self._warn_once("copy", f"A chunk-cache from the remote is not kept on disk: {reason}")
+
+    # -- small parts --------------------------------------------------------------------------------------------------
 
     def _after_put(self, variant: Variant, future: Future[Variant | Unavailable] | None = None) -> None:
         with self._lock:
@@ -395,36 +426,10 @@ class ChunkCacheStore(Closing):
                 for variant_id, gain in gains.items():
                     self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
 
-    # -- small parts --------------------------------------------------------------------------------------------------
-
     def _variant_of(self, birth: Birth) -> Variant:
-        """The row of a birth. Raises StoreError when its tensor is not what its layout says."""
-        kv, layout = birth.kv, birth.layout
-        tokens = kv.shape[2] if kv.dim() == 5 else 0
-        dtype = str(kv.dtype).removeprefix("torch.")
-        wrong = tuple(kv.shape) != layout.shape(tokens) or dtype != layout.dtype or kv.numel() == 0
-        if wrong or not kv.is_contiguous() or kv.device.type != "cpu":
-            raise StoreError(
-                f"A birth needs a contiguous CPU tensor {list(layout.shape(tokens))} {layout.dtype} with at least one "
-                f"token, not {list(kv.shape)} {dtype} on {kv.device}. Call .contiguous().cpu() and check the layout."
-            )
         with self._lock:  # `created` names the file, so no two births of this process may share it
             created = self._last_created = max(time.time(), self._last_created + 1e-6)
-        return Variant(
-            key=birth.key,
-            variant_id=birth.key.variant_id,
-            tokens=tokens,
-            tokens_digest=birth.tokens_digest,
-            inter=tuple(array("f", birth.inter)),  # as the catalog will give them back
-            intra=float(birth.intra),
-            cci=float(birth.cci),
-            exact_share=float(birth.exact_share),
-            session=birth.session,
-            codec=self.config.codec,
-            nbytes=layout.nbytes(tokens),
-            reuse_frequency=0.0,
-            created=created,
-        )
+        return variant_of(birth, codec=self.config.codec, created=created)
 
     def _refusal(self, birth: Birth, variant: Variant) -> str:
         """Why a birth cannot even be queued, or ""; the caller holds the lock."""
@@ -434,12 +439,7 @@ class ChunkCacheStore(Closing):
             return f"larger than the whole byte budget: {variant.nbytes} of {self.config.disk_bytes} bytes"
         if self._queued_bytes + variant.nbytes > self.config.queue_bytes:
             return f"too many births are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
-        scores = (variant.intra, variant.cci, variant.exact_share, *variant.inter)
-        if not all(map(math.isfinite, scores)):  # half precision overflows; SQLite has no NaN
-            return "its attention scores are not finite"
-        if birth.token_inter is not None and birth.token_inter.shape != (variant.tokens,):
-            return f"it has {birth.token_inter.shape} token scores for {variant.tokens} tokens"
-        return ""
+        return flaw_of(birth, variant)
 
     def _drop(self, variant: Variant, reason: str) -> Unavailable:
         self._host.remove(variant.variant_id, variant.created)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.layout import Encoded, StoredVariant, unreadable
+from cachecraft_rag.tiers.layout import Encoded, StoredVariant, open_source, unreadable
 from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
 
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
@@ -116,26 +115,14 @@ class DiskTier:
         _sync_folder(path.parent)
 
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
-        """The file, its header verified, ready to be read. What can never become right again is `Damaged`.
-
-        A codec that is not there is no damage: a newer version, or one more package, may know it.
-        """
+        """The file, its header verified, ready to be read. What can never become right again is `Damaged`."""
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
         except FileNotFoundError:
             return Damaged(variant.variant_id, "file is missing")
         except OSError as error:
             return Unavailable(variant.variant_id, f"file cannot be opened: {error.strerror}")
-        opened: StoredVariant | Unavailable
-        try:
-            opened = StoredVariant(source, variant)
-        except ConfigError as error:
-            opened = Unavailable(variant.variant_id, str(error))
-        except (OSError, ValueError) as error:
-            opened = unreadable(variant.variant_id, error)
-        if isinstance(opened, Unavailable):
-            source.close()
-        return opened
+        return open_source(source, variant)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
         """The whole tensor, every byte of it verified; see `Tier.read`."""

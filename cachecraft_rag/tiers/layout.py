@@ -35,6 +35,7 @@ import torch
 import xxhash
 
 from cachecraft_rag.codecs import Codec, codec_named
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, TierName, Unavailable, Variant, VariantKey
@@ -202,7 +203,8 @@ class StoredVariant:
     Attributes:
         variant: what the catalog says of it.
         kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`.
-        runs: the smallest pieces that `read` takes, see `runs`.
+        source: where its bytes come from.
+        runs: the smallest pieces that `read` takes, see `runs`; one where bytes come only in order.
         token_bytes: stored bytes of one token in all layers, on average.
         sequential: whether layers must be read in order, each as a whole.
     """
@@ -223,11 +225,11 @@ class StoredVariant:
         if size != expected:
             word = "truncated" if size < expected else "too long"
             raise ValueError(f"file is {word}: {size} bytes instead of {expected}")
-        self._source, self._header, self.variant = source, header, variant
+        self.source, self._header, self.variant = source, header, variant
         self.tier, self.sequential = source.tier, source.sequential
-        self.runs = runs(self._codec, header.layout, header.tokens)
+        self._pieces = runs(self._codec, header.layout, header.tokens)
+        self.runs = [(0, header.tokens)] if source.sequential else self._pieces
         self.token_bytes = (expected - self._begin) / header.tokens
-        self._whole = [(0, header.tokens)]
 
     def allocate(self) -> None:
         """Make room for the tensor. Raises MemoryError."""
@@ -249,8 +251,8 @@ class StoredVariant:
         else:
             parts = _cut(memory_of(block), slices)
         for part, where in zip(parts, slices, strict=True):
-            self._source.read(part, self._begin + offset + where.start)
-        for (first, last), wanted in zip(self.runs, self._header.run_sums[layer], strict=True):
+            self.source.read(part, self._begin + offset + where.start)
+        for (first, last), wanted in zip(self._pieces, self._header.run_sums[layer], strict=True):
             if start <= first < stop:
                 found = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
                 if found != wanted:
@@ -269,7 +271,23 @@ class StoredVariant:
 
     def close(self) -> None:
         """Let go of the source; see `Source.close`."""
-        self._source.close()
+        self.source.close()
+
+
+def open_source(source: Source, variant: Variant) -> StoredVariant | Unavailable:
+    """The variant, its header verified, ready to be read; or why not: then the source is closed.
+
+    A codec that is not there is no damage: a newer version, or one more package, may know it.
+    """
+    opened: StoredVariant | Unavailable
+    try:
+        return StoredVariant(source, variant)
+    except ConfigError as error:
+        opened = Unavailable(variant.variant_id, str(error))
+    except (OSError, ValueError) as error:
+        opened = unreadable(variant.variant_id, error)
+    source.close()
+    return opened
 
 
 def unreadable(variant_id: str, error: Exception) -> Unavailable:

@@ -1,0 +1,112 @@
+"""What a store is told when it is opened, and what it tells of itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import TypedDict
+
+from cachecraft_rag.codecs import codec_named
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStats
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Settings of a store.
+
+    The first three limit the folder: what `ChunkCacheStore.open` is not told stays as it was told last, so a command
+    that only looks at a store does not shrink it to the defaults. The others belong to the process.
+
+    disk_bytes          all files together
+    variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
+    max_variants        N×M of Cache-Craft §3.3: variants in all
+    host_bytes          tensors kept in memory; 0 switches the host tier off
+    queue_bytes         births waiting to be written; what comes while it is full is dropped
+    readers             threads that `load_many` reads files with
+    read_bytes_per_s    limit on reading files, for a disk that others need too
+    codec               how births are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
+                        keeps a birth as it was computed, so what a lossy codec changes shows after it has left memory
+    busy_timeout_s      how long a background write waits for another process's transaction
+    remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`
+    """
+
+    disk_bytes: int = 20 << 30
+    variants_per_chunk: int = 5
+    max_variants: int = 100_000
+    host_bytes: int = 2 << 30
+    queue_bytes: int = 1 << 30
+    readers: int = 4
+    read_bytes_per_s: float = math.inf
+    codec: str = "raw"
+    busy_timeout_s: float = 5.0
+    remote: RemoteConfig | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, the codec and the remote's URL; raises ConfigError."""
+        if isinstance(self.remote, str):  # as a RemoteConfig it does not show its password when it is printed
+            object.__setattr__(self, "remote", RemoteConfig(self.remote))
+        for setting in fields(self):
+            value, least = getattr(self, setting.name), 0 if setting.name in ("host_bytes", "busy_timeout_s") else 1
+            if setting.name not in ("codec", "remote") and not value >= least:
+                raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
+        codec_named(self.codec)
+
+
+class StoreSettings(TypedDict, total=False):
+    """The fields of `StoreConfig`, each of which may be left out."""
+
+    disk_bytes: int
+    variants_per_chunk: int
+    max_variants: int
+    host_bytes: int
+    queue_bytes: int
+    readers: int
+    read_bytes_per_s: float
+    codec: str
+    busy_timeout_s: float
+    remote: RemoteConfig | str | None
+
+
+def store_settings(
+    *, host_bytes: int | None, disk_bytes: int | None, codec: str, remote: RemoteConfig | str | None
+) -> StoreSettings:
+    """What a facade's arguments say; a budget of None is left as it is. Raises ConfigError for an impossible URL."""
+    settings = StoreSettings(codec=codec, remote=RemoteConfig(remote) if isinstance(remote, str) else remote)
+    if host_bytes is not None:
+        settings["host_bytes"] = host_bytes
+    if disk_bytes is not None:
+        settings["disk_bytes"] = disk_bytes
+    return settings
+
+
+def configured(config: StoreConfig, settings: StoreSettings) -> StoreConfig:
+    """`config` with these settings in place of its own. Raises ConfigError for an unknown or impossible one."""
+    known = {setting.name for setting in fields(StoreConfig)}
+    if unknown := settings.keys() - known:
+        raise ConfigError(f"Unknown store settings: {', '.join(sorted(unknown))}. Known: {', '.join(sorted(known))}.")
+    return replace(config, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The state of the whole store (all processes) and what this process did with it.
+
+    disk_bytes  files with a row, and files being written
+    lookups     chunks asked for, by outcome: "found" or "no variant"
+    loads       chunk-caches loaded, by tier ("host", "disk", "remote") or by the reason why not
+    births      chunk-caches put, by outcome: "stored" or the reason why one was not; those sent to the remote: there
+    remote      what the remote says and what this process did with it; None without one
+    """
+
+    variants: int
+    chunks: int
+    disk_bytes: int
+    disk_budget: int
+    host_bytes: int
+    host_budget: int
+    queued_bytes: int
+    lookups: dict[str, int]
+    loads: dict[str, int]
+    births: dict[str, int]
+    remote: RemoteStats | None = None
