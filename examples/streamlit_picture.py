@@ -1,0 +1,253 @@
+"""Pictures of an answer for `streamlit_app.py`: the prompt as a bar, its sources, times to the first token, the store.
+
+Pure functions from an answer's numbers to HTML or a chart. Text of documents is escaped here, and only here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import altair as alt
+
+    from cachecraft_rag import Answer
+
+# What can happen to a run of prompt tokens: the class of its colour in streamlit_style.css, and its name in the legend.
+KINDS = {
+    "device": "reused from device memory",
+    "host": "reused from host memory",
+    "disk": "reused from disk",
+    "remote": "reused from the remote store",
+    "kept": "instruction, reused",
+    "recomputed": "recomputed",
+    "computed": "computed afresh",
+}
+REUSE, FULL = "with reuse", "full prefill"
+_STEPS = (
+    ("Add documents", "Drop files on the left, or take the sample handbook.", ()),
+    ("Ask", "The first prompt is computed in full. The tensors of its chunks are kept.", ("computed",) * 4),
+    (
+        "Ask on",
+        "Chunks that come back are reused wherever they land, and the first token comes sooner.",
+        ("host", "disk", "recomputed", "host"),
+    ),
+)
+WELCOME = (
+    '<div class="cc-steps">'
+    + "".join(
+        f"<div><small>{number}</small><strong>{name}</strong><p>{text}</p>"
+        f'<div class="cc-bar">{"".join(f"<i class={chr(34)}cc-{kind}{chr(34)}></i>" for kind in kinds)}</div></div>'
+        for number, (name, text, kinds) in enumerate(_STEPS, start=1)
+    )
+    + "</div>"
+)
+
+
+@dataclass
+class Turn:
+    """A question and its answer; `arguments` ask it again, `full_ttft_s` is None until full prefill was timed too."""
+
+    question: str
+    answer: Answer
+    arguments: dict[str, Any]
+    full_ttft_s: float | None = None
+
+    @property
+    def times_sooner(self) -> float | None:
+        """How many times sooner the first token came than after a full prefill."""
+        return self.full_ttft_s / self.answer.stats.ttft_s if self.full_ttft_s else None
+
+    @property
+    def reused_share(self) -> float:
+        """The share of prompt tokens that were taken over untouched."""
+        return self.answer.stats.tokens_reused / self.answer.stats.tokens_prompt
+
+
+@dataclass(frozen=True)
+class Part:
+    """One segment of the bar: `runs` are (kind, tokens) side by side, `facts` the rows of its tooltip."""
+
+    label: str
+    title: str
+    runs: tuple[tuple[str, int], ...]
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Its length."""
+        return sum(tokens for _, tokens in self.runs)
+
+
+def parts(answer: Answer, system_tokens: int) -> list[Part]:
+    """The prompt's segments in order: system, chunks (labelled by their rank among the sources), question."""
+    stats = answer.stats
+    laid_out = [chunk for chunk in stats.chunks if chunk.outcome != "trimmed"]
+    question_tokens = stats.tokens_prompt - system_tokens - sum(chunk.tokens for chunk in laid_out)
+    afresh = question_tokens + sum(chunk.tokens for chunk in laid_out if chunk.outcome == "computed")
+    # The numbers name no tier for the system segment, only whether it was among the computed tokens.
+    system = "computed" if stats.tokens_computed > afresh else "kept"
+    ranks = {source.chunk_id: (place, source) for place, source in enumerate(answer.sources, start=1)}
+    row = [_end("S", "Instruction", system, system_tokens, "stands before every prompt")]
+    for chunk in laid_out:
+        place, source = ranks[chunk.chunk_id]
+        kind = "computed" if chunk.outcome == "computed" else str(chunk.tier)
+        runs = ((kind, chunk.tokens - chunk.recomputed), ("recomputed", chunk.recomputed))
+        facts = [("what", _outcome(chunk)), ("tokens", str(chunk.tokens))]
+        if chunk.recomputed:
+            facts.append(("recomputed", f"{chunk.recomputed} tokens"))
+        if chunk.tier:
+            facts.append(("loaded from", KINDS[chunk.tier].removeprefix("reused from ")))
+        if chunk.variant_id:
+            facts.append(("variant", chunk.variant_id[:12]))
+        facts += [(name, f"{v:.2f}") for name, v in (("CFO", chunk.cfo), ("β′", chunk.beta_prime)) if v is not None]
+        if chunk.reason:
+            facts.append(("why", chunk.reason))
+        title = f"{place} · {title_of(source.metadata)}"
+        row.append(Part(str(place), title, tuple(run for run in runs if run[1]), tuple(facts)))
+    return [*row, _end("Q", "Question", "computed", question_tokens, "new each time")]
+
+
+def _end(label: str, title: str, kind: str, tokens: int, why: str) -> Part:
+    """The system or the question segment."""
+    what = "computed afresh" if kind == "computed" else "reused"
+    return Part(label, title, ((kind, tokens),), (("what", what), ("tokens", str(tokens)), ("why", why)))
+
+
+def _outcome(chunk: Any) -> str:
+    words = {"exact": "reused as it is", "reused": "reused", "computed": "computed afresh", "trimmed": "left out"}
+    return words[chunk.outcome] + (", partly recomputed" if chunk.recomputed else "")
+
+
+def title_of(metadata: Any) -> str:
+    """What to call a chunk: the last of its headings, else its document."""
+    return str(metadata.get("heading") or metadata.get("source") or "untitled").rsplit(" > ", 1)[-1].lstrip("# ")
+
+
+def prompt_bar(answer: Answer, system_tokens: int) -> str:
+    """The prompt as a bar, widths in proportion to tokens, with a tooltip for each segment and a legend."""
+    row = parts(answer, system_tokens)
+    whole, left, cells = sum(part.tokens for part in row), 0, []
+    totals: Counter[str] = Counter()
+    for part in row:
+        side = "left" if left < whole / 2 else "right"  # the tooltip opens towards the middle, so it stays in sight
+        runs = "".join(f'<i class="cc-{kind}" style="flex:{tokens} 1 0"></i>' for kind, tokens in part.runs)
+        tag = f"<b>{escape(part.label)}</b>" if part.tokens > whole * 0.03 else ""
+        facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in part.facts)
+        cells.append(
+            f'<div class="cc-part" tabindex="0" style="flex:{part.tokens} 1 0"><div class="cc-runs">{runs}</div>{tag}'
+            f'<div class="cc-tip cc-{side}"><strong>{escape(part.title)}</strong><dl>{facts}</dl></div></div>'
+        )
+        left += part.tokens
+        for kind, tokens in part.runs:
+            totals[kind] += tokens
+    legend = "".join(
+        f'<span><i class="cc-{kind}"></i>{name} <em>{totals[kind]}</em></span>'
+        for kind, name in KINDS.items()
+        if totals[kind]
+    )
+    trimmed = sum(chunk.outcome == "trimmed" for chunk in answer.stats.chunks)
+    if trimmed:
+        legend += f"<span>{trimmed} chunks left out: the prompt was full</span>"
+    spoken = ", ".join(f"{totals[kind]} tokens {name}" for kind, name in KINDS.items() if totals[kind])
+    return (
+        f'<div class="cc-prompt"><div class="cc-bar" role="group" aria-label="The prompt: {spoken}">{"".join(cells)}'
+        f'</div><div class="cc-legend">{legend}</div></div>'
+    )
+
+
+def headline(turn: Turn) -> str:
+    """One line of numbers under an answer."""
+    stats = turn.answer.stats
+    line = f'<span class="cc-chip"><strong>{seconds(stats.ttft_s)}</strong> to first token</span>'
+    if turn.full_ttft_s and turn.times_sooner and turn.times_sooner > 1.05:
+        line += (
+            f'<span class="cc-chip cc-good"><strong>{turn.times_sooner:.1f}×</strong> sooner than full prefill</span>'
+        )
+    elif turn.full_ttft_s:
+        line += f'<span class="cc-chip">full prefill takes <strong>{seconds(turn.full_ttft_s)}</strong></span>'
+    line += (
+        f'<span class="cc-chip"><strong>{turn.reused_share:.0%}</strong> of {stats.tokens_prompt} tokens reused</span>'
+    )
+    if stats.finish == "closed":
+        line += '<span class="cc-chip">stopped</span>'
+    return f'<div class="cc-line">{line}</div>'
+
+
+def sources(answer: Answer) -> str:
+    """The retrieved chunks, best first, each with its text to unfold."""
+    reports = {chunk.chunk_id: chunk for chunk in answer.stats.chunks}
+    cards = []
+    for place, source in enumerate(answer.sources, start=1):
+        chunk = reports.get(source.chunk_id)
+        kind = "" if chunk is None else "computed" if chunk.outcome == "computed" else chunk.tier or ""
+        score = "" if source.score is None else f"{source.score:.2f}"
+        cards.append(
+            f'<details class="cc-source"><summary><i class="cc-rank cc-{kind}">{place}</i>'
+            f"<span><strong>{escape(title_of(source.metadata))}</strong>"
+            f"<small>{escape(str(source.metadata.get('source', '')))}</small></span>"
+            f"<em>{score}</em></summary><p>{escape(source.text)}</p></details>"
+        )
+    return "".join(cards) or '<p class="cc-quiet">No chunk was retrieved.</p>'
+
+
+def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
+    """Times to the first token, question by question: with reuse, and after full prefill where that was measured."""
+    import altair as alt
+    import pandas as pd
+
+    rows = [
+        {"question": number, "asked": turn.question, "how": how, "seconds": value, "sooner": label}
+        for number, turn in enumerate(turns, start=1)
+        for how, value, label in (
+            (FULL, turn.full_ttft_s, ""),
+            (REUSE, turn.answer.stats.ttft_s, f"{turn.times_sooner:.1f}×" if turn.times_sooner else ""),
+        )
+        if value
+    ]
+    base = alt.Chart(pd.DataFrame(rows)).encode(
+        x=alt.X("question:O", title=None, axis=alt.Axis(labelAngle=0, labelExpr="'question ' + datum.value")),
+        xOffset=alt.XOffset("how:N", sort=[FULL, REUSE]),
+        y=alt.Y("seconds:Q", title="seconds", axis=alt.Axis(tickCount=4)),
+    )
+    bars = base.mark_bar(cornerRadiusEnd=3).encode(
+        color=alt.Color(
+            "how:N",
+            scale=alt.Scale(domain=[FULL, REUSE], range=["#94a3b8", "#14b8a6"]),
+            legend=alt.Legend(orient="top", title=None),
+        ),
+        tooltip=[
+            alt.Tooltip("asked:N", title="question"),
+            alt.Tooltip("how:N", title="how"),
+            alt.Tooltip("seconds:Q", format=".3f"),
+        ],
+    )
+    label = base.mark_text(dy=-7, color="#14b8a6", fontWeight=600).encode(text="sooner:N")
+    return (bars + label).properties(height=215)
+
+
+def meters(rows: Iterable[tuple[str, str, float]]) -> str:
+    """Thin bars for the sidebar: (name, value in words, share between 0 and 1)."""
+    return "".join(
+        f'<div class="cc-meter"><span>{escape(name)}<em>{escape(value)}</em></span>'
+        f'<div><i style="width:{min(1.0, share):.1%}"></i></div></div>'
+        for name, value, share in rows
+    )
+
+
+def seconds(value: float) -> str:
+    """A time in words a person reads at a glance: `85 ms`, `1.72 s`."""
+    return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s"
+
+
+def nbytes(value: int) -> str:
+    """A size in words: `12 MB`, `2.0 GB`."""
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+
+
+def markdown_safe(text: str) -> str:
+    """An answer as Markdown without formulas and pictures: `$5` is money, and no document may have a browser fetch."""
+    return text.replace("$", "\\$").replace("![", "!\\[")
