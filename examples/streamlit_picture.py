@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from cachecraft_rag import Answer
+
 if TYPE_CHECKING:
     import altair as alt
-
-    from cachecraft_rag import Answer
 
 # What can happen to a run of prompt tokens: the class of its colour in streamlit_style.css, and its name in the legend.
 KINDS = {
@@ -163,7 +163,7 @@ def headline(turn: Turn) -> str:
     """One line of numbers under an answer."""
     stats = turn.answer.stats
     line = f'<span class="cc-chip"><strong>{seconds(stats.ttft_s)}</strong> to first token</span>'
-    if turn.full_ttft_s and turn.times_sooner and turn.times_sooner > 1.05:
+    if turn.full_ttft_s and turn.times_sooner and turn.times_sooner > 1.2:
         line += (
             f'<span class="cc-chip cc-good"><strong>{turn.times_sooner:.1f}×</strong> sooner than full prefill</span>'
         )
@@ -210,7 +210,7 @@ def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
     ]
     base = alt.Chart(pd.DataFrame(rows)).encode(
         x=alt.X("question:O", title=None, axis=alt.Axis(labelAngle=0, labelExpr="'question ' + datum.value")),
-        xOffset=alt.XOffset("how:N", sort=[FULL, REUSE]),
+        xOffset=alt.XOffset("how:N", scale=alt.Scale(domain=[FULL, REUSE])),
         y=alt.Y("seconds:Q", title="seconds", axis=alt.Axis(tickCount=4)),
     )
     bars = base.mark_bar(cornerRadiusEnd=3).encode(

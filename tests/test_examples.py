@@ -87,7 +87,8 @@ def test_the_guard_against_the_network_bites(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 40
+    if not path.name.startswith("streamlit_"):  # an app, not a first look
+        assert len(source.splitlines()) <= 40
     imported = re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE)
     assert imported
     assert set(imported) <= PUBLIC
