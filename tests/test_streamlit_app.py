@@ -422,7 +422,7 @@ def chrome(tmp_path: Path) -> Iterator[Chrome]:
         browser.quit()
 
 
-def wait_for(holds: Callable[[], Any], timeout_s: float = 90.0) -> Any:
+def wait_for(holds: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """What `holds` returns once it is true; Streamlit replaces and moves elements while it looks."""
     from selenium.common import exceptions
 
