@@ -87,20 +87,21 @@ def parts(answer: Answer, system_tokens: int) -> list[Part]:
     stats = answer.stats
     laid_out = [chunk for chunk in stats.chunks if chunk.outcome != "trimmed"]
     question_tokens = stats.tokens_prompt - system_tokens - sum(chunk.tokens for chunk in laid_out)
-    afresh = question_tokens + sum(chunk.tokens for chunk in laid_out if chunk.outcome == "computed")
-    # The numbers name no tier for the system segment, only whether it was among the computed tokens.
-    system = "computed" if stats.tokens_computed > afresh else "kept"
+    # The numbers name no tier for the system segment, only that some of it was among the computed tokens.
+    system = stats.tokens_computed - question_tokens - sum(chunk.computed for chunk in laid_out)
     ranks = {source.chunk_id: (place, source) for place, source in enumerate(answer.sources, start=1)}
-    row = [_end("S", "Instruction", system, system_tokens, "stands before every prompt")]
+    row = [_end("S", "Instruction", system_tokens, system, "stands before every prompt")]
     for chunk in laid_out:
         place, source = ranks[chunk.chunk_id]
-        kind = "computed" if chunk.outcome == "computed" else str(chunk.tier)
-        runs = ((kind, chunk.tokens - chunk.recomputed), ("recomputed", chunk.recomputed))
+        moved = chunk.tokens - chunk.computed - chunk.recomputed
+        runs = (("computed", chunk.computed), (str(chunk.tier), moved), ("recomputed", chunk.recomputed))
         facts = [("what", _outcome(chunk)), ("tokens", str(chunk.tokens))]
         if chunk.recomputed:
             facts.append(("recomputed", f"{chunk.recomputed} tokens"))
         if chunk.tier:
             facts.append(("loaded from", KINDS[chunk.tier].removeprefix("reused from ")))
+            if chunk.computed:  # its front: the computing side got there before the loading side
+                facts.append(("computed", f"{chunk.computed} tokens, sooner than loaded"))
         if chunk.variant_id:
             facts.append(("variant", chunk.variant_id[:12]))
         facts += [(name, f"{v:.2f}") for name, v in (("CFO", chunk.cfo), ("β′", chunk.beta_prime)) if v is not None]
@@ -108,13 +109,14 @@ def parts(answer: Answer, system_tokens: int) -> list[Part]:
             facts.append(("why", chunk.reason))
         title = f"{place} · {title_of(source.metadata)}"
         row.append(Part(str(place), title, tuple(run for run in runs if run[1]), tuple(facts)))
-    return [*row, _end("Q", "Question", "computed", question_tokens, "new each time")]
+    return [*row, _end("Q", "Question", question_tokens, question_tokens, "new each time")]
 
 
-def _end(label: str, title: str, kind: str, tokens: int, why: str) -> Part:
+def _end(label: str, title: str, tokens: int, computed: int, why: str) -> Part:
     """The system or the question segment."""
-    what = "computed afresh" if kind == "computed" else "reused"
-    return Part(label, title, ((kind, tokens),), (("what", what), ("tokens", str(tokens)), ("why", why)))
+    runs = tuple(run for run in (("computed", computed), ("kept", tokens - computed)) if run[1])
+    what = "computed afresh" if computed else "reused"
+    return Part(label, title, runs, (("what", what), ("tokens", str(tokens)), ("why", why)))
 
 
 def _outcome(chunk: Any) -> str:
@@ -183,7 +185,7 @@ def sources(answer: Answer) -> str:
     cards = []
     for place, source in enumerate(answer.sources, start=1):
         chunk = reports.get(source.chunk_id)
-        kind = "" if chunk is None else "computed" if chunk.outcome == "computed" else chunk.tier or ""
+        kind = "" if chunk is None else "computed" if chunk.computed == chunk.tokens else chunk.tier or ""
         score = "" if source.score is None else f"{source.score:.2f}"
         cards.append(
             f'<details class="cc-source"><summary><i class="cc-rank cc-{kind}">{place}</i>'

@@ -48,6 +48,8 @@ def beside_the_app() -> Iterator[None]:
 
 
 def chunk(number: int, outcome: Any, tokens: int, **facts: Any) -> ChunkStats:
+    if outcome == "computed":
+        facts = {"computed": tokens, **facts}
     return ChunkStats(f"chunk{number}", outcome, tokens=tokens, **facts)
 
 
@@ -55,7 +57,7 @@ def answered(*chunks: ChunkStats, system: int = 30, question: int = 20, system_r
     """An answer with these chunks, whose sources are ranked by their numbers."""
     laid_out = [one for one in chunks if one.outcome != "trimmed"]
     recomputed = sum(one.recomputed for one in laid_out)
-    computed = question + sum(one.tokens for one in laid_out if one.outcome == "computed")
+    computed = question + sum(one.computed for one in laid_out)
     computed += 0 if system_reused else system
     prompt = system + question + sum(one.tokens for one in laid_out)
     stats = RequestStats(
@@ -131,6 +133,16 @@ def test_a_system_segment_without_a_chunk_cache_is_computed() -> None:
 
     assert parts(answered(chunk(1, "computed", 10), system_reused=False), 30)[0].runs == (("computed", 30),)
     assert parts(answered(chunk(1, "computed", 10), system_reused=True), 30)[0].runs == (("kept", 30),)
+
+
+def test_a_chunk_may_be_computed_in_front_and_loaded_behind() -> None:
+    from streamlit_picture import parts
+
+    both = chunk(1, "reused", 100, computed=64, recomputed=6, tier="disk", variant_id="ab" * 16)
+    row = parts(answered(both), 30)
+    assert row[1].runs == (("computed", 64), ("disk", 30), ("recomputed", 6))
+    assert dict(row[1].facts)["computed"] == "64 tokens, sooner than loaded"
+    assert row[0].runs == (("kept", 30),)
 
 
 class Elements(HTMLParser):
