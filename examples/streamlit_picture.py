@@ -199,7 +199,6 @@ def sources(answer: Answer) -> str:
 def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
     """Times to the first token, question by question: with reuse, and after full prefill where that was measured."""
     import altair as alt
-    import pandas as pd
 
     rows = [
         {"question": number, "asked": turn.question, "how": how, "seconds": value, "sooner": label}
@@ -210,7 +209,7 @@ def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
         )
         if value
     ]
-    base = alt.Chart(pd.DataFrame(rows)).encode(
+    base = alt.Chart(alt.InlineData(values=rows)).encode(
         x=alt.X("question:O", title=None, axis=alt.Axis(labelAngle=0, labelExpr="'question ' + datum.value")),
         xOffset=alt.XOffset("how:N", scale=alt.Scale(domain=[FULL, REUSE])),
         y=alt.Y("seconds:Q", title="seconds", axis=alt.Axis(tickCount=4)),
@@ -228,7 +227,8 @@ def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
         ],
     )
     label = base.mark_text(dy=-7, color="#14b8a6", fontWeight=600).encode(text="sooner:N")
-    return (bars + label).properties(height=215)
+    chart: alt.LayerChart = (bars + label).properties(height=215)
+    return chart
 
 
 def meters(rows: Iterable[tuple[str, str, float]]) -> str:
