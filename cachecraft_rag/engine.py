@@ -7,14 +7,19 @@ sees another's state.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypedDict, Unpack
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.loading.cake import TwoEnds
 from cachecraft_rag.loading.loader import Loader
@@ -23,11 +28,42 @@ from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_step
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, Turn
+from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import ChunkStats, Finish, RequestStats
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
 from cachecraft_rag.tiers.layout import StoredVariant
+from cachecraft_rag.tiers.remote import RemoteConfig
 from cachecraft_rag.turns import FairLock
 from cachecraft_rag.types import Chunk, LoadedVariant, TierName, Unavailable, Variant
+
+CACHE_FOLDER = "caches"  # below the folder a user names as the store
+
+PathLike = str | os.PathLike[str]
+
+
+class EngineOptions(TypedDict, total=False):
+    """How `Engine.from_pretrained` opens an engine; what is left out, or None, is as it says here.
+
+    dtype, device   of the model, see `Decoder.load`; "auto"
+    namespace       the tenant; chunk-caches never cross it; "default"
+    reuse           how caches are reused; `ReuseConfig()`
+    system          the instruction in front of every prompt; `prompt.DEFAULT_SYSTEM`
+    device_bytes, host_bytes, disk_bytes  byte budgets for chunk-caches; 2 GiB on the device where there is one, 2 GiB
+                    in memory, 20 GiB on disk or what the folder was told last
+    codec           how new chunk-caches are written, see `codecs`: "raw", "int8" or "entropy"; "raw"
+    remote          URL of a Redis or an object store whose chunk-caches several engines share, see docs/remote.md; none
+    """
+
+    dtype: str
+    device: str
+    namespace: str
+    reuse: ReuseConfig | None
+    system: str
+    device_bytes: int | None
+    host_bytes: int | None
+    disk_bytes: int | None
+    codec: str
+    remote: RemoteConfig | str | None
 
 
 class Generation(Iterator[str]):
@@ -112,9 +148,45 @@ class Engine(Closing):
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
         self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
+        self._opened = ExitStack()  # what `close` closes besides the births
         self.births = BirthQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, turn=self.turn
         )
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "demo", *, store: PathLike = "chunk-caches", **options: Unpack[EngineOptions]
+    ) -> Self:
+        """Load a model, try it out (`self_check`) and open (or make) the chunk-caches below a store folder.
+
+        Args:
+            model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
+            store: the folder; several processes may share it. `close` closes the chunk-caches too.
+
+        Raises:
+            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
+        """
+        known = EngineOptions.__annotations__
+        if unknown := sorted(options.keys() - known.keys()):
+            raise ConfigError(f"{', '.join(unknown)}: no such option; there are {', '.join(known)}")
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        settings = {name: given[name] for name in StoreSettings.__annotations__.keys() & given.keys() - {"device"}}
+        StoreConfig(**settings)  # what is wrong is said before a model is loaded
+        decoder = Decoder.load(model, dtype=given.get("dtype", "auto"), device=given.get("device", "auto"))
+        self_check(decoder)
+        if decoder.device.type != "cpu":
+            settings["device"] = str(decoder.device)
+        with ExitStack() as opened:
+            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, **settings))
+            engine = cls(
+                decoder,
+                caches,
+                namespace=given.get("namespace", "default"),
+                config=given.get("reuse"),
+                system=given.get("system", DEFAULT_SYSTEM),
+            )
+            engine._opened = opened.pop_all()
+        return engine
 
     def stream(
         self,
@@ -145,7 +217,8 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Finish the births under way. The store stays open: whoever opened it closes it."""
-        self.births.close()
+        with self._opened:
+            self.births.close()
 
     def _pieces(self, request: _Request) -> Generator[str]:
         try:

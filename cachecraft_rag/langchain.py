@@ -10,20 +10,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag.bridge import iterate
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.models import Decoder
-from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
-from cachecraft_rag.rag import CACHE_FOLDER, PathLike
-from cachecraft_rag.selfcheck import self_check
-from cachecraft_rag.store import ChunkCacheStore, store_settings
-from cachecraft_rag.tiers.remote import RemoteConfig
+from cachecraft_rag.prompt import Turn
 from cachecraft_rag.types import Chunk
 
 try:
@@ -98,27 +92,17 @@ class ChatCacheCraft(Closing, BaseChatModel):
         model: str = "demo",
         *,
         store: PathLike = "chunk-caches",
-        dtype: str = "auto",
-        device: str = "auto",
-        namespace: str = "default",
-        system: str = DEFAULT_SYSTEM,
-        host_bytes: int | None = None,
-        disk_bytes: int | None = None,
-        codec: str = "raw",
-        remote: RemoteConfig | str | None = None,
         **settings: Any,
     ) -> Self:
-        """Load a model and open (or make) a store of chunk-caches; arguments as in `CacheCraft.from_pretrained`.
+        """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
-        Retrieval stays with whatever the application has. `settings` are the fields of this class. Close the model when
-        done (or use a `with` block), so that chunk-caches still being born are written.
+        Retrieval stays with whatever the application has. `settings` are those of `EngineOptions` and the fields of
+        this class. Close the model when done (or use a `with` block): chunk-caches still being born are then written.
         """
-        told = store_settings(host_bytes=host_bytes, disk_bytes=disk_bytes, codec=codec, remote=remote)
-        decoder = Decoder.load(model, dtype=dtype, device=device)
-        self_check(decoder)
+        names = EngineOptions.__annotations__.keys() - cls.model_fields.keys()
+        options: Any = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, **told))
-            engine = opened.enter_context(Engine(decoder, caches, namespace=namespace, system=system))
+            engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()
         return chat

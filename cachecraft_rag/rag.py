@@ -6,29 +6,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.models import Decoder
 from cachecraft_rag.priming import Primer
-from cachecraft_rag.prompt import DEFAULT_SYSTEM, Turn
+from cachecraft_rag.prompt import Turn
 from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
-from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import Answer, RequestStats, Source
-from cachecraft_rag.store import ChunkCacheStore, RowFilter, store_settings
-from cachecraft_rag.tiers.remote import RemoteConfig
+from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types import Chunk, Document, SearchHit
 
-INDEX_FOLDER, CACHE_FOLDER = "index", "caches"  # below the folder a user names as the store
+INDEX_FOLDER = "index"  # below the folder a user names as the store
 DEFAULT_TOP_K = 5
-
-PathLike = str | os.PathLike[str]
 
 
 class AnswerStream(Iterator[str]):
@@ -84,15 +79,7 @@ class CacheCraft(Closing):
         *,
         store: PathLike = "chunk-caches",
         embeddings: PathLike = EMBEDDED_MODEL,
-        dtype: str = "auto",
-        device: str = "auto",
-        namespace: str = "default",
-        reuse: ReuseConfig | None = None,
-        system: str = DEFAULT_SYSTEM,
-        host_bytes: int | None = None,
-        disk_bytes: int | None = None,
-        codec: str = "raw",
-        remote: RemoteConfig | str | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Self:
         """Load a model and open (or make) a store folder.
 
@@ -100,26 +87,15 @@ class CacheCraft(Closing):
             model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
             embeddings: sentence-transformers model for retrieval.
-            dtype, device: see `Decoder.load`.
-            namespace: the tenant; chunk-caches never cross it.
-            reuse: how caches are reused.
-            system: the instruction in front of every prompt.
-            host_bytes, disk_bytes: byte budgets of memory and disk for chunk-caches.
-            codec: how new chunk-caches are written, see `codecs`: "raw", "int8" or "entropy".
-            remote: URL of a Redis or an object store whose chunk-caches several engines share, see docs/remote.md.
+            options: device, dtype, namespace, instruction, byte budgets, codec, remote: see `EngineOptions`.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
-        settings = store_settings(host_bytes=host_bytes, disk_bytes=disk_bytes, codec=codec, remote=remote)
-        decoder = Decoder.load(model, dtype=dtype, device=device)
-        self_check(decoder)
-        root = Path(store)
-        embedder = Embedder(embeddings)
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(root / CACHE_FOLDER, **settings))
-            index = opened.enter_context(open_index(root, embedder))
-            rag = cls(Engine(decoder, caches, namespace=namespace, config=reuse, system=system), index, embedder)
+            engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
+            embedder = Embedder(embeddings)
+            rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
         return rag
 

@@ -5,7 +5,7 @@ python examples/own_retriever.py
 
 import re
 
-from cachecraft_rag import Chunk, ChunkCacheStore, Decoder, Engine, SamplingParams, self_check
+from cachecraft_rag import Chunk, Engine, SamplingParams
 
 CHUNKS = [
     Chunk("# Kettle Wren K2\n\nThe Wren K2 holds 1.7 litres. Descale it every 8 weeks with 20 grams of citric acid."),
@@ -24,9 +24,7 @@ def retrieve(question: str, top_k: int = 2) -> list[Chunk]:
 
 def main() -> None:
     """Answer each question and say what happened to each chunk."""
-    decoder = Decoder.load("demo")
-    self_check(decoder)  # refuses a model whose answers would come out garbled
-    with ChunkCacheStore.open("chunk-caches/own-retriever") as store, Engine(decoder, store) as engine:
+    with Engine.from_pretrained("demo", store="chunk-caches/own-retriever") as engine:
         for question in QUESTIONS:
             answer = engine.stream(question, retrieve(question), sampling=SAMPLING)
             print(question, "".join(answer).strip(), sep="\n")

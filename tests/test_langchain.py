@@ -316,7 +316,7 @@ def contents(engine: Engine, session: str | None) -> dict[str, tuple[str | None,
     ids = [engine.prompts.system.segment_id, *map(chunk_id_of, TEXTS)]
     found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, ids, session=session)
     variants = [variant for of_segment in found.values() for variant in of_segment]
-    loaded = engine.store.load_many(variants)
+    loaded = map(engine.store.load, variants)
     return {v.variant_id: (v.session, x.kv.numpy().tobytes()) for v, x in zip(variants, loaded, strict=True)}
 
 

@@ -20,7 +20,8 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.tiers import Tier
 from cachecraft_rag.tiers.disk import DiskTier
-from cachecraft_rag.tiers.host import HostTier
+from cachecraft_rag.tiers.layout import StoredVariant
+from cachecraft_rag.tiers.memory import MemoryTier
 from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -92,7 +93,7 @@ def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None
 
 def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
     variant = stored_on_disk(tmp_path)
-    tiers: list[Tier] = [HostTier(1 << 20), DiskTier(tmp_path / "variants")]
+    tiers: list[Tier] = [MemoryTier(1 << 20), DiskTier(tmp_path / "variants")]
     first, second = (tier.read(variant) for tier in tiers)
     assert isinstance(first, Unavailable)
     assert isinstance(second, LoadedVariant)
@@ -143,19 +144,51 @@ def test_after_a_restart_the_disk_serves_and_memory_then_keeps(tmp_path: Path) -
         assert store.stats().loads == {"disk": 1, "host": 1}
 
 
-def test_load_many_keeps_the_order_and_names_what_is_missing(tmp_path: Path) -> None:
+def test_variants_are_opened_in_order_and_what_is_missing_is_named(tmp_path: Path) -> None:
     births = [make(f"chunk {n}") for n in range(12)]
     with ChunkCacheStore.open(tmp_path) as store:
         variants = [stored(store, birth) for birth in births]
     with ChunkCacheStore.open(tmp_path, host_bytes=0, readers=3) as store:
         absent = dataclasses.replace(variants[0], variant_id="0" * 32)
-        results = store.load_many([*variants[6:], absent, *variants[:6]])
-        for birth, result in zip(births[6:] + births[:6], results[:6] + results[7:], strict=True):
-            assert isinstance(result, LoadedVariant)
-            assert torch.equal(result.kv, birth.kv)
-        assert isinstance(results[6], Unavailable)
-        assert results[6].reason == "file is missing"
-        assert store.load_many([]) == []
+        opened = store.open_variants([*variants[6:], absent, *variants[:6]])
+        for birth, one in zip(births[6:] + births[:6], opened[:6] + opened[7:], strict=True):
+            assert isinstance(one, StoredVariant)
+            assert torch.equal(one.read_all(), birth.kv)
+            store.keep(one)
+        assert isinstance(opened[6], Unavailable)
+        assert opened[6].reason == "file is missing"
+        assert store.open_variants([]) == []
+        assert store.stats().loads == {"disk": 12, "file is missing": 1}
+
+
+def test_what_is_used_comes_to_the_device_and_what_is_used_least_goes_back_to_the_host(tmp_path: Path) -> None:
+    births = [make(f"chunk {n}") for n in range(3)]
+    room = {"device": "cpu", "device_bytes": 2 * births[0].kv.nbytes, "host_bytes": 3 * births[0].kv.nbytes}
+    with ChunkCacheStore.open(tmp_path, **room) as store:
+        variants = [stored(store, birth) for birth in births]
+
+        def tier_of(n: int) -> str:
+            held = store.open_variant(variants[n])
+            assert isinstance(held, LoadedVariant)
+            assert torch.equal(held.kv, births[n].kv)
+            return held.tier
+
+        def settled(n: int) -> str:  # a promotion happens in the background
+            until = time.monotonic() + 10
+            while tier_of(n) != "device" and time.monotonic() < until:
+                time.sleep(0.01)
+            return tier_of(n)
+
+        assert tier_of(0) == "host"
+        assert settled(0) == settled(1) == "device"
+        store.used(variants[0].variant_id, 0.1, 100)
+        store.used(variants[2].variant_id, 0.1, 100)
+        assert settled(2) == "device"  # in place of 1, which was never used
+        assert store.stats().device_bytes == room["device_bytes"]
+        assert tier_of(0) == "device"
+        assert tier_of(1) == "host"
+        store.evict(RowFilter(chunk_ids=("chunk 0",)))
+        assert isinstance(store.open_variant(variants[0]), Unavailable)  # from everywhere
 
 
 def test_namespaces_and_fingerprints_never_cross(store: ChunkCacheStore) -> None:
@@ -468,7 +501,7 @@ def test_budgets_hold_under_eight_threads(tmp_path: Path) -> None:
                 birth = make(f"chunk {(seed * 5 + n) % 9}", ("system", f"{seed % 4}"))
                 store.put(birth)
                 variants = store.lookup("ns", "model", [f"chunk {n % 9}"])[f"chunk {n % 9}"]
-                for variant, loaded in zip(variants, store.load_many(variants), strict=True):
+                for variant, loaded in zip(variants, map(store.load, variants), strict=True):
                     expected = make(variant.key.chunk_id, variant.key.birth_prefix).kv
                     assert isinstance(loaded, Unavailable) or torch.equal(loaded.kv, expected)
                     store.used(variant.variant_id, 0.3, 10)
@@ -647,7 +680,7 @@ def test_a_locked_catalog_is_refused_at_opening(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, codec, disk_bytes"):
+    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, codec, device"):
         ChunkCacheStore.open(tmp_path, ram=5)
     for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
         with pytest.raises(ConfigError, match=setting):
@@ -675,7 +708,7 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     variant = stored(store, make())
     store.close()
     store.close()
-    for call in (lambda: store.lookup("ns", "model", []), lambda: store.load(variant), lambda: store.load_many([])):
+    for call in (lambda: store.lookup("ns", "model", []), lambda: store.load(variant), lambda: store.open_variants([])):
         with pytest.raises(StoreError, match="is closed"):
             call()
     result = store.put(make()).result()

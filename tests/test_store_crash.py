@@ -140,7 +140,7 @@ def verify(store: ChunkCacheStore, *, all_there: bool = True) -> int:
     found = store.lookup("ns", "model", chunks)
     for variants in found.values():
         assert len(variants) <= SETTINGS["variants_per_chunk"]
-        for variant, loaded in zip(variants, store.load_many(variants), strict=True):
+        for variant, loaded in zip(variants, map(store.load, variants), strict=True):
             if isinstance(loaded, LoadedVariant):
                 assert torch.equal(loaded.kv, content(variant.key))
                 served += 1

@@ -24,8 +24,8 @@ from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.disk import DiskTier
-from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.tiers.layout import Encoded, Header, StoredVariant, encode, memory_of
+from cachecraft_rag.tiers.memory import MemoryTier
 from cachecraft_rag.tiers.presence import Presence
 from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
 
@@ -420,19 +420,19 @@ def test_memory_is_aligned_and_of_the_right_kind() -> None:
 # -- host -------------------------------------------------------------------------------------------------------------
 
 
-def host_with(budget_tensors: int, *names: str) -> HostTier:
-    host = HostTier(budget_tensors * LAYOUT.nbytes(3))
+def host_with(budget_tensors: int, *names: str) -> MemoryTier:
+    host = MemoryTier(budget_tensors * LAYOUT.nbytes(3))
     for name in names:
         assert host.add(make(name), tensor(make(name)))
     return host
 
 
-def held(host: HostTier, *names: str) -> str:
+def held(host: MemoryTier, *names: str) -> str:
     return "".join(name for name in names if isinstance(host.read(make(name)), LoadedVariant))
 
 
 def test_memory_gives_the_very_tensor() -> None:
-    host, variant = HostTier(1 << 20), make()
+    host, variant = MemoryTier(1 << 20), make()
     kv = tensor(variant)
     host.add(variant, kv)
     loaded = host.read(variant)
@@ -466,7 +466,7 @@ def test_what_exceeds_the_whole_memory_is_not_held() -> None:
     big = make("big", tokens=100)
     assert not host.add(big, tensor(big))
     assert held(host, "a") == "a"
-    off = HostTier(0)
+    off = MemoryTier(0)
     assert not off.add(make(), tensor(make()))
     assert len(off) == 0
 
@@ -496,7 +496,7 @@ def test_many_uses_do_not_let_the_bookkeeping_grow() -> None:
 
 def test_memory_keeps_to_its_budget_under_eight_threads() -> None:
     budget = 10 * LAYOUT.nbytes(3)
-    host, over, errors = HostTier(budget), [], []
+    host, over, errors = MemoryTier(budget), [], []
     variants = [make(str(n)) for n in range(40)]
     kv = tensor(variants[0])
 

@@ -32,7 +32,7 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
     contexts = sorted({cell.tokens for cell in cells})
     shares = sorted({cell.compute_share for cell in cells}, reverse=True)
     figure, axes = pyplot.subplots(
-        len(shares), len(contexts), figsize=(3.6 * len(contexts), 2.9 * len(shares)), squeeze=False, sharex=True
+        len(shares), len(contexts), figsize=(3.4 * len(contexts), 2.8 * len(shares)), squeeze=False, sharex=True
     )
     for row, share in enumerate(shares):
         for column, tokens in enumerate(contexts):
@@ -46,7 +46,7 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
     axes[0][0].legend(fontsize=7, frameon=False)
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
     finally:
@@ -64,4 +64,8 @@ def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
             axis.plot(where, values, line, color=colour if raw else "#e3a857", marker=".", label=shown, linewidth=1.3)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    bandwidths = sorted({cell.bandwidth_ratio for cell in cells})
+    axis.set_xticks(bandwidths, [f"{bandwidth:g}" for bandwidth in bandwidths])
+    for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        ticks(lambda seconds, _: f"{seconds:g}" if f"{seconds:e}"[0] in "125" else "")
     axis.grid(alpha=0.2, which="both")

@@ -98,7 +98,7 @@ def index(
 
 def evict_removed(store: Path, report: IndexReport) -> None:
     """Drop the chunk-caches of chunks that are in no document any more."""
-    from cachecraft_rag.rag import CACHE_FOLDER
+    from cachecraft_rag.engine import CACHE_FOLDER
     from cachecraft_rag.store import ChunkCacheStore, RowFilter
 
     if report.removed_chunk_ids and (store / CACHE_FOLDER).is_dir():

@@ -29,7 +29,7 @@ app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=Tr
 @contextmanager
 def opened(folder: Path, remote: str | None = None) -> Iterator[ChunkCacheStore]:
     """The store below a folder, or in it where it is an engine's own. It must exist: a typo makes no new one."""
-    from cachecraft_rag.rag import CACHE_FOLDER
+    from cachecraft_rag.engine import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
 
     # os.path, because pathlib raises for what is out of reach instead of saying no.

@@ -19,6 +19,6 @@ except ImportError as error:
 
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
-from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, CacheCraftSynthesizer, EngineOptions
+from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, CacheCraftSynthesizer
 
-__all__ = ["AnswerStatsEvent", "CacheCraftLLM", "CacheCraftQueryEngine", "CacheCraftSynthesizer", "EngineOptions"]
+__all__ = ["AnswerStatsEvent", "CacheCraftLLM", "CacheCraftQueryEngine", "CacheCraftSynthesizer"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
@@ -27,31 +25,13 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.closing import Closing
-from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.engine import Engine, Generation
+from cachecraft_rag.config import SamplingParams
+from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
-from cachecraft_rag.models import Decoder
-from cachecraft_rag.prompt import DEFAULT_SYSTEM
-from cachecraft_rag.rag import CACHE_FOLDER, PathLike
-from cachecraft_rag.selfcheck import self_check
-from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import chunk_id_of
 
 dispatcher = get_dispatcher(__name__)
-
-
-class EngineOptions(TypedDict, total=False):
-    """How an engine is opened; all of them as in `CacheCraft.from_pretrained`."""
-
-    dtype: str
-    device: str
-    namespace: str
-    reuse: ReuseConfig | None
-    system: str
-    host_bytes: int | None
-    disk_bytes: int | None
-    codec: str
 
 
 class AnswerStatsEvent(BaseEvent):
@@ -119,8 +99,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closing):
         **opening: Unpack[EngineOptions],
     ) -> Self:
         """Load a model and open (or make) a store folder, as `CacheCraft.from_pretrained`; `close` closes both."""
-        engine, opened = open_engine(model, store, opening)
-        with opened:
+        with ExitStack() as opened:
+            engine = opened.enter_context(Engine.from_pretrained(model, store=store, **opening))
             made = cls(
                 engine,
                 streaming=streaming,
@@ -237,29 +217,6 @@ class _AsyncPieces(AsyncGenerator[str, None]):
 
     def athrow(self, *error: Any) -> Any:
         return self._steps.athrow(*error)
-
-
-def open_engine(model: str, store: str | os.PathLike[str], opening: EngineOptions) -> tuple[Engine, ExitStack]:
-    """An engine over the chunk-caches below a store folder, and what closes both."""
-    options = dict(opening)
-    if unknown := sorted(options.keys() - EngineOptions.__annotations__.keys()):
-        raise ConfigError(f"{', '.join(unknown)}: no such option; there are {', '.join(EngineOptions.__annotations__)}")
-    decoder = Decoder.load(model, dtype=opening.get("dtype", "auto"), device=opening.get("device", "auto"))
-    self_check(decoder)
-    given: dict[str, Any] = {
-        name: options[name] for name in ("host_bytes", "disk_bytes", "codec") if options.get(name) is not None
-    }
-    with ExitStack() as opened:
-        caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, **given))
-        engine = Engine(
-            decoder,
-            caches,
-            namespace=opening.get("namespace", "default"),
-            config=opening.get("reuse"),
-            system=opening.get("system", DEFAULT_SYSTEM),
-        )
-        opened.enter_context(engine)
-        return engine, opened.pop_all()
 
 
 def _recorded(generation: Generation, record: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not wo
 from cachecraft_rag.catalog import Listed, RowFilter
 from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
-from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, store_settings
+from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats
 
 __all__ = [
     "CATALOG_FILE",
@@ -27,5 +27,4 @@ __all__ = [
     "StoreConfig",
     "StoreSettings",
     "StoreStats",
-    "store_settings",
 ]

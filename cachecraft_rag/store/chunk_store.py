@@ -25,8 +25,8 @@ from cachecraft_rag.store.intake import flaw_of, variant_of
 from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, configured
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.host import HostTier
 from cachecraft_rag.tiers.layout import Encoded, StoredVariant, encode, open_source, unreadable
+from cachecraft_rag.tiers.memory import Memory
 from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
 
@@ -41,13 +41,13 @@ class ChunkCacheStore(Closing):
     def __init__(self, root: Path, config: StoreConfig, *, limits: Mapping[str, int]) -> None:
         """Use `open`. `limits` are the fields of `config` that the folder shall keep to from now on."""
         self.root = root
-        self._host = HostTier(config.host_bytes)
+        self._memory = Memory(config.host_bytes, device=config.device, device_bytes=config.device_bytes)
         self._durable = DurableVariants(
             root,
             limits=limits,
             defaults=Limits(config.disk_bytes, config.max_variants, config.variants_per_chunk),
             busy_timeout_s=config.busy_timeout_s,
-            on_removed=self._host.remove,
+            on_removed=self._memory.remove,
             throttle=Throttle(config.read_bytes_per_s),
         )
         self.throttle = self._durable.disk.throttle
@@ -123,7 +123,8 @@ class ChunkCacheStore(Closing):
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """`open_variant` for each, in the same order; what comes from the remote comes at the same time."""
         self._check_open()
-        there = [v for v in variants if v.home == "remote" and v not in self._host] if self._remote else []
+        far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
+        there = far if self._remote is not None else []
         streams = {v.variant_id: self._remote.open(v) for v in there} if self._remote else {}
         return [self.open_variant(variant, streams.get(variant.variant_id)) for variant in variants]
 
@@ -139,11 +140,12 @@ class ChunkCacheStore(Closing):
             stream: its payload, where it is on its way from the remote already.
         """
         self._check_open()
-        held = self._host.read(variant)
-        if isinstance(held, LoadedVariant):
+        if (held := self._memory.read(variant)) is not None:
             if isinstance(stream, RemoteStream):
                 stream.close()
-            self._count_load("host")
+            self._count_load(held.tier)
+            if self._memory.device.budget_bytes:
+                self.read_in_background(partial(self._memory.promote, held, variant))
             return held
         stored: StoredVariant | Unavailable
         if variant.home == "disk":
@@ -168,7 +170,7 @@ class ChunkCacheStore(Closing):
         stored.close()
         self._count_load(stored.tier)
         if whole:
-            self._host.add(stored.variant, stored.kv)
+            self._memory.host.add(stored.variant, stored.kv)
             if isinstance(stored.source, RemoteStream) and (encoded := stored.source.encoded()) is not None:
                 self._keep_copy(replace(stored.variant, home="disk"), encoded)
 
@@ -204,12 +206,6 @@ class ChunkCacheStore(Closing):
         except RuntimeError:  # how an executor says that it is shutting down
             logger.info("A request outlived its store; what it would have loaded is computed")
 
-    def load_many(self, variants: Sequence[Variant]) -> list[LoadedVariant | Unavailable]:
-        """`load` for each, in the same order; files are read in parallel."""
-        self._check_open()
-        reads = {n: self._readers.submit(self.load, v) for n, v in enumerate(variants) if v not in self._host}
-        return [reads[n].result() if n in reads else self.load(variant) for n, variant in enumerate(variants)]
-
     def put(self, birth: Birth) -> Future[Variant | Unavailable]:
         """Store a chunk-cache in the background; the caller never waits and must not write to `birth.kv` any more.
 
@@ -225,7 +221,7 @@ class ChunkCacheStore(Closing):
                 self._queued_bytes += variant.nbytes
         future = None
         if not reason:
-            self._host.add(variant, birth.kv)
+            self._memory.host.add(variant, birth.kv)
             future = self._in_background(partial(self._store, variant, birth))
             if future is not None:
                 future.add_done_callback(partial(self._after_put, variant))
@@ -240,7 +236,7 @@ class ChunkCacheStore(Closing):
         """Record a use: f_r grows by `scoring.reuse_gain`. Written in the background, in batches."""
         # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
         gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)
-        self._host.raise_frequency(variant_id, gain)
+        self._memory.raise_frequency(variant_id, gain)
         if self._remote is not None:
             self._remote.raise_frequency(variant_id, gain)
         with self._lock:
@@ -261,8 +257,10 @@ class ChunkCacheStore(Closing):
                 chunks=totals.chunks,
                 disk_bytes=totals.file_bytes + totals.reserved_bytes,
                 disk_budget=self.config.disk_bytes,
-                host_bytes=self._host.used_bytes,
+                host_bytes=self._memory.host.used_bytes,
                 host_budget=self.config.host_bytes,
+                device_bytes=self._memory.device.used_bytes,
+                device_budget=self._memory.device.budget_bytes,
                 queued_bytes=self._queued_bytes,
                 lookups=dict(self._lookups),
                 loads=dict(self._loads),
@@ -442,7 +440,7 @@ class ChunkCacheStore(Closing):
         return flaw_of(birth, variant)
 
     def _drop(self, variant: Variant, reason: str) -> Unavailable:
-        self._host.remove(variant.variant_id, variant.created)
+        self._memory.remove(variant.variant_id, variant.created)
         with self._lock:
             self._births[_kind(reason)] += 1
         self._warn_once(_kind(reason), f"Chunk-cache of chunk {variant.key.chunk_id} is not stored: {reason}")

@@ -10,6 +10,8 @@ from cachecraft_rag.codecs import codec_named
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStats
 
+_MAY_BE_ZERO = ("host_bytes", "device_bytes", "busy_timeout_s")
+
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
@@ -22,8 +24,9 @@ class StoreConfig:
     variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
     max_variants        N×M of Cache-Craft §3.3: variants in all
     host_bytes          tensors kept in memory; 0 switches the host tier off
+    device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
     queue_bytes         births waiting to be written; what comes while it is full is dropped
-    readers             threads that `load_many` reads files with
+    readers             threads that read files, for all requests together
     read_bytes_per_s    limit on reading files, for a disk that others need too
     codec               how births are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
                         keeps a birth as it was computed, so what a lossy codec changes shows after it has left memory
@@ -35,6 +38,8 @@ class StoreConfig:
     variants_per_chunk: int = 5
     max_variants: int = 100_000
     host_bytes: int = 2 << 30
+    device: str | None = None
+    device_bytes: int = 2 << 30
     queue_bytes: int = 1 << 30
     readers: int = 4
     read_bytes_per_s: float = math.inf
@@ -47,8 +52,8 @@ class StoreConfig:
         if isinstance(self.remote, str):  # as a RemoteConfig it does not show its password when it is printed
             object.__setattr__(self, "remote", RemoteConfig(self.remote))
         for setting in fields(self):
-            value, least = getattr(self, setting.name), 0 if setting.name in ("host_bytes", "busy_timeout_s") else 1
-            if setting.name not in ("codec", "remote") and not value >= least:
+            value, least = getattr(self, setting.name), 0 if setting.name in _MAY_BE_ZERO else 1
+            if setting.name not in ("codec", "device", "remote") and not value >= least:
                 raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
         codec_named(self.codec)
 
@@ -60,24 +65,14 @@ class StoreSettings(TypedDict, total=False):
     variants_per_chunk: int
     max_variants: int
     host_bytes: int
+    device: str | None
+    device_bytes: int
     queue_bytes: int
     readers: int
     read_bytes_per_s: float
     codec: str
     busy_timeout_s: float
     remote: RemoteConfig | str | None
-
-
-def store_settings(
-    *, host_bytes: int | None, disk_bytes: int | None, codec: str, remote: RemoteConfig | str | None
-) -> StoreSettings:
-    """What a facade's arguments say; a budget of None is left as it is. Raises ConfigError for an impossible URL."""
-    settings = StoreSettings(codec=codec, remote=RemoteConfig(remote) if isinstance(remote, str) else remote)
-    if host_bytes is not None:
-        settings["host_bytes"] = host_bytes
-    if disk_bytes is not None:
-        settings["disk_bytes"] = disk_bytes
-    return settings
 
 
 def configured(config: StoreConfig, settings: StoreSettings) -> StoreConfig:
@@ -94,7 +89,7 @@ class StoreStats:
 
     disk_bytes  files with a row, and files being written
     lookups     chunks asked for, by outcome: "found" or "no variant"
-    loads       chunk-caches loaded, by tier ("host", "disk", "remote") or by the reason why not
+    loads       chunk-caches loaded, by tier ("device", "host", "disk", "remote") or by the reason why not
     births      chunk-caches put, by outcome: "stored" or the reason why one was not; those sent to the remote: there
     remote      what the remote says and what this process did with it; None without one
     """
@@ -105,6 +100,8 @@ class StoreStats:
     disk_budget: int
     host_bytes: int
     host_budget: int
+    device_bytes: int
+    device_budget: int
     queued_bytes: int
     lookups: dict[str, int]
     loads: dict[str, int]

@@ -1,6 +1,6 @@
 """Tiers: where the bytes of chunk-caches lie. `host` keeps tensors in memory, `disk` files, `remote` what is shared.
 
-They share what `Tier` says and nothing more: the host tier holds whatever fits and may forget it at any moment, the
+They share what `Tier` says and nothing more: memory holds whatever fits and may forget it at any moment, the
 disk tier writes and deletes exactly what the catalog's rows say, so adding and evicting differ in meaning, not only in
 code.
 """

@@ -1,38 +1,50 @@
-"""The host tier: chunk-caches in main memory, within a budget of bytes."""
+"""Tiers in memory, each within a budget of bytes: the host's and, where the model runs on one, the device's."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from cachecraft_rag.types import LoadedVariant, Unavailable, Variant
+from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
 
 
 @dataclass(slots=True)
 class _Held:
     """One tensor. `stamp` is the number of its latest entry in the heap; entries with older stamps are void."""
 
-    created: float
+    variant: Variant
     kv: torch.Tensor
     nbytes: int
     frequency: float
     stamp: int = -1
 
 
-class HostTier:
+class MemoryTier:
     """Tensors in memory, within a budget. When a new one does not fit, those with the lowest reuse frequency leave.
 
     Among equals the one whose frequency was not raised for the longest time goes. Leaving costs nothing but a later
-    read from disk. The tensor that has just come is spared: it is about to be used.
+    read from farther away. The tensor that has just come is spared: it is about to be used.
+
+    Args:
+        budget_bytes: of all tensors together; 0 switches the tier off.
+        name: what `LoadedVariant.tier` says of its tensors.
+        on_leave: gets what had to leave for others (Cache-Craft §3.5: demotion to the next tier).
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        """An empty tier that holds at most `budget_bytes` of tensors; 0 switches it off."""
-        self.budget_bytes = budget_bytes
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        name: TierName = "host",
+        on_leave: Callable[[Variant, torch.Tensor], object] | None = None,
+    ) -> None:
+        self.budget_bytes, self.name = budget_bytes, name
+        self._on_leave = on_leave
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._used_bytes = 0
@@ -54,42 +66,45 @@ class HostTier:
     def __contains__(self, variant: Variant) -> bool:
         """Whether `read` would give the tensor now."""
         held = self._held.get(variant.variant_id)
-        return held is not None and held.created == variant.created
+        return held is not None and held.variant.created == variant.created
 
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; False when it alone is over the budget.
 
         An older tensor of the same variant is replaced. The caller must not write to `kv` any more.
         """
-        held = _Held(variant.created, kv, kv.numel() * kv.element_size(), variant.reuse_frequency)
+        held = _Held(variant, kv, kv.numel() * kv.element_size(), variant.reuse_frequency)
         if held.nbytes > self.budget_bytes:
             return False
-        leaving: list[_Held] = []  # freed after the lock is released: returning 50 MB to the system takes a while
+        leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while
+        old: _Held | None
         with self._lock:
             if (old := self._held.pop(variant.variant_id, None)) is not None:
                 self._used_bytes -= old.nbytes
                 held.frequency = max(held.frequency, old.frequency)
-                leaving.append(old)
             while self._used_bytes + held.nbytes > self.budget_bytes:
                 leaving.append(self._pop_lowest())
             self._held[variant.variant_id] = held
             self._used_bytes += held.nbytes
             self._push(variant.variant_id, held)
+        if self._on_leave is not None:
+            for gone in leaving:
+                self._on_leave(gone.variant, gone.kv)
         return True
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
         """The tensor itself, not a copy; see `Tier.read`."""
         with self._lock:
             held = self._held.get(variant.variant_id)
-        if held is None or held.created != variant.created:
-            return Unavailable(variant.variant_id, "not in host memory")
-        return LoadedVariant(variant.variant_id, held.kv, "host")
+        if held is None or held.variant.created != variant.created:
+            return Unavailable(variant.variant_id, f"not in {self.name} memory")
+        return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
         """See `Tier.remove`."""
         with self._lock:
             held = self._held.get(variant_id)
-            if held is not None and held.created == created:
+            if held is not None and held.variant.created == created:
                 del self._held[variant_id]
                 self._used_bytes -= held.nbytes
 
@@ -115,3 +130,42 @@ class HostTier:
                 del self._held[variant_id]
                 self._used_bytes -= held.nbytes
                 return held
+
+
+class Memory:
+    """The host's tier and the device's above it.
+
+    What is used on the host comes to the device for the next time (`promote`); what is used least there goes back.
+
+    Attributes:
+        host, device: the tiers; the device's has a budget of 0 where there is none.
+    """
+
+    def __init__(self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0) -> None:
+        """`device` as torch calls it, where the model runs on one."""
+        self._place = device
+        self.host = MemoryTier(host_bytes)
+        budget = device_bytes if device is not None else 0
+        self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))
+
+    def read(self, variant: Variant) -> LoadedVariant | None:
+        """The tensor from the nearer tier that has it, or None."""
+        for tier in (self.device, self.host):
+            if isinstance(held := tier.read(variant), LoadedVariant):
+                return held
+        return None
+
+    def promote(self, held: LoadedVariant, variant: Variant) -> None:
+        """Copy to the device what the host has."""
+        if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
+            self.device.add(variant, held.kv.to(self._place))
+
+    def remove(self, variant_id: str, created: float) -> None:
+        """See `Tier.remove`."""
+        self.host.remove(variant_id, created)
+        self.device.remove(variant_id, created)
+
+    def raise_frequency(self, variant_id: str, gain: float) -> None:
+        """See `MemoryTier.raise_frequency`."""
+        self.host.raise_frequency(variant_id, gain)
+        self.device.raise_frequency(variant_id, gain)
