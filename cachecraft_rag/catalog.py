@@ -106,7 +106,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the whole catalog; `reserved_bytes` are files being written right now, by any process."""
+    """Sums over the whole catalog; `reserved_bytes` are files being written or deleted right now, by any process."""
 
     variants: int
     chunks: int
@@ -271,10 +271,11 @@ class Catalog:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits) -> list[FileRef] | None:
-        """Announce a file before it is created and make room for it; returns the files whose rows went for that.
+        """Announce a file before it is created, if there is room for it; returns [] then.
 
-        The caller deletes those files, tells `settle`, writes the new file, and calls `commit`. None, with nothing
-        changed, when even an empty catalog would leave no room because other writers have reserved it.
+        Else it returns files whose rows went to make room. The caller deletes those, tells `settle` and asks again:
+        what is not deleted yet still counts, or a second writer would fill the room before it is free. None, with
+        nothing changed, when even an empty catalog would leave no room because of other writers.
         """
         with self._db.writing() as connection:
             excess = _excess_bytes(connection, file_bytes, limits)
@@ -282,10 +283,11 @@ class Catalog:
             if sum(victim.file_bytes for victim in victims) < excess:
                 return None
             _remove(connection, victims, writer)
-            connection.execute(
-                "INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)",
-                (variant.variant_id, variant.created, writer, file_bytes),
-            )
+            if not victims:
+                connection.execute(
+                    "INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)",
+                    (variant.variant_id, variant.created, writer, file_bytes),
+                )
         return victims
 
     def commit(
@@ -401,10 +403,11 @@ def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: 
 
 
 def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -> list[FileRef]:
-    """Delete rows; their files are at risk until the caller has unlinked them. Nothing stays reserved for them."""
+    """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
     rows = [(file.variant_id, file.created) for file in files]
     connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
-    connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,0)", [(*row, writer) for row in rows])
+    announced = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
+    connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
     return files
 
 

@@ -66,6 +66,15 @@ class EngineOptions(TypedDict, total=False):
     remote: RemoteConfig | str | None
 
 
+class AnswerOptions(TypedDict, total=False):
+    """What a question may bring with it, see `Engine.stream`."""
+
+    history: Sequence[Turn]
+    session: str | None
+    sampling: SamplingParams | None
+    config: ReuseConfig | None
+
+
 class Generation(Iterator[str]):
     """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
 

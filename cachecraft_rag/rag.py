@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, Unpack
 
 from cachecraft_rag.closing import Closing
-from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.priming import Primer
-from cachecraft_rag.prompt import Turn
 from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
@@ -150,26 +148,16 @@ class CacheCraft(Closing):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
-        history: Sequence[Turn] = (),
-        session: str | None = None,
-        sampling: SamplingParams | None = None,
-        config: ReuseConfig | None = None,
+        **answering: Unpack[AnswerOptions],
     ) -> AnswerStream:
         """Retrieve, then answer piece by piece.
 
         Args:
             top_k, where: how many chunks to retrieve, and which may be (see `FaissStore.search`).
-            history, session, sampling, config: see `Engine.stream`.
+            answering: history, session, sampling, config: see `Engine.stream`.
         """
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
-        generation = self.engine.stream(
-            question,
-            [Chunk(hit.text, hit.metadata) for hit in hits],
-            history=history,
-            session=session,
-            sampling=sampling,
-            config=config,
-        )
+        generation = self.engine.stream(question, [Chunk(hit.text, hit.metadata) for hit in hits], **answering)
         return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))
 
     def ask(
@@ -178,21 +166,10 @@ class CacheCraft(Closing):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
-        history: Sequence[Turn] = (),
-        session: str | None = None,
-        sampling: SamplingParams | None = None,
-        config: ReuseConfig | None = None,
+        **answering: Unpack[AnswerOptions],
     ) -> Answer:
         """Retrieve and answer; arguments as in `stream`."""
-        return self.stream(
-            question,
-            top_k=top_k,
-            where=where,
-            history=history,
-            session=session,
-            sampling=sampling,
-            config=config,
-        ).answer()
+        return self.stream(question, top_k=top_k, where=where, **answering).answer()
 
     def close(self) -> None:
         """Finish and write the births under way; close what `from_pretrained` opened."""

@@ -12,10 +12,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import SamplingParams
-from cachecraft_rag.engine import Engine, EngineOptions
+from cachecraft_rag.engine import Engine, EngineOptions, PathLike
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
-from cachecraft_rag.rag import PathLike
 
 # Of `index.as_query_engine`, what would have another LLM or another prompt than the engine's answer.
 _LLAMA_INDEX_ONLY = frozenset(

@@ -1,9 +1,9 @@
 """Rows and files kept in step: what of a store survives the process.
 
-The order of a write: announce the file in the catalog (which also makes room for it), bytes to a temporary name, sync,
-rename, row, commit. The order of an eviction: row away, commit, unlink, tell the catalog. So at any moment a kill
-leaves either a whole chunk-cache with its row, or bytes that the catalog knows to be nobody's and the next opening
-removes; and the files never exceed the byte budget by more than those of a killed writer, until then.
+The order of a write: make room, announce the file in the catalog, bytes to a temporary name, sync, rename, row, commit.
+The order of an eviction: row away, commit, unlink, tell the catalog. So at any moment a kill leaves either a whole
+chunk-cache with its row, or bytes that the catalog knows to be nobody's and the next opening removes. Those count until
+then, and so do files that are about to be deleted: the byte budget holds at every moment, whoever writes or dies.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ FindingKind = Literal[
     "missing file", "damaged file", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
+_ATTEMPTS = 5  # to find room that another writer has not taken first
 CATALOG_FILE = "catalog.sqlite"
 logger = logging.getLogger("cachecraft_rag.store")
 
@@ -118,11 +119,14 @@ class DurableVariants:
         writer, limits, nbytes = self._presence.token, self.limits, encoded.nbytes
         if nbytes > limits.disk_bytes:
             return f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
-        gone = self.catalog.reserve(variant, file_bytes=nbytes, writer=writer, limits=limits)
-        if gone is None:
-            return "no room: other writers have reserved the whole byte budget"
-        try:
+        for _ in range(_ATTEMPTS):
+            gone = self.catalog.reserve(variant, file_bytes=nbytes, writer=writer, limits=limits)
+            if not gone:
+                break
             self.delete(gone)
+        if gone is None or gone:
+            return "no room: other writers have taken the whole byte budget"
+        try:
             self.disk.write(variant, encoded, writer=writer)
             gone = self.catalog.commit(variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits)
         except (OSError, StoreError):
