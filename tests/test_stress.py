@@ -29,7 +29,6 @@ from cachecraft_rag.types import Birth, Chunk, KVLayout, LoadedVariant, VariantK
 SECONDS = float(os.environ.get("CACHECRAFT_STRESS_S", "20"))
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 40, 4
-LARGEST = LAYOUT.nbytes(200) + 8192
 BUDGETS = {"disk_bytes": 2_000_000, "host_bytes": 600_000, "max_variants": 60, "variants_per_chunk": 3}
 WORDS = ["kettle", "descale", "weeks", "filter", "drum", "belt", "spring", "motor", "valve", "lamp", "hinge"]
 
