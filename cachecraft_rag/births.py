@@ -37,19 +37,19 @@ class RecordedBirth:
     segment      its index in the prompt
     start, stop  its positions
     kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw
-    queries      per layer `[tokens, heads, head_dim]`, rotated
+    queries      layer → `[tokens, heads, head_dim]`, rotated
     """
 
     segment: int
     start: int
     stop: int
     kv: Tensor
-    queries: list[Tensor]
+    queries: dict[int, Tensor]
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return self.kv.nbytes + sum(queries.nbytes for queries in self.queries)
+        return self.kv.nbytes + sum(queries.nbytes for queries in self.queries.values())
 
 
 class BirthRecorder:
@@ -63,8 +63,9 @@ class BirthRecorder:
 
     @property
     def births(self) -> tuple[RecordedBirth, ...]:
-        """Those whose pass has come, ascending."""
-        return tuple(birth for _, birth in sorted(self._found.items()))
+        """Those that were computed through all layers, ascending; of others nothing is worth keeping."""
+        whole = [birth for birth in self._found.values() if len(birth.queries) == self._layout.layers]
+        return tuple(sorted(whole, key=lambda birth: birth.segment))
 
     def forget(self, segment: int) -> None:
         """This one need not be kept."""
@@ -83,7 +84,7 @@ class BirthRecorder:
                 continue
             if segment not in self._found:
                 kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
-                self._found[segment] = RecordedBirth(segment, start, stop, kv, [])
+                self._found[segment] = RecordedBirth(segment, start, stop, kv, {})
             found.append((self._found[segment], slice(first, last)))
         return found
 
@@ -106,7 +107,7 @@ class BirthRecorder:
         for birth, rows in places:
             birth.kv[layer, 0] = k[rows]
             birth.kv[layer, 1] = v[rows]
-            birth.queries.append(q[rows])
+            birth.queries[layer] = q[rows]
 
 
 @dataclass(frozen=True)

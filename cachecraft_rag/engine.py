@@ -113,7 +113,9 @@ class _Request:
     plan: Plan = field(default_factory=lambda: Plan(()))
     loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
     stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
-    output: PrefillOutput | None = None
+    tiers: dict[str, TierName] = field(default_factory=dict)  # variant id → where it came from
+    row_layers: int = 0
+    focus_layer: int | None = None
     generated: int = 0
     finish: Finish | None = None
 
@@ -220,6 +222,8 @@ class Engine(Closing):
         """
         started = time.perf_counter()
         sampling = sampling or SamplingParams()
+        if not all(isinstance(chunk, Chunk) for chunk in chunks):
+            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
         request = _Request(prompt, config or self.config, sampling, session, started)
         return Generation(self._pieces(request), lambda: _stats(request, self.decoder.layout.layers))
@@ -232,10 +236,12 @@ class Engine(Closing):
     def _pieces(self, request: _Request) -> Generator[str]:
         try:
             self._resolve(request)
-            request.output = output = self._compute(request)
-        finally:
+            output = self._compute(request)
+        finally:  # whoever keeps the answer does not keep its tensors
             for stored in request.stored.values():
                 stored.close()
+            request.stored.clear()
+            request.loaded.clear()
         try:
             yield from self._decode(request, output)
         finally:
@@ -300,7 +306,11 @@ class Engine(Closing):
             output = ends.run(_monitor(request))
         finally:
             self.loader.end(tail)
-        request.waited_s = ends.waited_s
+        request.waited_s, request.row_layers = ends.waited_s, output.row_layers
+        request.focus_layer = output.monitor.layer if output.monitor is not None else None
+        request.tiers = {
+            name: held.tier for held_by in (request.loaded, request.stored) for name, held in held_by.items()
+        }
         segments = list(request.plan.segments)
         for index, one in stored.items():
             lost = tail.lost(one)
@@ -362,7 +372,7 @@ def _monitor(request: _Request) -> FocusMonitor | None:
 
 
 def _stats(request: _Request, layers: int) -> RequestStats:
-    output, plan = request.output, request.plan
+    plan = request.plan
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     recomputed = sum(len(planned.recompute) for planned in plan.segments)
     taken = sum(planned.taken for planned in plan.segments)
@@ -379,8 +389,8 @@ def _stats(request: _Request, layers: int) -> RequestStats:
         tokens_recomputed=recomputed,
         tokens_computed=total - kept,
         tokens_generated=request.generated,
-        recompute_share=output.row_layers / (total * layers) if output is not None else 0.0,
-        focus_layer=output.monitor.layer if output is not None and output.monitor is not None else None,
+        recompute_share=request.row_layers / (total * layers),
+        focus_layer=request.focus_layer,
         finish=request.finish,
         chunks=tuple(_chunk_stats(request)),
     )
@@ -401,12 +411,7 @@ def _chunk_stats(request: _Request) -> Iterator[ChunkStats]:
             cfo=planned.cfo,
             beta_prime=planned.adjusted,
             variant_id=variant.variant_id if variant is not None else None,
-            tier=_tier(request, variant) if variant is not None else None,
+            tier=request.tiers.get(variant.variant_id) if variant is not None else None,
         )
     for chunk_id in request.prompt.trimmed:
         yield ChunkStats(chunk_id, "trimmed", "the prompt was full: chunks are left out from the last-ranked on")
-
-
-def _tier(request: _Request, variant: Variant) -> TierName:
-    held = request.loaded.get(variant.variant_id)
-    return held.tier if held is not None else request.stored[variant.variant_id].tier

@@ -20,15 +20,16 @@ def empty(
     and faulting a fresh 50 MB in by pages of 4 KiB takes six times as long as filling them.
 
     Args:
-        pinned: page-locked main memory where there is a GPU: copies to it are faster then, and run beside computing.
+        pinned: page-locked main memory, from which copies to a GPU are faster and run beside computing.
 
     Raises:
-        MemoryError: there is not enough (torch raises RuntimeError on a device).
+        MemoryError: there is not enough.
     """
-    if pinned and torch.cuda.is_available():
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    if torch.device(device).type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
+    if pinned or torch.device(device).type != "cpu":
+        try:
+            return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
     nbytes = math.prod(shape) * dtype.itemsize
     block = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -block.ctypes.data % _ALIGNMENT

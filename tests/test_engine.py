@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine, Generation
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.models import Decoder
+from cachecraft_rag.prefill import PrefillOutput
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.tiers.layout import StoredVariant
 from cachecraft_rag.types import Chunk
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")
@@ -101,6 +105,25 @@ def assert_adds_up(stats: RequestStats) -> None:
     assert stats.ttft_s == pytest.approx(stats.plan_s + stats.load_s + stats.prefill_s)
     assert 0 < stats.ttft_s <= stats.total_s
     assert 0 < stats.recompute_share <= 1
+
+
+def test_an_answer_that_is_kept_keeps_no_tensors(engine: Engine, decoder: Decoder) -> None:
+    ask(engine)
+    engine.store.flush()
+    with (
+        ChunkCacheStore.open(engine.store.root, host_bytes=0) as cold,
+        Engine(decoder, cold, config=replace(CONFIG, births=False)) as other,
+    ):
+        kept = [ask(other) for _ in range(3)]
+        assert {chunk.tier for answer in kept for chunk in answer.stats.chunks} == {"disk"}
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if type(thing) in (StoredVariant, PrefillOutput)]
+        assert all(answer.stats.recompute_share > 0 for answer in kept)
+
+
+def test_a_text_in_place_of_a_chunk_is_refused(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match=r"write Chunk\(text\)"):
+        engine.stream(QUESTION, ["a text"])  # type: ignore[list-item]
 
 
 # -- reuse ------------------------------------------------------------------------------------------------------------

@@ -310,6 +310,113 @@ def test_others_may_compute_while_a_request_waits_for_the_disk(decoder: Decoder,
     thread.join()
 
 
+class Clumsy(Tail):
+    """Loses a chunk at the worst moment: when the last pass has seen that a layer is there, but not placed it yet."""
+
+    lost_now = False
+
+    def place(self, layer: int, merged: MergedKV, *, below: int | None = None) -> None:
+        run = next((run for run in self.runs if layer < run.layers < self.layers and run.positions), None)
+        if below is None and run is not None and not self.lost_now:
+            self.lost_now = True
+            with self._changed:
+                self._lose(run.stored, Unavailable(run.stored.variant.variant_id, "it went away"))
+        super().place(layer, merged, below=below)
+
+
+@pytest.mark.gate
+def test_g4_with_a_chunk_that_is_lost_between_looking_and_placing(
+    decoder: Decoder, disk: Disk, reference: Tensor
+) -> None:
+    plain = disk.tail(readers=0)
+    tail = Clumsy(plain.layers, plain.runs, Meter(None), layer_first=True)
+    while tail.depth() < 3:
+        job = tail._next()
+        assert job is not None
+        job.runs[0].stored.read(job.layer, job.runs[0].first, job.runs[-1].last)
+        tail._note(job.runs, None)
+    threading.Timer(0.1, lambda: threading.Thread(target=tail.read, daemon=True).start()).start()
+    output, _ = race(decoder, tail, loading="layerwise")
+    assert tail.lost_now
+    assert_exact(output, reference)
+
+
+class Hanging:
+    """A file on a disk that stops answering: a real one up to some read, and nothing from then on."""
+
+    def __init__(self, tail: Tail, after: int) -> None:
+        self.again, self.left = threading.Event(), after
+        for stored in {id(run.stored): run.stored for run in tail.runs}.values():
+            stored.read = self.wrapped(stored.read)  # type: ignore[method-assign]
+
+    def wrapped(self, read: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+        def slow(layer: int, start: int, stop: int) -> None:
+            self.left -= 1
+            if self.left < 0:
+                self.again.wait(60)
+            read(layer, start, stop)
+
+        return slow
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("after", [0, 3, 12, 20])
+@pytest.mark.parametrize("known", [True, False])
+def test_g4_on_a_disk_that_stops_answering(
+    decoder: Decoder, disk: Disk, reference: Tensor, after: int, known: bool
+) -> None:
+    tail = disk.tail(readers=0, expected=2e9)
+    hanging = Hanging(tail, after)
+    for _ in range(2):
+        threading.Thread(target=tail.read, daemon=True).start()
+    speed = measured(decoder) if known else ComputeSpeed(decoder.keys_per_row)
+    if known:  # a machine on which nothing is sooner computed than loaded, as long as loading goes on
+        speed.measured(1000.0, 5.0)
+    started = time.perf_counter()
+    output, _ = race(decoder, tail, speed=speed)
+    hanging.again.set()
+    assert time.perf_counter() - started < 10
+    assert_exact(output, reference)
+
+
+@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
+def test_whatever_a_read_raises_nobody_waits_for_it(
+    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading
+) -> None:
+    tail = disk.tail(readers=0)
+
+    def no_memory(layer: int, start: int, stop: int) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    tail.runs[-1].stored.read = no_memory  # type: ignore[method-assign]
+    threading.Thread(target=tail.read, daemon=True).start()
+    output, _ = race(decoder, tail, loading=loading)
+    assert_exact(output, reference)
+
+
+@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
+def test_a_store_that_is_closed_meanwhile_costs_the_saving(
+    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading, tmp_path: Path
+) -> None:
+    store = ChunkCacheStore.open(tmp_path / "closed")
+    store.close()
+    opened = [(disk.open(segment), BOUNDS[segment]) for segment in range(4)]
+    output, _ = race(decoder, Loader(store, decoder.layout.layers).begin(opened), loading=loading)
+    assert_exact(output, reference)
+
+
+def test_a_birth_of_which_only_some_layers_were_computed_is_none(decoder: Decoder, disk: Disk) -> None:
+    class Late:
+        def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+            for birth in disk.births:
+                merged.place(layer, birth.kv[layer], birth.start)
+            return [position for position in range(20, 170) if position % 5] if layer == 2 else ()
+
+    passes = PartialPrefill(decoder, IDS, BOUNDS, births=[1])
+    output = passes.finish([*range(20, 170, 5), *QUESTION], Late())
+    assert output.recorder.births == ()
+
+
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 

@@ -174,15 +174,25 @@ def print_sources(stream: AnswerStream) -> None:
     """Where each chunk comes from, and what happened to its chunk-cache."""
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
     table = Table(box=None)
-    for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "tier"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("#", "score", "tokens", "recomputed", "tier"))
+    for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier"):
+        table.add_column(
+            name, overflow="fold", no_wrap=name in ("#", "score", "tokens", "recomputed", "computed", "tier")
+        )
     for place, source in enumerate(stream.sources, start=1):
         chunk = reports[source.chunk_id]
         outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
         score = "" if source.score is None else f"{source.score:.2f}"
         where, heading = (str(source.metadata.get(key) or "") for key in ("source", "heading"))
         table.add_row(
-            str(place), where, heading, score, str(chunk.tokens), outcome, str(chunk.recomputed), chunk.tier or ""
+            str(place),
+            where,
+            heading,
+            score,
+            str(chunk.tokens),
+            outcome,
+            str(chunk.recomputed),
+            str(chunk.computed),
+            chunk.tier or "",
         )
     out.print(table)
 

@@ -33,7 +33,7 @@ Embeddings = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
-Namespace = Annotated[str, typer.Option("--namespace", help="Tenant; chunk-caches never cross it.")]
+Namespace = Annotated[str, typer.Option("--namespace", help="Tenant of chunk-caches (the index is per --store).")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="torch's choice")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampled answers.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]

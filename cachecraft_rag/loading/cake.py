@@ -11,6 +11,7 @@ anew from what was measured up to then. What fails to come is computed like what
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ _PROBE = 64  # tokens of the first piece on a machine that has measured nothing 
 _FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nobody knows how fast it comes
 _PATIENCE_S = 0.005  # a layer that is late by less is waited for
 _WORTH_S = 0.01  # what a late piece must save
+_STALL_S = 0.25  # what is late and does not move for so long will not come
 
 
 class TwoEnds:
@@ -142,20 +144,25 @@ class TwoEnds:
         waited, started = self.waited_s, time.perf_counter()
         output = self._passes.finish(rows, supply, owners=self._rows, monitor=self._monitor)
         spent = time.perf_counter() - started - (self.waited_s - waited)
-        if not supply.joined and self._monitor is None:
+        if not supply.joined and (self._monitor is None or self._monitor.focused is None):
             self._speed.measured(self._speed.rows(rows), spent)
         return output
 
     def late(self, layer: int) -> list[int]:
         """Wait until `layer` is there; returns what had better be computed instead, or has to be."""
         late: list[int] = []
+        left, moved = self._tail.bytes_left(), time.perf_counter()
         while True:
             late += self._tail.holes()
             if self._wait(lambda: self._tail.depth() > layer, _PATIENCE_S):
                 late += self._tail.holes()
                 break
-            if self._loading == "cake":
-                late += self._take_over(layer, late)
+            if self._loading != "cake":
+                continue
+            now, before, left = time.perf_counter(), left, self._tail.bytes_left()
+            moved = moved if left == before else now
+            late += self._tail.take(math.inf) if now - moved > _STALL_S else self._take_over(layer, late)
+            left = self._tail.bytes_left()
         rows = sorted(position for position in set(late) if not self._is_running(position))
         self._rows.update(dict.fromkeys(late, -1))
         return rows

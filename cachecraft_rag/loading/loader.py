@@ -29,8 +29,9 @@ class Loader:
         runs = [Run(one, start, first, last) for one, start in stored for first, last in one.runs]
         known = [self._bytes_per_s[one.tier] for one, _ in stored if one.tier in self._bytes_per_s]
         tail = Tail(self._layers, runs, Meter(min(known, default=None)))
-        for _ in range(min(_READERS, len(runs))):
-            self._store.read_in_background(tail.read)
+        started = [self._store.read_in_background(tail.read) for _ in range(min(_READERS, len(runs)))]
+        if runs and not any(started):
+            tail.give_up("the store was closed meanwhile")
         return tail
 
     def end(self, tail: Tail) -> None:

@@ -65,7 +65,7 @@ class Meter:
         self._seconds = _PRIOR_S if expected is not None else 0.0
         self._bytes = (expected or 0.0) * self._seconds
         self._at = time.perf_counter()
-        self._flying = 0.0
+        self._credit = 0.0  # for what is in flight
         self._stopped = False
         self.warm = expected is not None  # whether the rate says something from the first moment on
 
@@ -78,24 +78,25 @@ class Meter:
     def begin(self, nbytes: float) -> None:
         """So many bytes were asked for."""
         with self._lock:
-            self._flying += nbytes
+            self._advance()
+            self._credit += nbytes / 2
 
     def end(self, nbytes: float, *, came: bool) -> None:
         """They came, or will not."""
         with self._lock:
             self._advance()
-            self._flying -= nbytes
+            self._credit = max(0.0, self._credit - nbytes / 2)
             self._bytes += nbytes * came
 
     @property
     def bytes_per_s(self) -> float:
         """The rate; 0 when nothing is known or nothing was asked for.
 
-        What is in flight counts half, so that a large piece is not mistaken for a pause.
+        What is in flight counts half, so that a large piece is not mistaken for a pause; but not for ever.
         """
         with self._lock:
             self._advance()
-            return (self._bytes + self._flying / 2) / self._seconds if self._seconds else 0.0
+            return (self._bytes + self._credit) / self._seconds if self._seconds else 0.0
 
     def _advance(self) -> None:
         if self._stopped:
@@ -103,5 +104,6 @@ class Meter:
         now = time.perf_counter()
         kept = math.exp((self._at - now) / _MEMORY_S)
         self._bytes *= kept
+        self._credit *= kept
         self._seconds = self._seconds * kept + _MEMORY_S * (1.0 - kept)
         self._at = now

@@ -7,13 +7,14 @@ it is being read is dropped when its layer is through.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cachecraft_rag.loading.speeds import Meter
 from cachecraft_rag.prefill import MergedKV
-from cachecraft_rag.tiers.layout import StoredVariant, unreadable
+from cachecraft_rag.tiers.layout import READ_ERRORS, StoredVariant, unreadable
 from cachecraft_rag.types import Unavailable
 
 
@@ -73,21 +74,34 @@ class Tail:
         """Read until nothing is left to be read; several threads may run this at once."""
         while (job := self._next()) is not None:
             runs, layer = job.runs, job.layer
-            stored, lost = runs[0].stored, None
+            stored = runs[0].stored
+            lost: Unavailable | None = Unavailable(stored.variant.variant_id, "reading it failed")
             nbytes = stored.token_bytes * (runs[-1].last - runs[0].first) / self.layers
             self.meter.begin(nbytes)
             try:
                 stored.read(layer, runs[0].first, runs[-1].last)
-            except (OSError, ValueError) as error:
+                lost = None
+            except READ_ERRORS as error:
                 lost = unreadable(stored.variant.variant_id, error)
-            self.meter.end(nbytes, came=lost is None)
-            with self._changed:
-                for run in runs:
-                    run.busy = False
-                    run.layers += lost is None
-                if lost is not None and not self._closed and any(run.positions for run in runs):
-                    self._lose(stored, lost)
-                self._changed.notify_all()
+            finally:  # whatever happens, nobody may wait for this run any longer
+                self.meter.end(nbytes, came=lost is None)
+                self._note(runs, lost)
+
+    def _note(self, runs: Sequence[Run], lost: Unavailable | None) -> None:
+        with self._changed:
+            for run in runs:
+                run.busy = False
+                run.layers += lost is None
+            if lost is not None and not self._closed and any(run.positions for run in runs):
+                self._lose(runs[0].stored, lost)
+            self._changed.notify_all()
+
+    def give_up(self, reason: str) -> None:
+        """Nobody will read."""
+        with self._changed:
+            for run in self.runs:
+                self._lose(run.stored, Unavailable(run.stored.variant.variant_id, reason))
+            self._changed.notify_all()
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -122,7 +136,7 @@ class Tail:
         positions: list[int] = []
         with self._changed:
             for run in self._incomplete():
-                left = round(tokens) - len(positions)
+                left = len(run.positions) if tokens == math.inf else round(tokens) - len(positions)
                 if left <= 0:
                     break
                 positions += run.positions[:left]
@@ -183,7 +197,7 @@ class Tail:
         """(chunk, its place in the prompt, first token, token behind the last) of what adjoins and is to be placed."""
         stretch: tuple[StoredVariant, int, int, int] | None = None
         for run in self.runs:
-            if run.placed or run.lost or run.layers <= layer or not run.positions:
+            if run.placed or run.layers <= layer or not run.positions:
                 continue
             if below is not None:
                 if run.layers < self.layers or run.positions.stop > below:

@@ -25,7 +25,7 @@ from cachecraft_rag.store.intake import flaw_of, variant_of
 from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, configured
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.layout import Encoded, StoredVariant, encode, open_source, unreadable
+from cachecraft_rag.tiers.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
 from cachecraft_rag.tiers.memory import Memory
 from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
@@ -157,7 +157,7 @@ class ChunkCacheStore(Closing):
             stored = stream if isinstance(stream, Unavailable) else open_source(stream, variant)
         if isinstance(stored, StoredVariant):
             try:
-                stored.allocate()
+                stored.allocate(pinned=self._memory.pinned)
                 return stored
             except MemoryError as error:
                 stored.close()
@@ -191,7 +191,7 @@ class ChunkCacheStore(Closing):
             return stored
         try:
             kv = stored.read_all()
-        except (OSError, ValueError) as error:
+        except READ_ERRORS as error:
             stored.close()
             why = unreadable(variant.variant_id, error)
             self.lost(variant, why)
@@ -199,12 +199,13 @@ class ChunkCacheStore(Closing):
         self.keep(stored)
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
-    def read_in_background(self, job: Callable[[], None]) -> None:
-        """Run a job on one of the threads that read; it is dropped after `close`."""
+    def read_in_background(self, job: Callable[[], None]) -> bool:
+        """Run a job on one of the threads that read; False, and it is dropped, after `close`."""
         try:
             self._readers.submit(job).add_done_callback(_log_mistake)
         except RuntimeError:  # how an executor says that it is shutting down
-            logger.info("A request outlived its store; what it would have loaded is computed")
+            return False
+        return True
 
     def put(self, birth: Birth) -> Future[Variant | Unavailable]:
         """Store a chunk-cache in the background; the caller never waits and must not write to `birth.kv` any more.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.layout import Encoded, StoredVariant, open_source, unreadable
+from cachecraft_rag.tiers.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
 from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
 
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
@@ -132,7 +132,7 @@ class DiskTier:
         try:
             stored.allocate()
             return LoadedVariant(variant.variant_id, stored.read_all(), "disk")
-        except (OSError, ValueError, MemoryError) as error:
+        except READ_ERRORS as error:
             return unreadable(variant.variant_id, error)
         finally:
             stored.close()

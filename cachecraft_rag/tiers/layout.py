@@ -40,6 +40,8 @@ from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, TierName, Unavailable, Variant, VariantKey
 
+# What `StoredVariant.read` raises: torch reports as RuntimeError that it found no memory.
+READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 RUN_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
 _ALIGNMENT = 4096
 _LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
@@ -231,9 +233,10 @@ class StoredVariant:
         self.runs = [(0, header.tokens)] if source.sequential else self._pieces
         self.token_bytes = (expected - self._begin) / header.tokens
 
-    def allocate(self) -> None:
-        """Make room for the tensor. Raises MemoryError."""
-        self.kv = empty(self._header.layout.shape(self._header.tokens), _DTYPES[self._header.layout.dtype], pinned=True)
+    def allocate(self, *, pinned: bool = False) -> None:
+        """Make room for the tensor, page-locked where that is asked for. Raises MemoryError."""
+        shape, dtype = self._header.layout.shape(self._header.tokens), _DTYPES[self._header.layout.dtype]
+        self.kv = empty(shape, dtype, pinned=pinned)
 
     def read(self, layer: int, start: int, stop: int) -> None:
         """Fill `kv[layer, :, start:stop]` and verify it; both ends lie on borders of `runs`.
@@ -296,7 +299,8 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
         return Damaged(variant_id, str(error))
     if isinstance(error, MemoryError):
         return Unavailable(variant_id, "not enough memory")
-    return Unavailable(variant_id, f"it cannot be read: {getattr(error, 'strerror', None) or error}")
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Unavailable(variant_id, f"it cannot be read: {why}")
 
 
 def _read_header(source: Source) -> tuple[Header, int]:

@@ -139,11 +139,13 @@ class Memory:
 
     Attributes:
         host, device: the tiers; the device's has a budget of 0 where there is none.
+        pinned: whether what is read for this device should lie in page-locked memory.
     """
 
     def __init__(self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0) -> None:
         """`device` as torch calls it, where the model runs on one."""
         self._place = device
+        self.pinned = device is not None and device.startswith("cuda")
         self.host = MemoryTier(host_bytes)
         budget = device_bytes if device is not None else 0
         self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))

@@ -186,6 +186,8 @@ class ObjectBackend:
             async for batch in obstore.list(self._store, f"{ROOT}/{place}", chunk_size=1000):
                 for meta in batch:
                     path = meta["path"]
+                    if "." not in path.rpartition("/")[2]:
+                        continue  # somebody else's
                     name, *level, kind = path.removeprefix(f"{ROOT}/").split(".")
                     entry = found.setdefault(name, _Entry(name))
                     entry.paths.append(path)

@@ -105,7 +105,9 @@ class Outbox:
                         await self._backend.raise_worth(gains)
                     if parcel is not None:
                         outcome = await self._backend.put(parcel)
-            except OSError as error:  # a TimeoutError too: a birth that others have to compute for themselves
+            # Time-outs too: a birth that others have to compute for themselves. The other kinds are what a library says
+            # of an answer that it did not expect, which must not end all sending.
+            except (OSError, ValueError, LookupError, TypeError) as error:
                 outcome = "too slow" if isinstance(error, TimeoutError) else "failed"
                 logger.info("A chunk-cache or a use does not reach the remote: %s", error)
         if parcel is not None:
