@@ -38,7 +38,7 @@ try:
     from langchain_core.outputs import ChatGenerationChunk, ChatResult
     from langchain_core.prompts import BasePromptTemplate, format_document
     from langchain_core.runnables import RunnableConfig, RunnableSerializable
-    from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
+    from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
@@ -98,7 +98,9 @@ class ChatCacheCraft(Closing, BaseChatModel):
 
         Retrieval stays with whatever the application has. `settings` are those of `EngineOptions` and the fields of
         this class. Close the model when done (or use a `with` block): chunk-caches still being born are then written.
+        Raises `ConfigError` for a setting that does not exist, before anything is loaded.
         """
+        _check_names(settings, cls)
         names = EngineOptions.__annotations__.keys() - cls.model_fields.keys()
         options: Any = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
@@ -147,7 +149,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
     def _open(self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Generation:
         """The engine's answer to a conversation, not begun yet. `given` are the call's own settings."""
         given = dict(given)
-        documents = given.pop("documents", None) or ()
+        documents = _documents(given.pop("documents", None) or (), "documents")
         session = given.pop("session", self.session)
         if unknown := given.keys() - _SAMPLING:
             known = ", ".join(sorted({"documents", "session", "stop"} | _SAMPLING))
@@ -253,8 +255,14 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
 
     @classmethod
     def from_pretrained(cls, model: str = "demo", **settings: Any) -> Self:
-        """A generator of `ChatCacheCraft.from_pretrained(model, **settings)`."""
-        return cls(llm=ChatCacheCraft.from_pretrained(model, **settings))
+        """A generator of `ChatCacheCraft.from_pretrained`; `settings` are those of that and this class's fields."""
+        _check_names(settings, cls, ChatCacheCraft)
+        names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
+        own = {name: settings.pop(name) for name in names & settings.keys()}
+        with ExitStack() as opened:
+            made = cls(llm=opened.enter_context(ChatCacheCraft.from_pretrained(model, **settings)), **own)
+            opened.pop_all()
+        return made
 
     def close(self) -> None:
         """Close the chat model."""
@@ -334,30 +342,55 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
 
     def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
         """The conversation and the documents of an input."""
+        if not isinstance(input, Mapping):
+            raise ConfigError(
+                f"the input must be a dict with {self.input_key!r} and {self.context_key!r}, not {input!r}"
+            )
         missing = [key for key in (self.input_key, self.context_key) if key not in input]
         if missing:
             raise ConfigError(
                 f"the input has no {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, input))}; "
                 "rename it, or set input_key and context_key"
             )
-        documents = list(input[self.context_key])
-        if not all(isinstance(document, Document) for document in documents):
+        question, history = input[self.input_key], input.get(self.history_key) or []
+        if not isinstance(question, str | list):  # a list: text in parts, as in a message
+            raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
+        # LangChain itself would make a message of every letter, of every key, of every field.
+        if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
             raise ConfigError(
-                f"{self.context_key!r} must be a list of documents: leave out the step that joins them into one text, "
-                "or nothing can be reused"
+                f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
             )
+        documents = _documents(input[self.context_key], self.context_key)
         if self.document_prompt is not None:
             documents = [Document(format_document(document, self.document_prompt)) for document in documents]
-        history = convert_to_messages(input.get(self.history_key) or [])
-        return [*history, *convert_to_messages([("human", input[self.input_key])])], documents
+        return [*convert_to_messages(history), *convert_to_messages([("human", question)])], documents
 
 
-def _joined(parts: Sequence[Any]) -> dict[str, Any]:
+def _check_names(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
+    """Refuse settings of `from_pretrained` that are neither the engine's nor a field of one of the classes."""
+    fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
+    known = {"store"} | EngineOptions.__annotations__.keys() | fields
+    if unknown := settings.keys() - known - _OF_SERVERS:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}")
+
+
+def _documents(given: Any, name: str) -> list[Document]:
+    """What was given under that name, if these are documents."""
+    documents = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    if not all(isinstance(document, Document) for document in documents):
+        raise ConfigError(
+            f"{name!r} must be a list of LangChain's documents (Document(text) makes one): leave out the step that "
+            "joins them into one text, or nothing can be reused"
+        )
+    return documents
+
+
+def _joined(parts: Sequence[Any]) -> Any:
     """An input from its parts, which LangChain lets be added."""
     whole = parts[0]
     for part in parts[1:]:
         whole = whole + part
-    return dict(whole)
+    return whole
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:

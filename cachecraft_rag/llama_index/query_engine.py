@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, Self, Unpack
 
 from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.schema import QueryBundle
 
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import SamplingParams
@@ -52,19 +54,21 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         cls,
         index: BaseIndex[Any],
         *,
-        model: str = "demo",
-        store: PathLike = "chunk-caches",
+        model: str | None = None,
+        store: PathLike | None = None,
         **options: Any,
     ) -> Self:
         """In place of `index.as_query_engine()`, over any LlamaIndex index.
 
         Args:
-            model, store: as in `CacheCraft.from_pretrained`.
+            model, store: as in `CacheCraft.from_pretrained`; not together with `engine`.
             options: those of `from_defaults`; all others go to `index.as_retriever` (`similarity_top_k`, `filters` …).
 
         Raises:
-            ConfigError: an option of `as_query_engine` that is about LlamaIndex's own LLM and prompts.
+            ConfigError: an option of `as_query_engine` that is about LlamaIndex's own LLM and prompts, or a retriever.
         """
+        if isinstance(index, BaseRetriever):
+            raise ConfigError("this is a retriever and not an index: write from_defaults(retriever, …)")
         if refused := sorted(_LLAMA_INDEX_ONLY.intersection(options)):
             raise ConfigError(
                 f"{', '.join(refused)}: the model is named by `model`, the prompt by `system`, and every answer is one "
@@ -80,8 +84,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         retriever: BaseRetriever,
         *,
         engine: Engine | None = None,
-        model: str = "demo",
-        store: PathLike = "chunk-caches",
+        model: str | None = None,
+        store: PathLike | None = None,
         streaming: bool = False,
         sampling: SamplingParams | None = None,
         session: str | None = None,
@@ -97,15 +101,22 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
             model, store, opening: as in `CacheCraft.from_pretrained`.
             streaming, sampling, session, empty_response: see `CacheCraftSynthesizer`.
             node_postprocessors, callback_manager: LlamaIndex's own.
+
+        Raises:
+            ConfigError: an index instead of a retriever, or settings of an engine beside an open one.
         """
+        if isinstance(retriever, BaseIndex):
+            raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
+        named = {"model": model, "store": store}
+        to_open: dict[str, Any] = {name: value for name, value in named.items() if value is not None} | {**opening}
         settings: dict[str, Any] = {"streaming": streaming, "sampling": sampling, "session": session}
         settings |= {"empty_response": empty_response, "callback_manager": callback_manager}
         if engine is not None:
-            if opening:
-                raise ConfigError(f"{', '.join(opening)}: the engine is open already; leave these options out")
+            if to_open:
+                raise ConfigError(f"{', '.join(to_open)}: the engine is open already; leave these options out")
             synthesizer = CacheCraftSynthesizer(engine, **settings)
         else:
-            synthesizer = CacheCraftSynthesizer.from_pretrained(model, store=store, **settings, **opening)
+            synthesizer = CacheCraftSynthesizer.from_pretrained(**to_open, **settings)
         return cls(retriever, synthesizer, node_postprocessors, callback_manager)
 
     @classmethod
@@ -117,6 +128,19 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
     def engine(self) -> Engine:
         """The engine that answers."""
         return self.synthesizer.engine
+
+    def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
+        self._check(query_bundle)
+        return super()._query(query_bundle)
+
+    async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
+        self._check(query_bundle)
+        return await super()._aquery(query_bundle)
+
+    def _check(self, query_bundle: QueryBundle) -> None:
+        """Let the engine refuse an empty question before retrievers do, which stumble over it in ways of their own."""
+        if not query_bundle.query_str.strip():
+            self.engine.prompts.build(query_bundle.query_str, [])
 
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
         """The same with another retriever; both share the engine."""
