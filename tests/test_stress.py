@@ -29,7 +29,6 @@ from cachecraft_rag.types import Birth, Chunk, KVLayout, LoadedVariant, VariantK
 SECONDS = float(os.environ.get("CACHECRAFT_STRESS_S", "20"))
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 40, 4
-LARGEST = LAYOUT.nbytes(200) + 8192
 BUDGETS = {"disk_bytes": 2_000_000, "host_bytes": 600_000, "max_variants": 60, "variants_per_chunk": 3}
 WORDS = ["kettle", "descale", "weeks", "filter", "drum", "belt", "spring", "motor", "valve", "lamp", "hinge"]
 
@@ -183,13 +182,14 @@ def test_nothing_is_wrong_nothing_leaks_and_no_budget_is_exceeded(
         seen.append((memory_bytes(), open_files(), threading.active_count()))
         assert stats.host_bytes <= BUDGETS["host_bytes"]
         assert stats.disk_bytes <= BUDGETS["disk_bytes"]
-        assert bytes_on_disk(tmp_path) <= BUDGETS["disk_bytes"] + LARGEST  # looking takes a while
+        with store._durable.catalog.standstill():  # looking takes a while, and nobody may make room meanwhile
+            assert bytes_on_disk(tmp_path) <= BUDGETS["disk_bytes"]
     load.join()
     assert not load.errors, load.errors
     assert kills >= 2
     assert min(load.counts.values()) > 0
     store.close()
-    assert bytes_on_disk(tmp_path) <= BUDGETS["disk_bytes"] + LARGEST  # looking takes a while
+    assert bytes_on_disk(tmp_path) <= BUDGETS["disk_bytes"]
     early, late = seen[len(seen) // 3], seen[-1]
     assert late[0] <= early[0] + 150e6, f"memory grows: {seen}"
     assert late[1] <= early[1] + 20, f"open files grow: {seen}"
