@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -24,6 +25,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.tiers.disk import DiskTier
 from cachecraft_rag.types import LoadedVariant, Variant
 
+_LOAD_SHARE = 0.4
 _RATIO = 0.15  # of the moved chunks' tokens is recomputed while their layers come
 
 
@@ -39,6 +41,7 @@ class LoadReport:
     whole_s, layerwise_s  time to the first token: load, then compute; each layer just ahead of its computing
     cake_s                the same with both ends, which is free to compute what it could load
     load_s                the waiting part of whole_s
+    read_mb_s_limit       at which these times were taken; None: as fast as the disk is
     """
 
     disk_fraction_of_raw: float
@@ -62,7 +65,11 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is loaded: chunks of so many tokens, as `codec`, at most at `mb_per_s` for the layer-wise part."""
+    """What is loaded: chunks of so many tokens, as `codec`.
+
+    mb_per_s  limit of the layer-wise part; None: such that loading takes 0.4 of computing, because a load of a
+              twentieth would drown in the noise of what it hides behind; infinite: none
+    """
 
     chunks: int = 8
     chunk_tokens: int = 400
@@ -80,11 +87,13 @@ def run(
         bench = _Bench(decoder, Path(folder), settings)
         progress("reads")
         ours, raw, block = bench.reads()
+        limit = bench.limit()
         times: dict[str, list[RequestStats]] = {name: [] for name in ("whole", "layerwise", "cake")}
         for pair in range(settings.pairs):
             progress(f"pair {pair + 1} of {settings.pairs}")
-            for loading, found in times.items():
-                found.append(bench.ask(loading))  # type: ignore[arg-type]  # the keys are the literals
+            turn = pair % len(times)  # each goes first as often as the others
+            for loading, found in [*times.items()][turn:] + [*times.items()][:turn]:
+                found.append(bench.ask(loading, limit))  # type: ignore[arg-type]  # the keys are the literals
     ttft = {name: statistics.median(stats.ttft_s for stats in found) for name, found in times.items()}
     load_s = statistics.median(stats.load_s for stats in times["whole"])
     layers = decoder.layout.layers
@@ -102,7 +111,7 @@ def run(
         load_s=load_s,
         pairs=settings.pairs,
         prompt_tokens=times["whole"][0].tokens_prompt,
-        read_mb_s_limit=settings.mb_per_s,
+        read_mb_s_limit=limit / 1e6 if limit < math.inf else None,
         codec=settings.codec,
         model=decoder.name,
         dtype=decoder.layout.dtype,
@@ -140,14 +149,20 @@ class _Bench:
             raw.append(sum(_dd_seconds(path, block) for path in self._paths))
         return self.nbytes / statistics.median(ours), self.nbytes / statistics.median(raw), block
 
-    def ask(self, loading: Loading) -> RequestStats:
+    def limit(self) -> float:
+        """Bytes per second that the layer-wise part may read."""
+        if self._settings.mb_per_s is not None:
+            return self._settings.mb_per_s * 1e6
+        stats = [self.ask("whole") for _ in range(3)]
+        return self.nbytes / (_LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats))
+
+    def ask(self, loading: Loading, bytes_per_s: float = math.inf) -> RequestStats:
         """One question, its chunk-caches cold."""
         drop_page_cache(self._folder)
         config = ReuseConfig(recompute_ratio=_RATIO, births=False, loading=loading)
         with self._open() as store, self._engine(store) as engine:
             engine.speed = getattr(self, "_speed", engine.speed)
-            if self._settings.mb_per_s is not None:
-                store.throttle.bytes_per_s = self._settings.mb_per_s * 1e6
+            store.throttle.bytes_per_s = bytes_per_s
             sampling = SamplingParams(max_new_tokens=2)
             generation = engine.stream(QUESTION, self._chunks, config=config, sampling=sampling)
             for _ in generation:
