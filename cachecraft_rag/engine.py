@@ -229,7 +229,7 @@ class Engine(Closing):
         return Generation(self._pieces(request), lambda: _stats(request, self.decoder.layout.layers))
 
     def close(self) -> None:
-        """Finish the births under way. The store stays open: whoever opened it closes it."""
+        """Finish the births under way. A store that `from_pretrained` did not open stays open."""
         with self._opened:
             self.births.close()
 

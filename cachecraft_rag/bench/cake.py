@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cachecraft_rag.bench.ttft import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.bench.common import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.config import Loading, ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine
 from cachecraft_rag.errors import ConfigError

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from cachecraft_rag.bench.ttft import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.bench.common import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.config import Loading, ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine
+from cachecraft_rag.loading.speeds import ComputeSpeed
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.priming import Primer
 from cachecraft_rag.stats import RequestStats
@@ -124,6 +125,7 @@ class _Bench:
 
     def __init__(self, decoder: Decoder, folder: Path, settings: LoadSettings) -> None:
         self._decoder, self._folder, self._settings = decoder, folder, settings
+        self._speed = ComputeSpeed(decoder.keys_per_row)  # one for all: engines come and go
         self._chunks = chunks_of(decoder, count=settings.chunks, tokens=settings.chunk_tokens)
         with self._open() as store:
             engine = self._engine(store)
@@ -135,7 +137,6 @@ class _Bench:
         self._tier = DiskTier(folder / "caches" / "variants")
         self._paths = [self._tier.path(variant.variant_id, variant.created) for variant in self._variants]
         self.nbytes = sum(path.stat().st_size for path in self._paths)
-        self._speed = self._engine(store).speed  # one for all: engines come and go
         self.ask("whole")
         self.ask("cake")
 
@@ -161,7 +162,7 @@ class _Bench:
         drop_page_cache(self._folder)
         config = ReuseConfig(recompute_ratio=_RATIO, births=False, loading=loading)
         with self._open() as store, self._engine(store) as engine:
-            engine.speed = getattr(self, "_speed", engine.speed)
+            engine.speed = self._speed
             store.throttle.bytes_per_s = bytes_per_s
             sampling = SamplingParams(max_new_tokens=2)
             generation = engine.stream(QUESTION, self._chunks, config=config, sampling=sampling)

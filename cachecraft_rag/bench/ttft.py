@@ -7,18 +7,17 @@ recomputed. The sides are run in turn and compared by medians, because a machine
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from cachecraft_rag.bench.common import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.embedded import handbook_folder
 from cachecraft_rag.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.models import Decoder
@@ -26,9 +25,6 @@ from cachecraft_rag.priming import Primer
 from cachecraft_rag.prompt import PromptBuilder
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
-
-QUESTION = "Which of these parts wear out, and how often should each be replaced?"
 
 
 @dataclass(frozen=True)
@@ -176,19 +172,6 @@ class _Bench:
         return stats.ttft_s
 
 
-def drop_page_cache(folder: Path) -> None:
-    """Ask the system to forget the contents of all files below a folder; a no-op where it cannot (macOS, Windows)."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in folder.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(handle)
-
-
 def _fastest(model: str, dtype: str, tokens: int, progress: Callable[[str], None]) -> Decoder:
     """The model in the wanted dtype, or in the one in which its own prefill of so many tokens is fastest."""
     if dtype != "auto":
@@ -206,13 +189,3 @@ def _fastest(model: str, dtype: str, tokens: int, progress: Callable[[str], None
             best = seconds, decoder
     assert best is not None
     return best[1]
-
-
-def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
-    """Chunks of so many tokens of the model's own, cut from the sample handbook read from end to end."""
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.md")))
-    ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) < count * tokens:
-        raise ConfigError(f"the sample text has {len(ids)} tokens; choose fewer or shorter chunks")
-    step = len(ids) // count
-    return [Chunk(decoder.tokenizer.decode(ids[i * step : i * step + tokens - 1])) for i in range(count)]

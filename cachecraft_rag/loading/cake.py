@@ -94,16 +94,16 @@ class TwoEnds:
             rate = tail.meter.bytes_per_s
             soon = rate > 0.0 and tail.bytes_left() / rate < 5 * _FIRST_LOOK_S
             return (0, True) if soon else (_PROBE, False)
-        share = self._share(rows=speed.rows(self._rows), passes=1.0)
+        share = self._share(speed.rows(self._rows))
         if share <= _PIECE:
             return share, True
         return min(_PIECE, share / 2), False
 
-    def _share(self, *, rows: float, passes: float, layers_left: float = 1.0) -> float:
+    def _share(self, rows: float, *, layers_left: float = 1.0) -> float:
         """Tokens for the front, so that both ends are done at the same moment.
 
         Args:
-            rows, passes: what is computed whatever comes.
+            rows: what is computed whatever comes.
             layers_left: the part of the layers whose loading it still spares.
         """
         waiting, rate = self._tail.incomplete(), self._tail.meter.bytes_per_s
@@ -115,7 +115,7 @@ class TwoEnds:
         token_s = self._speed.seconds(self._speed.rows(waiting[:_PIECE]), passes=0) / min(_PIECE, len(waiting))
         share = tokens_to_compute(
             load_s=load_s,
-            compute_s=self._speed.seconds(rows, passes=passes),
+            compute_s=self._speed.seconds(rows),
             load_token_s=load_s / len(waiting) * layers_left,
             compute_token_s=token_s,
         )
@@ -151,7 +151,7 @@ class TwoEnds:
     def late(self, layer: int) -> list[int]:
         """Wait until `layer` is there; returns what had better be computed instead, or has to be."""
         late: list[int] = []
-        left, moved = self._tail.bytes_left(), time.perf_counter()
+        reads, moved = self._tail.reads, time.perf_counter()
         while True:
             late += self._tail.holes()
             if self._wait(lambda: self._tail.depth() > layer, _PATIENCE_S):
@@ -159,10 +159,10 @@ class TwoEnds:
                 break
             if self._loading != "cake":
                 continue
-            now, before, left = time.perf_counter(), left, self._tail.bytes_left()
-            moved = moved if left == before else now
-            late += self._tail.take(math.inf) if now - moved > _STALL_S else self._take_over(layer, late)
-            left = self._tail.bytes_left()
+            if reads != self._tail.reads:
+                reads, moved = self._tail.reads, time.perf_counter()
+            stalled = time.perf_counter() - moved > _STALL_S
+            late += self._tail.take(math.inf) if stalled else self._take_over(layer, late)
         rows = sorted(position for position in set(late) if not self._is_running(position))
         self._rows.update(dict.fromkeys(late, -1))
         return rows
@@ -180,7 +180,7 @@ class TwoEnds:
             return []
         left = 1.0 - layer / layers
         rows = left * speed.rows(self._rows) + speed.rows(late)
-        share = self._share(rows=rows, passes=1.0, layers_left=left)  # with what is left of this pass, and catching up
+        share = self._share(rows, layers_left=left)  # with what is left of this pass, and catching up
         rate = self._tail.meter.bytes_per_s
         saved = share * self._tail.bytes_left() / max(len(self._tail.incomplete()), 1) / rate if rate > 0.0 else 1.0
         return self._tail.take(share) if saved > _WORTH_S else []

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 _MEMORY_S = 0.5  # what is longer ago counts for little: a rate that changes is noticed within a part of a second
 _PRIOR_S = 0.05  # an earlier request's rate counts like so much time of measuring
-_FEW_ROWS = 48
+_FEW_ROWS = 48  # a pass of fewer is mostly fixed cost
 _WEIGHT = 0.5  # of the newest pass in the average
 
 
@@ -24,7 +24,6 @@ class ComputeSpeed:
         self._keys_per_row = keys_per_row
         self._row_s: float | None = None
         self._pass_s = 0.0
-        self._steps = 0
 
     def rows(self, positions: Iterable[int]) -> float:
         """Rows at these positions, in rows that attend to nothing."""
@@ -49,8 +48,7 @@ class ComputeSpeed:
 
     def stepped(self, seconds: float) -> None:
         """Take note of a decoding step: one row, so nearly all of it is the fixed part. The quickest tells most."""
-        self._steps += 1
-        self._pass_s = seconds if self._steps == 1 else min(seconds, 0.98 * self._pass_s + 0.02 * seconds)
+        self._pass_s = min(seconds, 0.98 * self._pass_s + 0.02 * seconds) if self._pass_s else seconds
 
 
 class Meter:

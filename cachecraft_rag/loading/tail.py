@@ -7,7 +7,6 @@ it is being read is dropped when its layer is through.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,12 +58,14 @@ class Tail:
 
     meter        of what comes
     layer_first  False: whole runs from the back (Cake); True: layer by layer, for the last pass
+    reads        so many have ended: while this stands still, nothing comes
     """
 
     layers: int
     runs: Sequence[Run]
     meter: Meter
     layer_first: bool = False
+    reads: int = 0
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -89,6 +90,7 @@ class Tail:
 
     def _note(self, runs: Sequence[Run], lost: Unavailable | None) -> None:
         with self._changed:
+            self.reads += 1
             for run in runs:
                 run.busy = False
                 run.layers += lost is None
@@ -135,8 +137,9 @@ class Tail:
         """Take up to so many tokens from the front of what is incomplete, to be computed; returns their positions."""
         positions: list[int] = []
         with self._changed:
+            room = round(min(tokens, sum(len(run.positions) for run in self._incomplete())))
             for run in self._incomplete():
-                left = len(run.positions) if tokens == math.inf else round(tokens) - len(positions)
+                left = room - len(positions)
                 if left <= 0:
                     break
                 positions += run.positions[:left]
