@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.evaluation.dataset import Question
 from cachecraft_rag.evaluation.fidelity import Comparison, main
-from cachecraft_rag.evaluation.questions import Item, handbook_items, squad_items
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prompt import PromptBuilder
 from cachecraft_rag.types import Chunk
@@ -40,28 +39,7 @@ def squad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_passages_come_from_the_questions_own_article_and_others_from_elsewhere(squad: Path) -> None:
-    items = squad_items(squad, count=4, passages=2, seed=3)
-    assert items == squad_items(squad, count=4, passages=2, seed=3)
-    assert items != squad_items(squad, count=4, passages=2, seed=4)
-    for item in items:
-        name = "mill" if "mill" in item.question else "bridge"
-        assert all(name in chunk.text for chunk in item.passages)
-        assert not any(name in chunk.text for chunk in item.others)
-        town = item.question.split()[-2]
-        assert any(town in chunk.text for chunk in item.passages)
-
-
-def test_handbook_items_hold_the_page_that_answers() -> None:
-    items = handbook_items(count=3, passages=3, seed=1)
-    assert len(items) == 3
-    assert all(len(item.passages) == 3 for item in items)
-
-
-def test_a_file_of_another_form_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("[1, 2]")
-    with pytest.raises(DocumentError, match="SQuAD format"):
-        squad_items(tmp_path / "other.json", count=1, passages=1, seed=0)
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert main(["--data", str(tmp_path / "missing.json")]) == 2
 
 
@@ -70,7 +48,7 @@ def test_recomputing_everything_costs_nothing_and_nothing_costs_most(tiny_decode
     texts = [f"{place}. " + "water filter limescale kettle "[place:] * 3 for place in range(6)]
     chunks = tuple(Chunk(text) for text in texts)
     prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length)
-    comparison = Comparison(decoder, prompts, Item("How often?", chunks[:3], chunks[3:]), seed=0)
+    comparison = Comparison(decoder, prompts, Question("1", "How often?", chunks[:3], ()), unrelated=chunks[3:], seed=0)
     everything = [np.arange(len(segment.token_ids)) for segment in comparison.chunks]
     full, agreement = comparison.divergence(everything)
     assert abs(full) < 1e-5

@@ -27,11 +27,12 @@ from torch import Tensor
 from cachecraft_rag.births import BirthDescriber
 from cachecraft_rag.config import ReuseConfig
 from cachecraft_rag.errors import CacheCraftError
-from cachecraft_rag.evaluation.questions import Item, handbook_items, squad_items
+from cachecraft_rag.evaluation.dataset import Dataset, Question, handbook_dataset, load_dataset
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prefill import PrefillInput, Reused, decode_step, prefill
 from cachecraft_rag.prompt import Prompt, PromptBuilder, Segment
 from cachecraft_rag.selection import TokenFacts, select, selector_named
+from cachecraft_rag.types import Chunk
 
 ANSWER_TOKENS = 16
 
@@ -80,16 +81,19 @@ def born_behind(decoder: Decoder, prompts: PromptBuilder, chunk: Segment, before
 class Comparison:
     """One question under full prefill and under any choice of recomputed tokens."""
 
-    def __init__(self, decoder: Decoder, prompts: PromptBuilder, item: Item, *, seed: int) -> None:
+    def __init__(
+        self, decoder: Decoder, prompts: PromptBuilder, asked: Question, *, unrelated: Sequence[Chunk], seed: int
+    ) -> None:
         self._decoder = decoder
-        prompt = prompts.build(item.question, item.passages, reserve=ANSWER_TOKENS)
+        prompt = prompts.build(asked.text, asked.passages, reserve=ANSWER_TOKENS)
         self._bounds = prompt.bounds
         answer = self._full_answer(prompt.token_ids)
         self._ids = [*prompt.token_ids, *answer[:-1]]
         self._keep = len(answer)
         self.chunks = prompt.segments[1:-1]
         draw = random.Random(seed)
-        others = [prompts.chunk_segment(chunk) for chunk in item.others]
+        few = draw.sample(unrelated, min(len(unrelated), 2 * len(asked.passages)))
+        others = [prompts.chunk_segment(chunk) for chunk in few]
         self.born = [born_behind(decoder, prompts, c, draw.sample(others, draw.randint(1, 2))) for c in self.chunks]
         everything = PrefillInput(self._ids, self._spans(), range(len(self._ids)), births=[0])
         output = prefill(decoder, everything, logits_to_keep=self._keep)
@@ -135,12 +139,12 @@ class Comparison:
         return chosen
 
 
-def measure(decoder: Decoder, items: Sequence[Item], *, ratio: float, seed: int, console: Console) -> FidelityReport:
-    """Compare naive reuse, random recomputation and the paper's selector over all items."""
+def measure(decoder: Decoder, data: Dataset, *, ratio: float, seed: int, console: Console) -> FidelityReport:
+    """Compare naive reuse, random recomputation and the paper's selector over all questions."""
     prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length)
     found: dict[str, list[tuple[float, float]]] = {"naive": [], "random": [], "craft": []}
-    for place, item in enumerate(track(items, "Comparing with full prefill", console=console)):
-        comparison = Comparison(decoder, prompts, item, seed=seed + place)
+    for place, asked in enumerate(track(data.questions, "Comparing with full prefill", console=console)):
+        comparison = Comparison(decoder, prompts, asked, unrelated=data.unrelated(asked), seed=seed + place)
         found["naive"].append(comparison.divergence(comparison.selection("craft", 0.0)))
         for selector in ("random", "craft"):
             found[selector].append(comparison.divergence(comparison.selection(selector, ratio)))
@@ -154,7 +158,7 @@ def measure(decoder: Decoder, items: Sequence[Item], *, ratio: float, seed: int,
         top1_naive=top1["naive"],
         top1_random=top1["random"],
         top1_craft=top1["craft"],
-        questions=len(items),
+        questions=len(data.questions),
         ratio=ratio,
         model=decoder.name,
         dtype=decoder.layout.dtype,
@@ -164,7 +168,7 @@ def measure(decoder: Decoder, items: Sequence[Item], *, ratio: float, seed: int,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one JSON object. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m cachecraft_rag.evaluation.fidelity", description=__doc__)
-    parser.add_argument("--data", type=Path, help="questions in SQuAD format (default: the sample handbook's own)")
+    parser.add_argument("--data", type=Path, help="a file of questions (default: the sample handbook's own)")
     parser.add_argument("--questions", type=int, default=40, help="how many (default: 40)")
     parser.add_argument("--passages", type=int, default=3, help="chunks in each prompt (default: 3)")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio r (default: 0.15)")
@@ -177,10 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.threads:
         torch.set_num_threads(given.threads)
     try:
-        draw = {"count": given.questions, "passages": given.passages, "seed": given.seed}
-        items = squad_items(given.data, **draw) if given.data else handbook_items(**draw)
+        draw = {"limit": given.questions, "passages": given.passages, "seed": given.seed}
+        data = load_dataset(given.data, **draw) if given.data else handbook_dataset(**draw)
         decoder = Decoder.load(given.model, dtype=given.dtype)
-        report = measure(decoder, items, ratio=given.ratio, seed=given.seed, console=console)
+        report = measure(decoder, data, ratio=given.ratio, seed=given.seed, console=console)
     except CacheCraftError as error:
         console.print(f"[bold red]error:[/] {error}")
         return 2

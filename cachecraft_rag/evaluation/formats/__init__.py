@@ -1,0 +1,1 @@
+"""Readers of the published formats of question sets; `registry` lists them."""

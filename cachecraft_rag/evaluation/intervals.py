@@ -1,0 +1,102 @@
+"""Percentile bootstrap intervals over questions (Efron, 1979), with a fixed seed: the same values, the same interval.
+
+A resample draws as many questions as there are, with replacement; what belongs to one question stays together. With
+few questions the intervals are somewhat too narrow: 95 % ones of 20 questions hold the true mean in about 93 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+RESAMPLES = 10_000
+_DRAWS_AT_ONCE = 4_000_000  # 32 MB of random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value over all questions, and the interval that its resamples lie in."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95) -> Interval:
+    """The mean over questions, from one value a question; `ValueError` for no values or values that are no numbers.
+
+    >>> mean_interval([2.0, 2.0, 2.0])
+    Interval(mean=2.0, low=2.0, high=2.0)
+    """
+    columns = _columns(values)
+    return _interval(float(columns.mean()), _resampled(columns, resamples, seed)[0], level)
+
+
+def paired_interval(
+    a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
+) -> Interval:
+    """The mean of a − b over questions, which both methods answered; errors as `mean_interval`, and unequal lengths.
+
+    >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # questions differ, the methods' difference does not
+    Interval(mean=1.0, low=1.0, high=1.0)
+    """
+    first, second = _columns(a, b)
+    return mean_interval(first - second, resamples=resamples, seed=seed, level=level)
+
+
+def ratio_interval(
+    a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
+) -> Interval:
+    """mean(a) / mean(b) over questions, which both methods answered; the two are resampled together.
+
+    Resamples whose mean of b is 0 say nothing and are left out. Errors as `paired_interval`, and where mean(b) is 0.
+
+    >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
+    Interval(mean=0.5, low=0.5, high=0.5)
+    """
+    columns = _columns(a, b)
+    whole, base = columns.mean(axis=1)
+    if base == 0:
+        raise ValueError("a ratio to a mean of 0 has no value")
+    tops, bases = _resampled(columns, resamples, seed)
+    return _interval(float(whole / base), tops[bases != 0] / bases[bases != 0], level)
+
+
+def _columns(*values: ArrayLike) -> NDArray[np.float64]:
+    """`[methods, questions]`."""
+    rows = [np.asarray(row, dtype=np.float64) for row in values]
+    if any(row.ndim != 1 or row.shape != rows[0].shape for row in rows):
+        raise ValueError(f"one value a question is needed from each method, not shapes {[row.shape for row in rows]}")
+    columns = np.stack(rows)
+    if columns.size == 0 or not np.isfinite(columns).all():
+        raise ValueError("an interval needs at least one question, and a finite number from each")
+    return columns
+
+
+def _resampled(columns: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:
+    """Means of the resamples, `[methods, resamples]`."""
+    random = np.random.default_rng(seed)
+    questions = columns.shape[1]
+    blocks = [
+        columns[:, random.integers(questions, size=(count, questions))].mean(axis=2)
+        for count in _counts(resamples, max(1, _DRAWS_AT_ONCE // questions))
+    ]
+    return np.concatenate(blocks, axis=1)
+
+
+def _counts(total: int, most: int) -> Iterator[int]:
+    """`total` in parts of at most `most`."""
+    for start in range(0, total, most):
+        yield min(most, total - start)
+
+
+def _interval(mean: float, resampled: NDArray[np.float64], level: float) -> Interval:
+    outside = (1 - level) / 2
+    low, high = np.quantile(resampled, [outside, 1 - outside])
+    return Interval(mean, float(low), float(high))

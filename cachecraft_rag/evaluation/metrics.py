@@ -1,0 +1,114 @@
+"""Answers against gold answers, and distributions against those of a full prefill."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def normalised_words(text: str) -> list[str]:
+    """The words of an answer as SQuAD's evaluation script compares them (Rajpurkar et al., 2016).
+
+    Lower case, without ASCII punctuation, without a, an and the, split at white space, in this order.
+
+    >>> normalised_words("The Rhine's  (upper) end, a lake.")
+    ['rhines', 'upper', 'end', 'lake']
+    """
+    lowered = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", lowered).split()
+
+
+def squad_f1(prediction: str, golds: Sequence[str]) -> float:
+    """F1 of the two bags of words, the best over the gold answers (SQuAD's evaluation script, 2.0).
+
+    Two answers without words agree; one with and one without do not. `ValueError` without a gold answer.
+
+    >>> squad_f1("the tall red fox", ["a red fox"])  # precision 2/3, recall 2/2
+    0.8
+    >>> squad_f1("in 1815", ["1815", "in June 1815"])  # 2/3 against the first, 4/5 against the second
+    0.8
+    """
+    return max(_f1(normalised_words(prediction), normalised_words(gold)) for gold in golds)
+
+
+def _f1(found: list[str], gold: list[str]) -> float:
+    if not found or not gold:
+        return float(found == gold)
+    same = sum((Counter(found) & Counter(gold)).values())
+    return 2 * same / (len(found) + len(gold))
+
+
+def jaccard(prediction: str, golds: Sequence[str]) -> float:
+    """Shared words over all words of the two, the best over the gold answers (Cache-Craft §5.1.3).
+
+    The words are those of `normalised_words`, each counted once. Two answers without words agree. `ValueError` without
+    a gold answer.
+
+    >>> jaccard("the tall red fox", ["a red fox"])  # {red, fox} of {tall, red, fox}
+    0.6666666666666666
+    """
+    return max(_jaccard(set(normalised_words(prediction)), set(normalised_words(gold))) for gold in golds)
+
+
+def _jaccard(found: set[str], gold: set[str]) -> float:
+    return len(found & gold) / len(found | gold) if found or gold else 1.0
+
+
+def rouge_l(reference: str, prediction: str) -> float:
+    """ROUGE-L F1 of one answer against another, with stems (Lin, 2004; the package rouge_score).
+
+    Two answers that are the same count 1, empty ones too. The package's tokenizer knows a–z and 0–9 alone: answers in
+    other scripts that differ count 0. Raises `ConfigError` where the package is not installed.
+
+    >>> rouge_l("The cat sat on the mat", "the cats sat there")  # the cat sat: 3 of 6 words, and 3 of 4
+    0.6
+    """
+    if reference.split() == prediction.split():
+        return 1.0
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ConfigError("ROUGE-L needs the package rouge-score: pip install 'cachecraft-rag[eval]'.") from error
+    return float(RougeScorer(["rougeL"], use_stemmer=True).score(reference, prediction)["rougeL"].fmeasure)
+
+
+def normalised_f1(f1: float, *, full_reuse: float, full_prefill: float) -> float | None:
+    """Where an F1 lies between full reuse (0) and full prefill (1); None where those two are the same.
+
+    >>> normalised_f1(0.5, full_reuse=0.25, full_prefill=0.75)
+    0.5
+    """
+    if full_prefill == full_reuse:
+        return None
+    return (f1 - full_reuse) / (full_prefill - full_reuse)
+
+
+def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
+    """KL(reference ‖ method) of the next-token distributions in nats, and the share of equal most likely tokens.
+
+    Both are `[positions, vocabulary]`, of any float type; the mean is over positions, the log-softmax is taken in
+    float64. A token that the reference rules out (−∞) adds nothing.
+
+    >>> import math, torch
+    >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)
+    >>> kl, _ = divergence(uneven, even)  # ¾ ln(¾ / ½) + ¼ ln(¼ / ½)
+    >>> round(kl, 4), round(divergence(even, uneven)[0], 4)  # ½ ln(½ / ¾) + ½ ln(½ / ¼)
+    (0.1308, 0.1438)
+    """
+    import torch
+
+    if reference_logits.shape != logits.shape or logits.dim() != 2 or not len(logits):
+        raise ValueError(f"logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)} do not compare")
+    reference, found = reference_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
+    share = reference.exp()
+    kl = torch.where(share > 0, share * (reference - found), 0.0).sum(-1).mean()
+    agreement = (reference.argmax(-1) == found.argmax(-1)).double().mean()
+    return float(kl), float(agreement)
