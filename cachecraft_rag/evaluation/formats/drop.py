@@ -28,6 +28,7 @@ def read(records: Sequence[Record]) -> Source:
         for name in record.fields:
             document = record.record(name)
             passage = document.text("passage")
+            builder.place(name, passage)  # a document even where nothing is asked of it
             for place, asked in enumerate(document.records("qa_pairs"), start=1):
                 _ask(builder, name, passage, asked.label("query_id", f"{name}-{place}"), asked, _answers(asked))
     return builder.source()
