@@ -172,8 +172,8 @@ def _choose(
     if question.ordered:
         # Those that hold the answer first, then the retriever's best; in the retriever's order.
         needed = _holding(near, question.answers)
-        chosen = {chunk.chunk_id for chunk in _unique([*needed, *near])[:passages]}
-        return tuple(chunk for chunk in near if chunk.chunk_id in chosen)
+        chosen = {id(chunk) for chunk in _unique([*needed, *near])[:passages]}
+        return tuple(chunk for chunk in near if id(chunk) in chosen)
     needed = _unique(
         piece for place in question.needed for piece in (_holding(pieces[place], question.answers) or pieces[place])
     )
@@ -195,4 +195,5 @@ def _holding(chunks: Sequence[Chunk], answers: Sequence[str]) -> list[Chunk]:
 
 
 def _unique(chunks: Iterable[Chunk]) -> list[Chunk]:
-    return list({chunk.chunk_id: chunk for chunk in chunks}.values())
+    # `_split` makes one object of each text, so that no text is hashed again for every question.
+    return list({id(chunk): chunk for chunk in chunks}.values())

@@ -1,7 +1,7 @@
 """Percentile bootstrap intervals over questions (Efron, 1979), with a fixed seed: the same values, the same interval.
 
 A resample draws as many questions as there are, with replacement; what belongs to one question stays together. With
-few questions the intervals are somewhat too narrow: 95 % ones of 20 questions hold the true mean in about 93 %.
+few questions the intervals are too narrow: 95 % ones hold a true mean in 92 % of draws of 20 questions, 94 % of 100.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ FORMATS: tuple[Format, ...] = (
     Format("drop", "DROP", drop.recognises, drop.read),
     Format("cnn_dailymail", "CNN/DailyMail", summaries.recognises_cnn, summaries.read_cnn),
     Format("xsum", "XSum", summaries.recognises_xsum, summaries.read_xsum),
-    Format("jsonl", f"your own, each line {own.EXAMPLE}", own.recognises, own.read),
+    Format("jsonl", "questions of your own, one a line", own.recognises, own.read),
 )
 
 
