@@ -85,7 +85,7 @@ def _compressor(model: str, *, tokenizer: Any, device: str) -> Any:
         raise ConfigError(f"LINGUA2 needs the package llmlingua ({error}): {INSTALL}") from error
     family = _family(model)
 
-    class Compressor(PromptCompressor):  # type: ignore[misc]
+    class Quiet(PromptCompressor):  # type: ignore[misc]
         def __init__(self) -> None:
             self.model_name = family
             self.use_llmlingua2, self.use_slingua = True, False
@@ -97,11 +97,15 @@ def _compressor(model: str, *, tokenizer: Any, device: str) -> Any:
             self.special_tokens = set(self.tokenizer.all_special_tokens)
 
     try:
-        return Compressor()
+        return Quiet()
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"cannot load the model {model!r}: {error}\nName {PUBLISHED} or a folder that holds such a model."
-        ) from error
+        raise _not_found(model, error) from error
+
+
+def _not_found(model: str, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"cannot load the model {model!r}: {error}\nName {PUBLISHED} or a folder that holds such a model."
+    )
 
 
 def _family(model: str) -> str:
@@ -109,11 +113,9 @@ def _family(model: str) -> str:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"cannot load the model {model!r}: {error}\nName {PUBLISHED} or a folder that holds such a model."
-        ) from error
+        raise _not_found(model, error) from error
     classifies = any("ForTokenClassification" in name for name in config.architectures or ())
     if not classifies or config.num_labels != 2 or config.model_type not in _FAMILIES:
         raise ConfigError(
