@@ -1,0 +1,69 @@
+"""MAPREDUCE: the answering model itself summarises each chunk (map); the summaries are the context (reduce)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.engine import Engine
+from cachecraft_rag.errors import ContextLengthError
+from cachecraft_rag.evaluation.compression.base import check_ratio, token_budget
+from cachecraft_rag.types import Chunk
+
+INSTRUCTION = "Summarize the context in at most {words} words. Keep names, numbers and other facts."
+WORDS_PER_TOKEN = 0.75  # of English text: the model is told its budget in a unit that it can count
+
+
+class MapReduce:
+    """Summaries by the model that answers (Cache-Craft §5.1.4 "MAPREDUCE"), greedy, one chunk at a time.
+
+    A compressed chunk has at most `token_budget` tokens as the prompt counts them, its closing empty line included; a
+    chunk that has no more to begin with stays as it is. The model may end its summary sooner, and a summary may be
+    empty. The question is left aside, as in the paper: a summary is of the chunk alone.
+
+    Args:
+        engine: with the answering model; chunks are computed in full and nothing is stored.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def compress(self, question: str, chunks: Sequence[Chunk], ratio: float) -> tuple[Chunk, ...]:
+        """Summarise each chunk in about `ratio` of its tokens; see `Compressor.compress`.
+
+        Raises:
+            ConfigError: the ratio is out of range.
+            ContextLengthError: a chunk and its summary do not fit the model's context.
+        """
+        check_ratio(ratio)
+        return tuple(self._summarise(chunk, token_budget(self._tokens(chunk.text), ratio)) for chunk in chunks)
+
+    def _summarise(self, chunk: Chunk, budget: int) -> Chunk:
+        if self._tokens(chunk.text) <= budget:
+            return chunk
+        generation = self._engine.stream(
+            INSTRUCTION.format(words=max(1, int(budget * WORDS_PER_TOKEN))),
+            [chunk],
+            sampling=SamplingParams(max_new_tokens=budget),
+            config=ReuseConfig(reuse=False, births=False),
+        )
+        for _ in generation:
+            pass
+        if any(of.outcome == "trimmed" for of in generation.stats.chunks):
+            raise ContextLengthError(
+                f"a chunk of {self._tokens(chunk.text)} tokens and its summary do not fit the model's context. Make "
+                "the chunks smaller."
+            )
+        return Chunk(self._cut(generation.text.strip(), budget), chunk.metadata)
+
+    def _cut(self, text: str, budget: int) -> str:
+        """The longest beginning that keeps the budget: text takes other tokens read than written, and an empty line."""
+        if self._tokens(text) <= budget:
+            return text
+        lengths = range(len(text) + 1)
+        fitting = bisect_right(lengths, budget, key=lambda length: self._tokens(text[:length]))
+        return text[: max(0, fitting - 1)]
+
+    def _tokens(self, text: str) -> int:
+        return len(self._engine.prompts.chunk_segment(Chunk(text)).token_ids)
