@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.selection import selector_named
+from cachecraft_rag.selection import Sharing, selector_named
 
 
 def _require(holds: bool, message: str) -> None:
@@ -16,6 +16,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 Loading = Literal["cake", "layerwise", "whole"]
+Scope = Literal["anywhere", "prefix", "set"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,17 @@ class ReuseConfig:
 
     reuse            False computes every prompt in full (and still records births unless `births` is off)
     births           store newly computed chunk-caches
+    scope            where a chunk-cache may serve: "anywhere" (Cache-Craft); "prefix", only behind the very prefix it
+                     was born behind (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing
+                     recomputed (SET-CACHE, both of Cache-Craft §5.1.4)
     alpha            α of eq. 12. The default makes a chunk whose old neighbours are all gone recompute some 15 to 20
                      % of its tokens
     recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
     selector         which tokens those are, a name of `selection.SELECTORS`
+    sharing          whether each chunk keeps to its own budget ("chunk", as in the paper) or all are put together and
+                     go to the best tokens of the whole prompt ("shared")
+    drift            how far the other tokens of a chunk follow the mean change of its recomputed ones, see `drift`;
+                     0 = not at all, as in the paper
     focus            early termination of unfocused chunks: "off", "printed" (Algorithm 1 as printed) or "gap" (mended)
     focus_window     w of Algorithm 1
     loading          what is not in memory: "cake" loads from the back while the front is computed; "layerwise" computes
@@ -37,9 +45,12 @@ class ReuseConfig:
 
     reuse: bool = True
     births: bool = True
+    scope: Scope = "anywhere"
     alpha: float = 0.25
     recompute_ratio: float | None = None
-    selector: str = "craft"
+    selector: str = "question"
+    sharing: Sharing = "shared"
+    drift: float = 0.4
     focus: Literal["off", "printed", "gap"] = "off"
     focus_window: int = 3
     loading: Loading = "cake"
@@ -50,6 +61,9 @@ class ReuseConfig:
         ratio = self.recompute_ratio
         _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
         _require(self.focus in ("off", "printed", "gap"), f"focus must be off, printed or gap, not {self.focus!r}")
+        _require(self.scope in get_args(Scope), f"scope must be anywhere, prefix or set, not {self.scope!r}")
+        _require(self.sharing in get_args(Sharing), f"sharing must be chunk or shared, not {self.sharing!r}")
+        _require(0 <= self.drift <= 1, f"drift must lie between 0 and 1, not {self.drift}")
         _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")
         known = get_args(Loading)
         _require(self.loading in known, f"loading must be one of {', '.join(known)}, not {self.loading!r}")

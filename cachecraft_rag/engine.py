@@ -11,30 +11,33 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
+
+import torch
+from torch import Tensor
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.loading.cake import TwoEnds
 from cachecraft_rag.loading.loader import Loader
 from cachecraft_rag.loading.speeds import ComputeSpeed
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
-from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_step
-from cachecraft_rag.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, Turn
+from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
+from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
+from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, stats_of
 from cachecraft_rag.selfcheck import self_check
-from cachecraft_rag.stats import ChunkStats, Finish, RequestStats
+from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
 from cachecraft_rag.tiers.layout import StoredVariant
 from cachecraft_rag.tiers.remote import RemoteConfig
 from cachecraft_rag.turns import FairLock
-from cachecraft_rag.types import Chunk, LoadedVariant, TierName, Unavailable, Variant
+from cachecraft_rag.types import Chunk, LoadedVariant, Unavailable, Variant
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
 
@@ -97,31 +100,18 @@ class Generation(Iterator[str]):
         self._pieces.close()
 
 
-@dataclass
-class _Request:
-    """What one request was asked and what it has gathered so far."""
+@dataclass(frozen=True)
+class Examination:
+    """An answer and what the model thought on the way.
 
-    prompt: Prompt
-    config: ReuseConfig
-    sampling: SamplingParams
-    session: str | None
-    started: float
-    planned_s: float = 0.0
-    waited_s: float = 0.0
-    first_token_s: float = 0.0
-    ended_s: float = 0.0
-    plan: Plan = field(default_factory=lambda: Plan(()))
-    loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
-    stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
-    tiers: dict[str, TierName] = field(default_factory=dict)  # variant id → where it came from
-    row_layers: int = 0
-    focus_layer: int | None = None
-    generated: int = 0
-    finish: Finish | None = None
+    tokens   of the greedy answer, with the token that ended it, if one did
+    logits   float32 `[answer, vocabulary]`: what was predicted for each token of the answer it was led along
+    """
 
-    def clock(self) -> float:
-        """Seconds since the call."""
-        return time.perf_counter() - self.started
+    text: str
+    tokens: tuple[int, ...]
+    logits: Tensor
+    stats: RequestStats
 
 
 class Engine(Closing):
@@ -220,36 +210,85 @@ class Engine(Closing):
             ContextLengthError: question, history and answer do not fit the model's context.
             ConfigError: the question is empty or the history does not alternate.
         """
-        started = time.perf_counter()
-        sampling = sampling or SamplingParams()
-        if not all(isinstance(chunk, Chunk) for chunk in chunks):
-            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-        prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
-        request = _Request(prompt, config or self.config, sampling, session, started)
-        return Generation(self._pieces(request), lambda: _stats(request, self.decoder.layout.layers))
+        request = self._request(
+            question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
+        )
+        return Generation(self._pieces(request), lambda: stats_of(request, self.decoder.layout.layers))
+
+    def examine(
+        self,
+        question: str,
+        chunks: Sequence[Chunk],
+        *,
+        along: Sequence[int] | None = None,
+        max_new_tokens: int = 32,
+        config: ReuseConfig | None = None,
+    ) -> Examination:
+        """Answer greedily, and compare: what would have been predicted on the way to another answer?
+
+        Takes the same way as `stream`, up to the first token; so its TTFT is that of `stream`.
+
+        Args:
+            along: token ids of the other answer, at most `max_new_tokens`; None = its own.
+
+        Raises:
+            ContextLengthError, ConfigError: as in `stream`.
+        """
+        if along is not None and not 0 < len(along) <= max_new_tokens:
+            raise ConfigError(f"the answer to go along has {len(along)} tokens; it needs 1 to {max_new_tokens}")
+        sampling = SamplingParams(max_new_tokens=max_new_tokens)
+        request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
+        output = self._prefill(request)
+        text = "".join(self._decode(request, output))
+        way = request.tokens if along is None else along
+        logits = output.logits[None]
+        if len(way) > 1:
+            with self.turn:
+                more = decode_along(self.decoder, output.merged, way[:-1], request.prompt.bounds[-1])
+            logits = torch.cat((logits, more))
+        self._settle(request, output)
+        return Examination(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
 
     def close(self) -> None:
         """Finish the births under way. A store that `from_pretrained` did not open stays open."""
         with self._opened:
             self.births.close()
 
-    def _pieces(self, request: _Request) -> Generator[str]:
+    def _request(
+        self,
+        question: str,
+        chunks: Sequence[Chunk],
+        *,
+        history: Sequence[Turn],
+        session: str | None,
+        sampling: SamplingParams,
+        config: ReuseConfig | None,
+    ) -> Request:
+        started = time.perf_counter()
+        if not all(isinstance(chunk, Chunk) for chunk in chunks):
+            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
+        prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
+        return Request(prompt, config or self.config, sampling, session, started)
+
+    def _pieces(self, request: Request) -> Generator[str]:
+        output = self._prefill(request)
+        try:
+            yield from self._decode(request, output)
+        finally:
+            request.finish = request.finish or "closed"
+            self._settle(request, output)
+
+    def _prefill(self, request: Request) -> PrefillOutput:
         try:
             self._resolve(request)
-            output = self._compute(request)
+            return self._compute(request)
         finally:  # whoever keeps the answer does not keep its tensors
             for stored in request.stored.values():
                 stored.close()
             request.stored.clear()
             request.loaded.clear()
-        try:
-            yield from self._decode(request, output)
-        finally:
-            request.finish = request.finish or "closed"
-            request.ended_s = request.clock()
-            self._settle(request, output)
 
-    def _resolve(self, request: _Request) -> None:
+    def _resolve(self, request: Request) -> None:
         """Plan, open what the plan reuses, and plan again without what turned out to be missing or damaged."""
         found: dict[str, list[Variant]] = {}
         if request.config.reuse:
@@ -272,10 +311,11 @@ class Engine(Closing):
                     case Unavailable() as unavailable:
                         lost[variant.variant_id] = unavailable.reason
         reused = [s.variant.variant_id for s in plan.segments if s.outcome == "reused" and s.variant is not None]
-        request.plan = with_selection(plan, self.store.token_inter(reused), request.config)
+        request.token_inter = self.store.token_inter(reused)
+        request.plan = with_selection(plan, request.token_inter, request.config)
         request.planned_s = request.clock()
 
-    def _compute(self, request: _Request) -> PrefillOutput:
+    def _compute(self, request: Request) -> PrefillOutput:
         """Prefill, while what is not in memory is being loaded."""
         prompt, bounds = request.prompt, request.prompt.bounds
         rows: dict[int, int] = {}  # position → the segment whose focus decides how long it is recomputed, or -1
@@ -299,11 +339,21 @@ class Engine(Closing):
         tail = self.loader.begin([(one, bounds[index]) for index, one in stored.items()])
         capacity = bounds[-1] + request.sampling.max_new_tokens
         passes = PartialPrefill(self.decoder, prompt.token_ids, bounds, births=births, capacity=capacity)
+        scout = scout_of(request)
         ends = TwoEnds(
-            passes, rows, reused, tail=tail, speed=self.speed, turn=self.turn, loading=request.config.loading
+            passes,
+            rows,
+            reused,
+            tail=tail,
+            speed=self.speed,
+            turn=self.turn,
+            loading=request.config.loading,
+            chunks={i: range(bounds[i], bounds[i + 1]) for i in reused_segments(request.plan)},
+            drift=request.config.drift,
+            scout=scout,
         )
         try:
-            output = ends.run(_monitor(request))
+            output = ends.run(monitor_of(request))
         finally:
             self.loader.end(tail)
         request.waited_s, request.row_layers = ends.waited_s, output.row_layers
@@ -311,7 +361,7 @@ class Engine(Closing):
         request.tiers = {
             name: held.tier for held_by in (request.loaded, request.stored) for name, held in held_by.items()
         }
-        segments = list(request.plan.segments)
+        segments = list((scout or request).plan.segments)
         for index, one in stored.items():
             lost = tail.lost(one)
             reason = lost.reason if lost is not None else "computing it was sooner than loading it"
@@ -321,14 +371,15 @@ class Engine(Closing):
         request.plan = Plan(tuple(segments))
         return output
 
-    def _decode(self, request: _Request, output: PrefillOutput) -> Iterator[str]:
+    def _decode(self, request: Request, output: PrefillOutput) -> Iterator[str]:
         sampling = request.sampling
         sampler, text = Sampler(sampling), TextStream(self.decoder.tokenizer, sampling.stop)
         position, logits = request.prompt.bounds[-1], output.logits
         while True:
             token = sampler.draw(logits)
-            if request.generated == 0:
+            if not request.tokens:
                 request.first_token_s = request.clock()
+            request.tokens.append(token)
             if token in self.decoder.end_tokens:
                 request.finish = "end"
                 break
@@ -352,8 +403,9 @@ class Engine(Closing):
         if rest:
             yield rest
 
-    def _settle(self, request: _Request, output: PrefillOutput) -> None:
+    def _settle(self, request: Request, output: PrefillOutput) -> None:
         """After the answer: count the uses and hand over the births; returns at once."""
+        request.ended_s = request.clock()
         for planned in request.plan.segments:
             if planned.variant is not None:
                 self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
@@ -361,57 +413,3 @@ class Engine(Closing):
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
         context = BirthContext(prompt.segments, prompt.bounds, shares, request.session, request.config.sink_tokens)
         self.births.submit(output.recorder, output.merged.kv[:, 0], context)
-
-
-def _monitor(request: _Request) -> FocusMonitor | None:
-    """Early termination for this request, where it is on and there is something to end."""
-    if request.config.focus == "off" or not any(planned.recompute for planned in request.plan.segments):
-        return None
-    chunks = len(request.prompt.segments) - 2
-    return FocusMonitor(chunks, rule=request.config.focus, window=request.config.focus_window)
-
-
-def _stats(request: _Request, layers: int) -> RequestStats:
-    plan = request.plan
-    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
-    recomputed = sum(len(planned.recompute) for planned in plan.segments)
-    taken = sum(planned.taken for planned in plan.segments)
-    kept = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None) - taken
-    total = sum(lengths)
-    return RequestStats(
-        ttft_s=request.first_token_s,
-        plan_s=request.planned_s,
-        load_s=request.waited_s,
-        prefill_s=max(0.0, request.first_token_s - request.planned_s - request.waited_s),
-        total_s=request.ended_s or request.clock(),
-        tokens_prompt=total,
-        tokens_reused=kept - recomputed,
-        tokens_recomputed=recomputed,
-        tokens_computed=total - kept,
-        tokens_generated=request.generated,
-        recompute_share=request.row_layers / (total * layers),
-        focus_layer=request.focus_layer,
-        finish=request.finish,
-        chunks=tuple(_chunk_stats(request)),
-    )
-
-
-def _chunk_stats(request: _Request) -> Iterator[ChunkStats]:
-    for segment, planned in zip(request.prompt.segments, request.plan.segments, strict=False):
-        if segment.kind != "chunk":
-            continue
-        variant = planned.variant
-        yield ChunkStats(
-            chunk_id=segment.segment_id,
-            outcome=planned.outcome,
-            reason=planned.reason,
-            tokens=len(segment.token_ids),
-            recomputed=len(planned.recompute),
-            computed=len(segment.token_ids) if variant is None else planned.taken,
-            cfo=planned.cfo,
-            beta_prime=planned.adjusted,
-            variant_id=variant.variant_id if variant is not None else None,
-            tier=request.tiers.get(variant.variant_id) if variant is not None else None,
-        )
-    for chunk_id in request.prompt.trimmed:
-        yield ChunkStats(chunk_id, "trimmed", "the prompt was full: chunks are left out from the last-ranked on")

@@ -67,6 +67,7 @@ def make_plan(
     The tokens to recompute are not chosen here but in `with_selection`, which needs the winners' token scores only.
     """
     segments = prompt.segments
+    permuted = _set_prefix(prompt, stored, lost) if config.scope == "set" else {}
     places: dict[str, int] = {}  # the chunks before the current one → their place
     plans = []
     for index, segment in enumerate(segments):
@@ -79,7 +80,10 @@ def make_plan(
             prefix = tuple(s.segment_id for s in segments[:index])
             offers = stored.get(segment.segment_id, ())
             there = [variant for variant in offers if variant.variant_id not in lost]
-            best = _best(segment, there, prefix=prefix, places=places, config=config)
+            if index in permuted:
+                best = permuted[index]
+            else:
+                best = _best(segment, there, prefix=prefix, places=places, config=config)
             if best.variant is None and len(there) < len(offers):
                 best = replace(best, reason=next(lost[v.variant_id] for v in offers if v.variant_id in lost))
             plans.append(best)
@@ -105,6 +109,8 @@ def _best(
             return scored
         if best is None or (scored.cfo or 0.0, -variant.exact_share) < (best.cfo or 0.0, -_exact_share(best)):
             best = scored
+    if best is not None and config.scope != "anywhere":
+        return SegmentPlan("computed", "stored behind other chunks only")
     if best is None:
         reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
         return SegmentPlan("computed", reason)
@@ -112,6 +118,44 @@ def _best(
         reason = "CFO is 1: fixing it costs as much as computing it"
         return replace(best, outcome="computed", reason=reason, variant=None)
     return best
+
+
+def _set_prefix(
+    prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str]
+) -> dict[int, SegmentPlan]:
+    """The longest run of first chunks that was computed once before as a prefix, in any order (SET-CACHE).
+
+    Each of them is reused as it was born then, at the position it has now.
+    """
+    segments, found = prompt.segments, {}
+    offers = {
+        (segment.segment_id, variant.key.birth_prefix): variant
+        for segment in segments[:-1]
+        for variant in stored.get(segment.segment_id, ())
+        if variant.tokens_digest == segment.tokens_digest
+        and variant.exact_share >= 1.0
+        and variant.variant_id not in lost
+    }
+    places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
+    for last, born in offers:
+        order = (*born, last)
+        if len(order) <= len(found) or sorted(places.get(name, -1) for name in order) != list(range(len(order))):
+            continue
+        chain = [offers.get((name, order[:place])) for place, name in enumerate(order)]
+        if order[0] != segments[0].segment_id or any(variant is None for variant in chain):
+            continue
+        found = {
+            places[name]: SegmentPlan(
+                "exact" if order[: place + 1] == tuple(s.segment_id for s in segments[: place + 1]) else "reused",
+                variant=variant,
+                beta=1.0,
+                gamma=0.0,
+                adjusted=1.0,
+                cfo=0.0,
+            )
+            for place, (name, variant) in enumerate(zip(order, chain, strict=True))
+        }
+    return found
 
 
 def _exact_share(plan: SegmentPlan) -> float:
@@ -134,24 +178,42 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
     return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
 
 
-def with_selection(plan: Plan, token_inter: Mapping[str, np.ndarray | None], config: ReuseConfig) -> Plan:
-    """Add the tokens to recompute: N = ⌈CFO · |C|⌉ (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
+def with_selection(
+    plan: Plan,
+    token_inter: Mapping[str, np.ndarray | None],
+    config: ReuseConfig,
+    *,
+    scouted: Mapping[int, np.ndarray] = MappingProxyType({}),
+    recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
+    gone: Mapping[int, frozenset[int]] = MappingProxyType({}),
+) -> Plan:
+    """Add the tokens to recompute: N = ⌈CFO · |C|⌉ of each chunk (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
 
     Args:
         token_inter: variant id → eq. 14's scores float32 `[tokens]`, None for a chunk with nothing before it at birth.
+        scouted: segment → what the selector's scout saw of its tokens, float32 `[tokens]`; without it, the choice is
+            what can be said before anything is computed.
+        recomputed: segment → tokens that are recomputed already; they stay chosen.
+        gone: segment → tokens that are computed for another reason, so there is nothing to fix.
     """
-    selector = selector_named(config.selector)
-    chosen = []
-    for segment in plan.segments:
+    facts, budgets, reused = [], [], []
+    for index, segment in enumerate(plan.segments):
         variant = segment.variant
         if segment.outcome != "reused" or variant is None:
-            chosen.append(segment)
             continue
         share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
-        budget = math.ceil((share or 0.0) * variant.tokens)
-        facts = TokenFacts(variant.tokens, token_inter.get(variant.variant_id), seed=int(variant.key.chunk_id[:8], 16))
-        chosen.append(replace(segment, recompute=tuple(select(facts, budget, selector).tolist())))
-    return Plan(tuple(chosen))
+        scores, seen = token_inter.get(variant.variant_id), scouted.get(index)
+        facts.append(TokenFacts(variant.tokens, int(variant.key.chunk_id[:8], 16), scores, seen))
+        budgets.append(math.ceil((share or 0.0) * variant.tokens) - len(recomputed.get(index, ())))
+        reused.append(index)
+    nothing: frozenset[int] = frozenset()
+    done = [recomputed.get(index, nothing) | gone.get(index, nothing) for index in reused]
+    found = select(facts, budgets, selector_named(config.selector), sharing=config.sharing, done=done)
+    segments = list(plan.segments)
+    for index, chosen in zip(reused, found, strict=True):
+        tokens = sorted({*chosen.tolist(), *recomputed.get(index, nothing)})
+        segments[index] = replace(segments[index], recompute=tuple(tokens))
+    return Plan(tuple(segments))
 
 
 def with_taken(planned: SegmentPlan, taken: Sequence[int], reason: str) -> SegmentPlan:

@@ -2,8 +2,8 @@
 (§3.4.3).
 
 MergedKV        the K/V of one request, rotated, in prompt order; decode goes on in it
-RowPass         one pass of some rows through the layers: rotate, scatter, attend
-FocusWatcher    measures what the question looks at, for early termination
+Watcher         sees each layer's queries and keys: for early termination, or to choose tokens
+RowPass         one pass of some rows through the layers: rotate, correct, scatter, attend
 PartialPrefill  the passes of one prompt: pieces from the front, then the last one with the question
 Supply          what fills the positions that a pass does not compute, layer by layer
 prefill         one pass with everything at hand
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.births import AttentionSettings, BirthRecorder
+from cachecraft_rag.drift import Drift
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.kernels.attention import RowBlock, attention, attention_mass, row_blocks
 from cachecraft_rag.kernels.gather import place, scatter_rows
@@ -47,6 +48,14 @@ class MergedKV:
         place(self.kv[layer], chunk.to(self._device, non_blocking=True), start, cos=self.cos, sin=self.sin)
 
 
+class Watcher(Protocol):
+    """Sees what a pass attends to, layer by layer."""
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
+        """Look at one layer: rotated `q` `[rows, heads, head_dim]` of the pass, and all rotated keys `k`."""
+        ...
+
+
 class FocusWatcher:
     """Measures how much the question's rows look at each chunk, layer by layer, until the focused chunks are known."""
 
@@ -57,7 +66,7 @@ class FocusWatcher:
         self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
 
     def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
-        """Look at one layer: rotated `q` `[rows, heads, head_dim]`, the question last, and all rotated keys `k`."""
+        """See `Watcher.observe`; the question's rows are the last ones."""
         if self.monitor.focused is not None:
             return
         if settings.window not in self._blocks:
@@ -83,9 +92,12 @@ class RowPass:
         positions: Tensor,
         *,
         recorder: BirthRecorder | None = None,
-        watcher: FocusWatcher | None = None,
+        watcher: Watcher | None = None,
+        drift: Drift | None = None,
+        absent: Tensor | None = None,
     ) -> None:
         self._merged, self._recorder, self._watcher = merged, recorder, watcher
+        self._drift, self._absent = drift, absent
         self.move_to(positions)
 
     def move_to(self, positions: Tensor) -> None:
@@ -94,16 +106,20 @@ class RowPass:
         self._cos, self._sin = self._merged.cos[positions], self._merged.sin[positions]
         self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
         self._births = self._recorder.locate(positions) if self._recorder is not None else []
+        if self._drift is not None:
+            self._drift.locate(positions)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """See `models.LayerPass`."""
         if window not in self._blocks:
-            self._blocks[window] = row_blocks(self.positions, window=window)
+            self._blocks[window] = row_blocks(self.positions, window=window, absent=self._absent)
         merged, settings = self._merged.kv[layer], AttentionSettings(scale, window, softcap)
-        queries = rotate(q, self._cos, self._sin)
-        scatter_rows(merged, rotate(k, self._cos, self._sin), v, self.positions)
+        queries, keys = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
+        if self._drift is not None:
+            self._drift.correct(merged, keys, v)
+        scatter_rows(merged, keys, v, self.positions)
         if self._recorder is not None:
             self._recorder.record(layer, self._births, (queries, k, v), settings)
         if self._watcher is not None:
@@ -200,10 +216,28 @@ class PartialPrefill:
         self.recorder = BirthRecorder(decoder.layout, self.merged.kv, spans)
         self.row_layers = 0
 
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self._decoder.layout.layers
+
     @torch.inference_mode()
-    def compute(self, positions: Sequence[int], supply: Supply) -> None:
+    def compute(self, positions: Sequence[int], supply: Supply, *, drift: Drift | None = None) -> None:
         """Run rows at these ascending positions through all layers; nothing is asked of them but their K/V."""
-        self._run(positions, supply, watcher=None, owners={})
+        self._run(RowPass(self.merged, self._where(positions), recorder=self.recorder, drift=drift), supply)
+
+    @torch.inference_mode()
+    def look(
+        self, positions: Sequence[int], supply: Supply, *, layers: int, watcher: Watcher, absent: Sequence[int] = ()
+    ) -> None:
+        """Run rows through the first `layers` layers only, for what `watcher` sees; a later pass computes them again.
+
+        `absent` are positions that hold nothing yet: no row sees them.
+        """
+        missing = self._where(absent) if absent else None
+        if missing is not None:
+            self.merged.kv[:layers, :, missing] = 0  # whatever memory held could be no number
+        self._run(RowPass(self.merged, self._where(positions), watcher=watcher, absent=missing), supply, layers=layers)
 
     @torch.inference_mode()
     def finish(
@@ -213,6 +247,7 @@ class PartialPrefill:
         *,
         owners: Mapping[int, int] = MappingProxyType({}),
         monitor: FocusMonitor | None = None,
+        drift: Drift | None = None,
         logits_to_keep: int = 1,
     ) -> PrefillOutput:
         """Run the last pass, the question's rows among its ascending positions.
@@ -220,24 +255,33 @@ class PartialPrefill:
         Args:
             owners: position → the segment whose recomputation may be ended early; read when that is decided.
             monitor: early termination (§3.2.2); its chunks are the segments between the first and the last.
+            drift: how tokens that are not computed follow those that are.
             logits_to_keep: so many last rows' logits are returned, `[keep, vocabulary]`, when it is not 1.
         """
         watcher = None
         if monitor is not None:
             chunk_bounds = torch.tensor(self._bounds[1:-1], device=self._decoder.device)
             watcher = FocusWatcher(monitor, (self._bounds[-2], self._bounds[-1]), chunk_bounds)
-        hidden = self._run(positions, supply, watcher=watcher, owners=owners)
+        rows = RowPass(self.merged, self._where(positions), recorder=self.recorder, watcher=watcher, drift=drift)
+        hidden = self._run(rows, supply, monitor=monitor, owners=owners)
         logits = self._decoder.logits(hidden[:, -logits_to_keep:])
         logits = logits[0] if logits_to_keep == 1 else logits
         return PrefillOutput(logits, self.merged, self.recorder, monitor, self.row_layers)
 
+    def _where(self, positions: Sequence[int]) -> Tensor:
+        return torch.tensor(positions, device=self._decoder.device)
+
     def _run(
-        self, positions: Sequence[int], supply: Supply, *, watcher: FocusWatcher | None, owners: Mapping[int, int]
+        self,
+        rows: RowPass,
+        supply: Supply,
+        *,
+        layers: int | None = None,
+        monitor: FocusMonitor | None = None,
+        owners: Mapping[int, int] = MappingProxyType({}),
     ) -> Tensor:
-        where = torch.tensor(positions, device=self._decoder.device)
-        rows = RowPass(self.merged, where, recorder=self.recorder, watcher=watcher)
-        hidden, monitor = self._decoder.embed(self._ids[where]), watcher.monitor if watcher is not None else None
-        for layer in range(self._decoder.layout.layers):
+        hidden = self._decoder.embed(self._ids[rows.positions])
+        for layer in range(layers or self.layers):
             if late := supply.place(layer, self.merged):
                 hidden = self._join(rows, hidden, late, layer)
             hidden = self._layer(layer, hidden, rows)
@@ -256,7 +300,7 @@ class PartialPrefill:
 
         In the layers below, everything is at hand, or the pass would not have come to this one.
         """
-        where = torch.tensor(late, device=self._decoder.device)
+        where = self._where(late)
         catching_up = RowPass(self.merged, where, recorder=self.recorder)
         more = self._decoder.embed(self._ids[where])
         for below in range(layer):
@@ -285,11 +329,16 @@ def _focused_rows(positions: Tensor, owners: Mapping[int, int], monitor: FocusMo
 
 
 @torch.inference_mode()
-def decode_step(decoder: Decoder, merged: MergedKV, token: int, position: int) -> Tensor:
-    """Logits `[vocabulary]` after one more token at `position`, whose K/V join the buffer."""
-    where = torch.tensor([position], device=decoder.device)
+def decode_along(decoder: Decoder, merged: MergedKV, tokens: Sequence[int], position: int) -> Tensor:
+    """Logits `[tokens, vocabulary]` after each of these tokens, the first at `position`; their K/V join the buffer."""
+    where = torch.arange(position, position + len(tokens), device=decoder.device)
     rows = RowPass(merged, where)
-    hidden = decoder.embed(torch.tensor([token], device=decoder.device))
+    hidden = decoder.embed(torch.tensor(tokens, device=decoder.device))
     for layer in range(decoder.layout.layers):
         hidden = decoder.layer(layer, hidden, positions=where, layer_pass=rows)
-    return decoder.logits(hidden)[0]
+    return decoder.logits(hidden)
+
+
+def decode_step(decoder: Decoder, merged: MergedKV, token: int, position: int) -> Tensor:
+    """Logits `[vocabulary]` after one more token at `position`, whose K/V join the buffer."""
+    return decode_along(decoder, merged, [token], position)[0]

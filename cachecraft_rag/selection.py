@@ -1,18 +1,22 @@
-"""Selectors: which tokens of a reused chunk are recomputed.
+"""Selectors: which tokens of the reused chunks are recomputed.
 
-A selector is a pure function from what is known of a chunk-cache to a ranking of its tokens, best first; the budget
-is cut from the front of the ranking. `SELECTORS` is the one registry; a new selector is a function and a line there.
+A selector is a pure function from what is known of a chunk-cache to a score for each of its tokens; the budget goes to
+the highest. `SELECTORS` is the one registry; a new selector is a function and a line there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from cachecraft_rag.errors import ConfigError
+
+QUESTION_WEIGHT = 0.5
+Sharing = Literal["chunk", "shared"]
 
 
 @dataclass(frozen=True)
@@ -20,44 +24,84 @@ class TokenFacts:
     """What a selector may look at.
 
     tokens       length of the chunk
+    seed         for selectors that draw; differs from chunk to chunk, the same in every run
     token_inter  float32 `[tokens]`: attention of each token to the chunks before it at birth (eq. 14); None when none
                  stood there
-    seed         for selectors that draw; differs from chunk to chunk, the same in every run
+    scouted      float32 `[tokens]`: what the selector's scout saw of each token, 1 on average over all reused chunks;
+                 None where there was no scout
     """
 
     tokens: int
-    token_inter: np.ndarray | None
     seed: int
+    token_inter: np.ndarray | None = None
+    scouted: np.ndarray | None = None
 
 
-Selector = Callable[[TokenFacts], np.ndarray]
+Score = Callable[[TokenFacts], np.ndarray | None]
 
 
-def craft(facts: TokenFacts) -> np.ndarray:
-    """Cache-Craft eq. 14: the most contextualised tokens first; leading tokens where nothing stood before the chunk
-    at birth.
+@dataclass(frozen=True)
+class Selector:
+    """A way to choose tokens.
 
-    >>> craft(TokenFacts(3, np.array([0.1, 0.9, 0.5], dtype=np.float32), seed=0)).tolist()
-    [1, 2, 0]
-    >>> craft(TokenFacts(3, None, seed=0)).tolist()
-    [0, 1, 2]
+    score   float `[tokens]`, higher = sooner; None where it has nothing to say of a chunk: then `leading` decides
+    scout   what has to be looked at before it can choose, see `scouting`: the question's attention, or how far values
+            moved in the first layers; None = nothing
     """
-    if facts.token_inter is None:
-        return leading(facts)
-    return np.argsort(-facts.token_inter, kind="stable")
+
+    score: Score
+    scout: Literal["question", "values"] | None = None
+
+
+def craft(facts: TokenFacts) -> np.ndarray | None:
+    """Cache-Craft eq. 14: the most contextualised tokens first; nothing to say where no chunk stood before at birth."""
+    return facts.token_inter
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
-    """EPIC's choice: a chunk's first tokens, which at birth took the role of an attention sink."""
-    return np.arange(facts.tokens)
+    """EPIC's choice: a chunk's first tokens, which at birth took the role of an attention sink.
+
+    >>> leading(TokenFacts(4, seed=0)).tolist()
+    [1.0, 0.75, 0.5, 0.25]
+    """
+    return np.arange(facts.tokens, 0, -1) / facts.tokens
 
 
 def random(facts: TokenFacts) -> np.ndarray:
-    """The RANDOM-RECOMP baseline of Cache-Craft §5.1.3: any order."""
-    return np.random.default_rng(facts.seed).permutation(facts.tokens)
+    """The RANDOM-RECOMP baseline of Cache-Craft §5.1.4: any order."""
+    return np.random.default_rng(facts.seed).random(facts.tokens)
 
 
-SELECTORS: Mapping[str, Selector] = MappingProxyType({"craft": craft, "leading": leading, "random": random})
+def scouted(facts: TokenFacts) -> np.ndarray | None:
+    """What the scout saw most of, and nothing else; CacheBlend's choice when it looks at values (§4.3 there)."""
+    return facts.scouted
+
+
+def question(facts: TokenFacts) -> np.ndarray:
+    """Half what the chunk looked at when it was born, half what the question looks at now.
+
+    The sum of a token's share of its chunk's inter attention (of eq. 14; its first tokens where nothing stood before
+    it) and of the question's attention, both 1 on average, the latter counted half. Either alone fails on some
+    questions: docs/fidelity.md.
+
+    >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.5, 0.1, 0.1]), scouted=np.array([0, 0, 5.0, 0.1]))
+    >>> select([facts], [2], SELECTORS["question"])[0].tolist()
+    [0, 2]
+    """
+    inter = facts.token_inter if facts.token_inter is not None else leading(facts)
+    scores = inter / max(float(inter.mean()), 1e-12)
+    return scores if facts.scouted is None else scores + QUESTION_WEIGHT * facts.scouted
+
+
+SELECTORS: Mapping[str, Selector] = MappingProxyType(
+    {
+        "craft": Selector(craft),
+        "leading": Selector(leading),
+        "random": Selector(random),
+        "value_deviation": Selector(scouted, scout="values"),
+        "question": Selector(question, scout="question"),
+    }
+)
 
 
 def selector_named(name: str) -> Selector:
@@ -68,10 +112,52 @@ def selector_named(name: str) -> Selector:
         raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(sorted(SELECTORS))}") from None
 
 
-def select(facts: TokenFacts, budget: int, selector: Selector) -> np.ndarray:
-    """The `budget` best-ranked tokens, ascending (int64), each at most once.
+def select(
+    facts: Sequence[TokenFacts],
+    budgets: Sequence[int],
+    selector: Selector,
+    *,
+    sharing: Sharing = "chunk",
+    done: Sequence[frozenset[int]] = (),
+) -> list[np.ndarray]:
+    """The tokens to recompute of each reused chunk, ascending (int64).
 
-    >>> select(TokenFacts(4, np.array([0.0, 0.3, 0.1, 0.9], dtype=np.float32), seed=0), 2, craft).tolist()
-    [1, 3]
+    Args:
+        facts, budgets: for each chunk, what is known of it and how many of its tokens are to be recomputed.
+        sharing: "chunk" keeps to each chunk's budget. "shared" puts the budgets together and spends them on the best
+            tokens of all chunks; a chunk's scores count in proportion to its budget per token (for eq. 14's budgets:
+            to its CFO), so a chunk that needs no fixing gets none. Chunks of which the selector has nothing to say
+            keep their own.
+        done: for each chunk, tokens that are not to be chosen.
+
+    >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
+    >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]
+    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["craft"])]
+    [[1], [2]]
+    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["craft"], sharing="shared")]
+    [[], [0, 2]]
     """
-    return np.sort(selector(facts)[: max(0, min(budget, facts.tokens))]).astype(np.int64)
+    chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)
+    pool: list[tuple[int, np.ndarray]] = []
+    for index, (known, budget) in enumerate(zip(facts, budgets, strict=True)):
+        if budget <= 0:
+            continue
+        scores = selector.score(known)
+        own = leading(known) if scores is None else scores.astype(np.float64)
+        own[sorted(done[index]) if done else []] = -np.inf
+        if scores is None or sharing == "chunk":
+            chosen[index] = _best(own, budget)
+        else:
+            pool.append((index, own * (budget / known.tokens)))
+    if pool:
+        best = _best(np.concatenate([scores for _, scores in pool]), sum(budgets[index] for index, _ in pool))
+        edges = np.cumsum([0, *(len(scores) for _, scores in pool)])
+        for (index, _), start, stop in zip(pool, edges, edges[1:], strict=False):
+            chosen[index] = best[(best >= start) & (best < stop)] - start
+    return chosen
+
+
+def _best(scores: np.ndarray, budget: int) -> np.ndarray:
+    """Indices of the `budget` highest scores, ascending; -inf is never chosen."""
+    order = np.argsort(-scores, kind="stable")[:budget]
+    return np.sort(order[scores[order] > -np.inf]).astype(np.int64)

@@ -34,12 +34,13 @@ class RowBlock:
     hidden: Tensor | None = None
 
 
-def row_blocks(positions: Tensor, *, window: int | None = None) -> tuple[RowBlock, ...]:
+def row_blocks(positions: Tensor, *, window: int | None = None, absent: Tensor | None = None) -> tuple[RowBlock, ...]:
     """Cut sorted rows into blocks and prepare their masks, once per pass and shared by all its layers.
 
     Args:
         positions: int64 `[rows]`, ascending, without repeats.
         window: a row sees at most this many keys, its own included; None = all before it.
+        absent: int64, keys that no row sees; None = all are there.
 
     >>> [(b.start, b.stop, b.last_key, b.mask is None) for b in row_blocks(torch.tensor([4]))]
     [(0, 1, 5, True)]
@@ -52,7 +53,7 @@ def row_blocks(positions: Tensor, *, window: int | None = None) -> tuple[RowBloc
         stop = min(start + BLOCK_ROWS, len(positions))
         lowest, highest = int(edges[start]), int(edges[stop - 1])
         first = 0 if window is None else max(0, lowest - window + 1)
-        if stop - start == 1:  # a decode step: everything in reach is visible
+        if stop - start == 1 and absent is None:  # a decode step: everything in reach is visible
             blocks.append(RowBlock(start, stop, first, highest + 1))
             continue
         keys = torch.arange(first, highest + 1, device=positions.device)[None, :]
@@ -60,7 +61,9 @@ def row_blocks(positions: Tensor, *, window: int | None = None) -> tuple[RowBloc
         mask = keys <= own
         if window is not None:
             mask &= keys > own - window
-        masked_from = lowest + 1 if window is None else first
+        if absent is not None:
+            mask &= ~torch.isin(keys, absent)
+        masked_from = lowest + 1 if window is None and absent is None else first
         hidden = ~mask[:, masked_from - first :]
         blocks.append(RowBlock(start, stop, first, highest + 1, mask, masked_from, hidden))
     return tuple(blocks)
@@ -158,6 +161,23 @@ def attention_mass(
         member = (keys >= bounds[None, :-1]) & (keys < bounds[None, 1:])  # [keys in span, segments]
         mass[rows] = weights @ member.to(weights.dtype)
     return mass
+
+
+def attention_received(
+    q: Tensor, k: Tensor, blocks: tuple[RowBlock, ...], *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """How much attention all rows together give to each key, averaged over heads; arguments as in `attention`.
+
+    Returns:
+        float32 `[keys]`.
+    """
+    queries, heads = _grouped(q, k.shape[1]), q.shape[1]
+    received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
+    for block in blocks:
+        span = slice(block.first_key, block.last_key)
+        scores = _scores(queries[:, :, block.start : block.stop], k[span], block, scale=scale, softcap=softcap)
+        received[span] += scores.softmax(-1, dtype=torch.float32).sum((0, 1)) / heads
+    return received
 
 
 def _scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:

@@ -154,7 +154,7 @@ def test_another_question_over_the_same_chunks_is_exact_too(engine: Engine) -> N
 
 def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
     ask(engine)
-    moved = ask(engine, [FRIDGE, KETTLE])
+    moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(sharing="chunk", selector="craft"))
     assert set(outcomes(moved).values()) == {"reused"}
     assert 0 < moved.stats.tokens_recomputed < 0.3 * moved.stats.tokens_prompt
     for chunk in moved.stats.chunks:

@@ -19,13 +19,14 @@ FOLDERS = {
 # `retrievers` live on floors of their own and are listed one by one.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "bridge", "closing", "markup", "throttle", "kernels"}),
-    frozenset({"database", "documents", "chunking", "prompt", "scoring"})
+    frozenset({"database", "documents", "chunking", "prompt", "scoring", "drift"})
     | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"}),
     frozenset({"config", "catalog", "tiers", "births"})
     | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),
     frozenset({"store", "models", "planner", "decode", "retrievers.faiss_store", "retrievers.embeddings"}),
     frozenset({"prefill", "birthing", "retrievers.indexer"}),
-    frozenset({"loading", "selfcheck"}),
+    frozenset({"scouting", "selfcheck"}),
+    frozenset({"loading", "request"}),
     frozenset({"engine"}),
     frozenset({"priming"}),
     frozenset({"rag"}),

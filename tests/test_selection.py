@@ -13,12 +13,21 @@ from cachecraft_rag.selection import SELECTORS, TokenFacts, select, selector_nam
 SCORES = st.lists(st.floats(0, 10, width=32), min_size=1, max_size=60)
 
 
-@given(SCORES, st.integers(-2, 80), st.sampled_from(sorted(SELECTORS)), st.booleans())
+def chosen_of(facts: TokenFacts, budget: int, name: str) -> list[int]:
+    return select([facts], [budget], selector_named(name))[0].tolist()
+
+
+def facts_of(scores: list[float], *, seed: int = 0) -> TokenFacts:
+    return TokenFacts(len(scores), seed, token_inter=np.array(scores, dtype=np.float32))
+
+
+@given(SCORES, st.integers(-2, 80), st.sampled_from(sorted(SELECTORS)), st.booleans(), st.booleans())
 def test_a_selection_is_ascending_distinct_and_of_the_budgets_size(
-    scores: list[float], budget: int, name: str, known: bool
+    scores: list[float], budget: int, name: str, known: bool, seen: bool
 ) -> None:
-    facts = TokenFacts(len(scores), np.array(scores, dtype=np.float32) if known else None, seed=3)
-    chosen = select(facts, budget, selector_named(name))
+    array = np.array(scores, dtype=np.float32)
+    facts = TokenFacts(len(scores), 3, token_inter=array if known else None, scouted=array[::-1] if seen else None)
+    chosen = select([facts], [budget], selector_named(name))[0]
     assert len(chosen) == max(0, min(budget, len(scores)))
     assert (np.diff(chosen) > 0).all()
     assert chosen.dtype == np.int64
@@ -27,30 +36,54 @@ def test_a_selection_is_ascending_distinct_and_of_the_budgets_size(
 
 @given(SCORES)
 def test_craft_takes_no_token_before_a_more_contextual_one(scores: list[float]) -> None:
-    facts = TokenFacts(len(scores), np.array(scores, dtype=np.float32), seed=0)
     for budget in range(len(scores)):
-        chosen = set(select(facts, budget, SELECTORS["craft"]).tolist())
+        chosen = set(chosen_of(facts_of(scores), budget, "craft"))
         left = set(range(len(scores))) - chosen
         assert not chosen or min(scores[t] for t in chosen) >= max(scores[t] for t in left)
 
 
+@given(st.lists(SCORES, min_size=1, max_size=5), st.floats(0, 1), st.sampled_from(sorted(SELECTORS)))
+def test_sharing_spends_the_same_budget(chunks: list[list[float]], ratio: float, name: str) -> None:
+    facts = [facts_of(scores, seed=place) for place, scores in enumerate(chunks)]
+    budgets = [int(ratio * len(scores)) for scores in chunks]
+    shared = select(facts, budgets, selector_named(name), sharing="shared")
+    assert sum(map(len, shared)) == sum(budgets)
+    for chosen, budget in zip(shared, budgets, strict=True):
+        assert len(chosen) == 0 or budget > 0  # a chunk that needs no fixing gets none
+
+
+def test_what_is_done_is_not_chosen_again() -> None:
+    facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4])]
+    done = [frozenset({0, 1}), frozenset({0})]
+    own = select(facts, [1, 1], SELECTORS["craft"], done=done)
+    assert [chosen.tolist() for chosen in own] == [[2], [1]]
+    shared = select(facts, [2, 1], SELECTORS["craft"], sharing="shared", done=done)  # both budgets are half a chunk
+    assert [chosen.tolist() for chosen in shared] == [[2, 3], [1]]
+
+
 def test_ties_go_to_the_earlier_token() -> None:
-    facts = TokenFacts(4, np.ones(4, dtype=np.float32), seed=0)
-    assert select(facts, 2, SELECTORS["craft"]).tolist() == [0, 1]
+    assert chosen_of(facts_of([1.0] * 4), 2, "craft") == [0, 1]
 
 
 def test_without_scores_craft_takes_the_leading_tokens() -> None:
-    facts = TokenFacts(10, None, seed=0)
-    assert select(facts, 3, SELECTORS["craft"]).tolist() == [0, 1, 2]
-    assert select(facts, 3, SELECTORS["leading"]).tolist() == [0, 1, 2]
+    assert chosen_of(TokenFacts(10, 0), 3, "craft") == [0, 1, 2]
+    assert chosen_of(TokenFacts(10, 0), 3, "leading") == [0, 1, 2]
+    assert chosen_of(TokenFacts(10, 0), 3, "question") == [0, 1, 2]
+
+
+def test_the_question_and_the_birth_both_count() -> None:
+    inter, seen = np.array([4, 0, 0, 0], dtype=np.float32), np.array([0, 0, 0, 4], dtype=np.float32)
+    facts = TokenFacts(4, 0, token_inter=inter, scouted=seen)
+    assert chosen_of(facts, 2, "question") == [0, 3]
+    assert chosen_of(facts, 1, "value_deviation") == [3]
 
 
 def test_random_is_the_same_in_every_run_and_another_for_each_chunk() -> None:
-    draws = [tuple(select(TokenFacts(100, None, seed=seed), 20, SELECTORS["random"])) for seed in (1, 1, 2)]
+    draws = [tuple(chosen_of(TokenFacts(100, seed), 20, "random")) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
     assert draws[0] != tuple(range(20))
 
 
 def test_an_unknown_selector_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'best'; choose one of craft, leading, random"):
+    with pytest.raises(ConfigError, match="'best'; choose one of craft, leading, "):
         selector_named("best")

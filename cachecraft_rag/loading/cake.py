@@ -15,13 +15,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 
 from cachecraft_rag.config import Loading
+from cachecraft_rag.drift import Drift, Stale
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.loading.balance import preload_depth, tokens_to_compute
 from cachecraft_rag.loading.speeds import ComputeSpeed
 from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillOutput, Reused
+from cachecraft_rag.scouting import Scout
 
 _PIECE = 256  # most tokens of a front piece: what is decided is decided for so long
 _PROBE = 64  # tokens of the first piece on a machine that has measured nothing yet
@@ -43,6 +46,9 @@ class TwoEnds:
         turn: held for each pass and never while nothing is computed, but for a layer that is late.
         loading: "cake"; "layerwise": nothing is taken from the tail unless it is lost; "whole": nor is anything
             computed before all of it is there.
+        chunks: the positions of each reused chunk by its segment, and `drift` how far those that are not computed
+            follow those that are.
+        scout: chooses the recomputed rows anew before the last pass.
     """
 
     def __init__(
@@ -55,9 +61,15 @@ class TwoEnds:
         speed: ComputeSpeed,
         turn: AbstractContextManager[None],
         loading: Loading = "cake",
+        chunks: Mapping[int, range] = MappingProxyType({}),
+        drift: float = 0.0,
+        scout: Scout | None = None,
     ) -> None:
         self._passes, self._rows, self._reused = passes, dict(rows), list(reused)
         self._tail, self._speed, self._turn, self._loading = tail, speed, turn, loading
+        self._chunks, self._drift, self._scout = dict(chunks), drift, scout
+        self._done: dict[int, int] = {}  # like `_rows`, of what earlier passes have computed
+        self._scouting = False
         self._monitor: FocusMonitor | None = None
         self.waited_s = 0.0  # for what was late
 
@@ -130,23 +142,42 @@ class TwoEnds:
         rows = sorted({*taken, *(position for position in self._rows if position < edge)})
         here = [reused for reused in self._reused if reused.start < edge]
         self._reused = self._reused[len(here) :]
+        self._rows.update(dict.fromkeys(taken, -1))
         started = time.perf_counter()
-        self._passes.compute(rows, _Piece(AtHand(here), self._tail, edge))
+        self._passes.compute(rows, _Piece(AtHand(here), self._tail, edge), drift=self._correction(edge))
         self._speed.measured(self._speed.rows(rows), time.perf_counter() - started)
-        for position in rows:
-            self._rows.pop(position, None)
+        self._done.update((position, self._rows.pop(position)) for position in rows)
 
     def _last_pass(self, taken: list[int]) -> PrefillOutput:
         self._note_holes()
         self._rows.update(dict.fromkeys(taken, -1))
-        rows = sorted(self._rows)
         supply = _LastPiece(AtHand(self._reused), self._tail, self)
+        if self._scout is not None:
+            self._scouting = True
+            self._rows = self._scout.look(self._passes, supply, self._rows, self._done)
+            self._scouting = False
+        rows = sorted(self._rows)
         waited, started = self.waited_s, time.perf_counter()
-        output = self._passes.finish(rows, supply, owners=self._rows, monitor=self._monitor)
+        drift = self._correction(math.inf)
+        output = self._passes.finish(rows, supply, owners=self._rows, monitor=self._monitor, drift=drift)
         spent = time.perf_counter() - started - (self.waited_s - waited)
         if not supply.joined and (self._monitor is None or self._monitor.focused is None):
             self._speed.measured(self._speed.rows(rows), spent)
         return output
+
+    def _correction(self, edge: float) -> Drift | None:
+        """How the pass that ends at `edge` corrects the chunks before it, each once: in the pass that ends it."""
+        chunks = {segment: span for segment, span in self._chunks.items() if span.stop <= edge}
+        for segment in chunks:
+            del self._chunks[segment]
+        if not chunks or not self._drift:
+            return None
+        stale = [
+            Stale(segment, span.start, [p for p in span if p not in self._rows and p not in self._done])
+            for segment, span in chunks.items()
+        ]
+        merged = self._passes.merged
+        return Drift(stale, self._rows, strength=self._drift, cos=merged.cos, sin=merged.sin)
 
     def late(self, layer: int) -> list[int]:
         """Wait until `layer` is there; returns what had better be computed instead, or has to be."""
@@ -168,7 +199,9 @@ class TwoEnds:
         return rows
 
     def _is_running(self, position: int) -> bool:
-        """Whether the pass has a row there: not one that early termination has dropped."""
+        """Whether the pass has a row there: not one that early termination has dropped, nor any while scouting."""
+        if self._scouting:
+            return False
         owner = self._rows.get(position)
         focused = self._monitor.focused if self._monitor is not None else None
         return owner is not None and (owner < 0 or focused is None or owner - 1 in focused)

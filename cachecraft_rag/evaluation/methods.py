@@ -1,0 +1,70 @@
+"""The methods that are compared: the papers' baselines, later work's and our own, each a plan through the same engine.
+
+`METHODS` is the one registry; a new method is an entry there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+from cachecraft_rag.config import ReuseConfig
+from cachecraft_rag.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to answer.
+
+    name         in tables, and of `cachecraft eval --methods`
+    source       where it comes from
+    config       recompute ratio r → settings of the engine; methods without a ratio are given 0.0
+    takes_ratio  whether r means anything to it; it is then run at each r
+    compression  the prompt is shortened to the share r of its chunks' tokens first, by this compressor, and then
+                 computed in full
+    """
+
+    name: str
+    source: str
+    config: Callable[[float], ReuseConfig]
+    takes_ratio: bool = False
+    compression: Literal["mapreduce", "lingua2"] | None = None
+
+
+def _selected(selector: str, ratio: float) -> ReuseConfig:
+    return ReuseConfig(births=False, sharing="chunk", drift=0.0, selector=selector, recompute_ratio=ratio)
+
+
+def _fixed(config: ReuseConfig) -> Callable[[float], ReuseConfig]:
+    return lambda _: config
+
+
+_FULL = ReuseConfig(births=False, reuse=False)
+_CRAFT = "Cache-Craft §5.1.4"
+
+_ALL = (
+    Method("full_recompute", _CRAFT, _fixed(_FULL)),
+    Method("prefix_cache", _CRAFT, _fixed(ReuseConfig(births=False, scope="prefix"))),
+    Method("set_cache", _CRAFT, _fixed(ReuseConfig(births=False, scope="set", drift=0.0))),
+    Method("full_cache", _CRAFT, partial(_selected, "craft")),
+    Method("random", _CRAFT, partial(_selected, "random"), takes_ratio=True),
+    Method("craft", "Cache-Craft eq. 14", partial(_selected, "craft"), takes_ratio=True),
+    Method("leading", "EPIC", partial(_selected, "leading"), takes_ratio=True),
+    Method("value_deviation", "CacheBlend §4.3", partial(_selected, "value_deviation"), takes_ratio=True),
+    Method("default", "this package", lambda r: ReuseConfig(births=False, recompute_ratio=r), takes_ratio=True),
+    Method("mapreduce", _CRAFT, _fixed(_FULL), takes_ratio=True, compression="mapreduce"),
+    Method("lingua2", _CRAFT, _fixed(_FULL), takes_ratio=True, compression="lingua2"),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
+
+
+def methods_named(names: Sequence[str]) -> list[Method]:
+    """The methods of these names, in the given order, each once; ConfigError lists the known ones."""
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ConfigError(f"unknown method {', '.join(unknown)}; choose among {', '.join(METHODS)}")
+    return [METHODS[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,122 @@
+"""One request on its way through the engine: what was asked, what has been gathered, and what it tells in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.focus import FocusMonitor
+from cachecraft_rag.planner import Plan, with_selection
+from cachecraft_rag.prompt import Prompt
+from cachecraft_rag.scouting import SCOUTS, Scout
+from cachecraft_rag.selection import selector_named
+from cachecraft_rag.stats import ChunkStats, Finish, RequestStats
+from cachecraft_rag.tiers.layout import StoredVariant
+from cachecraft_rag.types import LoadedVariant, TierName
+
+
+@dataclass
+class Request:
+    """What one request was asked and what it has gathered so far."""
+
+    prompt: Prompt
+    config: ReuseConfig
+    sampling: SamplingParams
+    session: str | None
+    started: float
+    planned_s: float = 0.0
+    waited_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    plan: Plan = field(default_factory=lambda: Plan(()))
+    token_inter: dict[str, np.ndarray | None] = field(default_factory=dict)
+    loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
+    stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
+    tiers: dict[str, TierName] = field(default_factory=dict)  # variant id → where it came from
+    row_layers: int = 0
+    focus_layer: int | None = None
+    tokens: list[int] = field(default_factory=list)  # of the answer, with the one that ended it
+    generated: int = 0
+    finish: Finish | None = None
+
+    def clock(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self.started
+
+
+def monitor_of(request: Request) -> FocusMonitor | None:
+    """Early termination for this request, where it is on and there is something to end."""
+    if request.config.focus == "off" or not any(planned.recompute for planned in request.plan.segments):
+        return None
+    chunks = len(request.prompt.segments) - 2
+    return FocusMonitor(chunks, rule=request.config.focus, window=request.config.focus_window)
+
+
+def reused_segments(plan: Plan) -> list[int]:
+    """The segments that are moved and partly recomputed."""
+    return [index for index, planned in enumerate(plan.segments) if planned.outcome == "reused"]
+
+
+def scout_of(request: Request) -> Scout | None:
+    """What looks at the prompt before the last pass, where the selector wants that and there is something to choose."""
+    kind = selector_named(request.config.selector).scout
+    if kind is None or not any(planned.recompute for planned in request.plan.segments):
+        return None
+    return SCOUTS[kind](
+        request.plan,
+        request.prompt.bounds,
+        lambda seen, recomputed, gone: with_selection(
+            request.plan, request.token_inter, request.config, scouted=seen, recomputed=recomputed, gone=gone
+        ),
+    )
+
+
+def stats_of(request: Request, layers: int) -> RequestStats:
+    """The numbers of a request so far; `layers` of the model."""
+    plan = request.plan
+    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
+    recomputed = sum(len(planned.recompute) for planned in plan.segments)
+    taken = sum(planned.taken for planned in plan.segments)
+    kept = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None) - taken
+    total = sum(lengths)
+    return RequestStats(
+        ttft_s=request.first_token_s,
+        plan_s=request.planned_s,
+        load_s=request.waited_s,
+        prefill_s=max(0.0, request.first_token_s - request.planned_s - request.waited_s),
+        total_s=request.ended_s or request.clock(),
+        tokens_prompt=total,
+        tokens_reused=kept - recomputed,
+        tokens_recomputed=recomputed,
+        tokens_computed=total - kept,
+        tokens_generated=request.generated,
+        recompute_share=request.row_layers / (total * layers),
+        focus_layer=request.focus_layer,
+        finish=request.finish,
+        chunks=tuple(_chunk_stats(request)),
+    )
+
+
+def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
+    for segment, planned in zip(request.prompt.segments, request.plan.segments, strict=False):
+        if segment.kind != "chunk":
+            continue
+        variant = planned.variant
+        yield ChunkStats(
+            chunk_id=segment.segment_id,
+            outcome=planned.outcome,
+            reason=planned.reason,
+            tokens=len(segment.token_ids),
+            recomputed=len(planned.recompute),
+            computed=len(segment.token_ids) if variant is None else planned.taken,
+            cfo=planned.cfo,
+            beta_prime=planned.adjusted,
+            variant_id=variant.variant_id if variant is not None else None,
+            tier=request.tiers.get(variant.variant_id) if variant is not None else None,
+        )
+    for chunk_id in request.prompt.trimmed:
+        yield ChunkStats(chunk_id, "trimmed", "the prompt was full: chunks are left out from the last-ranked on")

@@ -1,0 +1,157 @@
+"""Scouts: a first look with a few rows or a few layers, for selectors that choose by what the prompt at hand shows.
+
+A scout runs just before the last pass, over the chunk-caches as they are stored. Its time is part of TTFT. Until then
+the request goes by a choice made without it, so that loading and computing can begin; what the front has computed by
+then stays computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cachecraft_rag.births import AttentionSettings
+from cachecraft_rag.kernels.attention import attention_received, row_blocks
+from cachecraft_rag.planner import Plan
+from cachecraft_rag.prefill import MergedKV, PartialPrefill, Supply
+
+QUESTION_ROWS = 64  # most rows of a scout: a long conversation is not read twice
+_VALUE_LAYER = 1  # the first layer whose values depend on other tokens
+
+Tokens = Mapping[int, frozenset[int]]  # segment → offsets
+Choose = Callable[[Mapping[int, np.ndarray], Tokens, Tokens], Plan]
+
+
+class Scout(ABC):
+    """Looks once, and plans anew by what it saw.
+
+    Args:
+        plan: what was planned without it.
+        bounds: `[segments + 1]` of the prompt.
+        choose: makes the new plan from what was seen of each reused segment (float32 `[tokens]`), what of it is
+            recomputed already and what is computed for another reason.
+    """
+
+    def __init__(self, plan: Plan, bounds: Sequence[int], choose: Choose) -> None:
+        self.plan, self._bounds, self._choose = plan, bounds, choose
+
+    def look(
+        self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Look, and choose.
+
+        Args:
+            rows: position → owner (see `TwoEnds`) of what the last pass would compute.
+            done: the same of what earlier passes have computed.
+
+        Returns:
+            `rows` with the recomputed tokens chosen anew.
+        """
+        seen = self._see(passes, supply, rows, done).cpu().numpy()
+        spans = {
+            index: (self._bounds[index], self._bounds[index + 1])
+            for index, planned in enumerate(self.plan.segments)
+            if planned.outcome == "reused"
+        }
+        recomputed = {i: _offsets(span, done, lambda owner: owner >= 0) for i, span in spans.items()}
+        gone = {i: _offsets(span, {**rows, **done}, lambda owner: owner < 0) for i, span in spans.items()}
+        mean = max(float(np.concatenate([seen[start:stop] for start, stop in spans.values()]).mean()), 1e-30)
+        self.plan = self._choose({i: seen[start:stop] / mean for i, (start, stop) in spans.items()}, recomputed, gone)
+        kept = {position: owner for position, owner in rows.items() if owner < 0}
+        for index, (start, _) in spans.items():
+            fresh = set(self.plan.segments[index].recompute) - recomputed[index]
+            kept.update((start + offset, index) for offset in fresh)
+        return kept
+
+    @abstractmethod
+    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
+        """float32 `[positions]`: more = sooner recomputed."""
+
+
+class QuestionScout(Scout):
+    """Sees how much the question looks at each token in the middle layers.
+
+    Only the question's last rows run, and only up to those layers. Chunks still to be computed are hidden from them.
+    The middle: a question's first layers look at what stands near, its last ones at what they are about to say.
+    """
+
+    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
+        stop = self._bounds[-1]
+        first = max(self._bounds[-2], stop - QUESTION_ROWS)
+        absent = sorted(position for position, owner in rows.items() if owner < 0 and position < first)
+        layers = passes.layers
+        watcher = _Attention(range(int(0.4 * layers), max(int(0.6 * layers), 1)), torch.arange(first, stop), absent)
+        passes.look(range(first, stop), supply, layers=watcher.layers.stop, watcher=watcher, absent=absent)
+        assert watcher.received is not None, "the range of layers is never empty"
+        return watcher.received
+
+
+class _Attention:
+    """Adds up the attention that the rows give to each key in some layers."""
+
+    def __init__(self, layers: range, positions: Tensor, absent: Sequence[int]) -> None:
+        self.layers, self._positions, self._absent = layers, positions, absent
+        self.received: Tensor | None = None
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
+        """See `prefill.Watcher`."""
+        if layer not in self.layers:
+            return
+        hidden = torch.tensor(self._absent, device=q.device) if self._absent else None
+        blocks = row_blocks(self._positions.to(q.device), window=settings.window, absent=hidden)
+        received = attention_received(q, k, blocks, scale=settings.scale, softcap=settings.softcap)
+        self.received = received if self.received is None else self.received + received
+
+
+class ValueScout(Scout):
+    """Sees how far each token's value moves in the first layer where it can (CacheBlend §4.3).
+
+    All tokens that are not yet computed run through two layers.
+    """
+
+    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
+        exact = {
+            position
+            for index, planned in enumerate(self.plan.segments)
+            if planned.outcome == "exact"
+            for position in range(self._bounds[index], self._bounds[index + 1])
+        }
+        positions = [p for p in range(self._bounds[-1]) if p not in done and (p not in exact or p in rows)]
+        remembered = _Remembered(supply)
+        passes.look(positions, remembered, layers=_VALUE_LAYER + 1, watcher=_Blind())
+        moved = passes.merged.kv[_VALUE_LAYER, 1].float() - remembered.values.float()
+        return moved.square().sum((1, 2))
+
+
+class _Blind:
+    """Watches nothing."""
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
+        """See `prefill.Watcher`."""
+
+
+class _Remembered:
+    """A supply that remembers one layer's values as they were placed, before anything was computed over them."""
+
+    def __init__(self, supply: Supply) -> None:
+        self._supply = supply
+        self.values = torch.empty(0)
+
+    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+        """See `prefill.Supply`."""
+        late = self._supply.place(layer, merged)
+        if layer == _VALUE_LAYER:
+            self.values = merged.kv[layer, 1].clone()
+        return late
+
+
+SCOUTS: Mapping[str, type[Scout]] = {"question": QuestionScout, "values": ValueScout}
+
+
+def _offsets(span: tuple[int, int], rows: Mapping[int, int], wanted: Callable[[int], bool]) -> frozenset[int]:
+    start, stop = span
+    return frozenset(p - start for p in range(start, stop) if (owner := rows.get(p)) is not None and wanted(owner))
