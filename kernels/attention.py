@@ -1,4 +1,5 @@
-"""Attention of scattered rows over a merged K/V buffer, and the attention mass each row gives to each segment.
+"""Attention of scattered rows over a merged K/V buffer; the attention mass each row gives to each segment, and what
+each key receives.
 
 The rows of a partial prefill are a sorted subset of the prompt's positions. A row sees the keys at or before its own
 position (and, in a sliding-window layer, none further back than the window). FlashAttention's `causal=True` is
@@ -7,6 +8,7 @@ aligned to the bottom right and is wrong for such rows, so the mask is by positi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -149,18 +151,66 @@ def attention_mass(
     Returns:
         float32 `[rows, segments]`.
     """
-    queries, heads = _grouped(q, k.shape[1]), q.shape[1]
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
+    for block, weights in _mean_weights(q, k, blocks, positions, scale=scale, softcap=softcap):
+        mass[block.start : block.stop] = _by_segment(weights, block, bounds)
+    return mass
+
+
+def attention_sums(
+    q: Tensor,
+    k: Tensor,
+    blocks: tuple[RowBlock, ...],
+    positions: Tensor,
+    bounds: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_mass`, and from the same weights what each key receives from the rows together.
+
+    The second is H2O's accumulated attention (its §4), from these rows only and without what a row gives itself.
+
+    Args:
+        q, k, blocks, positions, bounds, scale, softcap: as in `attention_mass`.
+
+    Returns:
+        float32 `[rows, segments]` and float32 `[keys]`.
+
+    >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
+    >>> mass, received = attention_sums(q, k, row_blocks(rows), rows, torch.tensor([0, 3]), scale=1.0)
+    >>> [round(float(row), 3) for row in mass[:, 0]], [round(float(key), 3) for key in received]  # 1/2 + 1/3, 1/3, 0
+    ([0.0, 0.5, 0.667], [0.833, 0.333, 0.0])
+    """
+    mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
+    received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
+    for block, weights in _mean_weights(q, k, blocks, positions, scale=scale, softcap=softcap):
+        mass[block.start : block.stop] = _by_segment(weights, block, bounds)
+        received[block.first_key : block.last_key] += weights.sum(0)
+    return mass, received
+
+
+def _mean_weights(
+    q: Tensor, k: Tensor, blocks: tuple[RowBlock, ...], positions: Tensor, *, scale: float, softcap: float | None
+) -> Iterator[tuple[RowBlock, Tensor]]:
+    """Each block's weights, averaged over heads and 0 at a row's own position: float32 `[rows of the block, keys in
+    span]`.
+    """
+    queries, heads = _grouped(q, k.shape[1]), q.shape[1]
     for block in blocks:
         rows = slice(block.start, block.stop)
         scores = _scores(queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap)
         weights = scores.softmax(-1, dtype=torch.float32)
-        weights = weights.view(heads, block.stop - block.start, -1).mean(0)  # [rows of the block, keys in span]
+        weights = weights.view(heads, block.stop - block.start, -1).mean(0)
         weights.scatter_(1, (positions[rows] - block.first_key)[:, None], 0.0)
-        keys = torch.arange(block.first_key, block.last_key, device=q.device)[:, None]
-        member = (keys >= bounds[None, :-1]) & (keys < bounds[None, 1:])  # [keys in span, segments]
-        mass[rows] = weights @ member.to(weights.dtype)
-    return mass
+        yield block, weights
+
+
+def _by_segment(weights: Tensor, block: RowBlock, bounds: Tensor) -> Tensor:
+    """A block's weights added up over the keys of each segment: `[rows of the block, segments]`."""
+    keys = torch.arange(block.first_key, block.last_key, device=weights.device)[:, None]
+    member = (keys >= bounds[None, :-1]) & (keys < bounds[None, 1:])  # [keys in span, segments]
+    return weights @ member.to(weights.dtype)
 
 
 def attention_received(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import BLOCK_ROWS, attention, attention_mass, row_blocks
+from cachecraft_rag.kernels.attention import BLOCK_ROWS, attention, attention_mass, attention_sums, row_blocks
 from cachecraft_rag.kernels.gather import place, scatter_rows
 from cachecraft_rag.kernels.rope import rotate
 
@@ -172,6 +172,20 @@ def test_mass_is_the_mean_over_heads_without_the_own_position(name: str, dtype: 
     expected = torch.stack([shares[:, a:b].sum(1) for a, b in pairwise(bounds)], dim=1)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), expected, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_received_is_the_sum_over_rows_beside_the_same_mass(name: str, dtype: torch.dtype) -> None:
+    q, k, _, positions, how = tensors(CASES[name], dtype)
+    window, bounds = CASES[name].get("window"), torch.tensor([4, 20, k.shape[0]])
+    blocks = row_blocks(positions, window=window)
+    mass, received = attention_sums(q, k, blocks, positions, bounds, **how)
+    assert torch.equal(mass, attention_mass(q, k, blocks, positions, bounds, **how))
+    shares = probabilities(q, k, positions, window=window, **how).mean(0)
+    shares[torch.arange(len(positions)), positions] = 0.0
+    assert received.dtype == torch.float32
+    assert torch.allclose(received.double(), shares.sum(0), atol=len(positions) ** 0.5 * TOLERANCE[dtype])
 
 
 def test_mass_over_everything_is_one_less_the_own_position() -> None:
