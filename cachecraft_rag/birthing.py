@@ -141,7 +141,7 @@ class BirthQueue:
                 layout=self._layout,
                 tokens_digest=context.segments[birth.segment].tokens_digest,
                 kv=birth.kv.cpu(),
-                token_inter=found.token_inter,
+                token_scores=found.token_scores,
                 inter=found.inter,
                 intra=found.intra,
                 cci=found.cci,

@@ -1,7 +1,7 @@
 """Births: chunks computed afresh, recorded during a pass and described after it.
 
 What is stored of a birth is its raw keys and values; what the planner later needs of it are its attention statistics
-(eq. 3, 4, 9–11 and the token scores of eq. 14). Those need attention weights, which fast attention kernels never
+(eq. 3, 4, 9–11, the token scores of eq. 14 and H2O's). Those need attention weights, which fast attention kernels never
 form. So the pass keeps the born chunks' queries, and a `BirthDescriber` computes the statistics once the answer is out.
 Rejected: explicit softmax inside the pass.
 """
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import attention_mass, row_blocks
+from cachecraft_rag.kernels.attention import attention_sums, row_blocks
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.scoring import context_impact
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types import KVLayout, TokenScores
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class BirthRecorder:
 
 @dataclass(frozen=True)
 class BirthStatistics:
-    """As in `types.Variant` and `types.Birth`; `token_inter` is None when no chunk stood before."""
+    """As in `types.Variant` and `types.Birth`."""
 
     inter: tuple[float, ...]
     intra: float
     cci: float
-    token_inter: np.ndarray | None
+    token_scores: TokenScores
 
 
 class BirthDescriber:
@@ -139,21 +139,24 @@ class BirthDescriber:
         self._edges = torch.tensor(edges, device=device)
         self._positions = torch.arange(birth.start, birth.stop, device=device)
         self._mass = torch.zeros(birth.stop - birth.start, birth.segment + 1, device=device)
+        self._received = torch.zeros(birth.stop, device=device)
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:
         """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the birth's end."""
         use = self._settings[layer]
         blocks = row_blocks(self._positions, window=use.window)
-        self._mass += attention_mass(
+        mass, received = attention_sums(
             self._birth.queries[layer],
-            keys,
+            keys[: self._birth.stop],
             blocks,
             self._positions,
             self._edges,
             scale=use.scale,
             softcap=use.softcap,
         )
+        self._mass += mass
+        self._received += received
 
     def statistics(self) -> BirthStatistics:
         """The averages over the layers added (eq. 10) and what follows from them."""
@@ -165,5 +168,7 @@ class BirthDescriber:
         cci = context_impact(
             inter=prior.sum(0).tolist(), prefix_tokens=lengths, intra=intra, tokens=self._birth.stop - self._birth.start
         )
-        token_inter = prior.sum(1).astype(np.float32) if own > 1 else None
-        return BirthStatistics(tuple(mass[:, :own].sum(0).tolist()), intra, cci, token_inter)
+        self._received[: self._edges[0]] = 0.0  # sinks, in the system segment
+        received = self._received[self._birth.start :].cpu().numpy() / len(self._settings)
+        scores = TokenScores(prior.sum(1).astype(np.float32) if own > 1 else None, received)
+        return BirthStatistics(tuple(mass[:, :own].sum(0).tolist()), intra, cci, scores)

@@ -5,8 +5,8 @@ What makes it fit for its two hard duties:
 * *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
   and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
   every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a birth prefix
-  are packed to 16 bytes each and scores to float32. Equation 14's token scores, needed for winners only, live in a
-  table of their own.
+  are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
+  their own.
 * *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
   that may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal,
   before one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from cachecraft_rag.database import Database
-from cachecraft_rag.types import Variant, VariantKey
+from cachecraft_rag.types import TokenScores, Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
 
@@ -69,6 +69,16 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
              UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
              DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
     ),
+    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk born first
+    # lacks, and a process that still runs the version before would fail to insert.
+    (
+        "CREATE TABLE token_received (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
+        "DROP TRIGGER variant_removed",
+        """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
+             UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
+             DELETE FROM token_scores WHERE variant_id = old.variant_id;
+             DELETE FROM token_received WHERE variant_id = old.variant_id; END""",
+    ),
 )
 
 _COLUMNS = """v.chunk_id, v.variant_id, v.birth_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci,
@@ -83,6 +93,9 @@ _LOOKUP = f"""SELECT {_COLUMNS} FROM variants AS v
 _INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra,
     cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created)
     VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+_SCORES = """SELECT asked.value, i.scores, r.scores FROM json_each(?) AS asked
+    LEFT JOIN token_scores AS i ON i.variant_id = asked.value
+    LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
 _FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
 
@@ -184,6 +197,11 @@ def _variant(namespace: str, fingerprint: str, row: _Row) -> Variant:
     return Variant(key, variant_id, tokens, tokens_digest, scores, *rest)  # type: ignore[arg-type]  # 8 columns, in order
 
 
+def _unpacked(scores: bytes | None) -> np.ndarray | None:
+    """A copy, free to be changed."""
+    return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
+
+
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
@@ -213,14 +231,11 @@ class Catalog:
             found[row[0]].append(_variant(namespace, fingerprint, row))
         return found
 
-    def token_inter(self, variant_ids: Sequence[str]) -> dict[str, np.ndarray | None]:
-        """Equation 14's score of each token, float32 `[tokens]`; None where none was stored or the row is gone."""
-        found: dict[str, np.ndarray | None] = dict.fromkeys(variant_ids)
-        query = "SELECT variant_id, scores FROM token_scores WHERE variant_id IN (SELECT value FROM json_each(?))"
+    def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
+        """The token scores of each variant; without any where none were stored or the row is gone."""
         with self._db.reading() as connection:
-            for variant_id, scores in connection.execute(query, (json.dumps(list(found)),)):
-                found[variant_id] = np.frombuffer(scores, dtype="<f4").astype(np.float32)  # a copy, free to be changed
-        return found
+            rows = connection.execute(_SCORES, (json.dumps(list(variant_ids)),)).fetchall()
+        return {variant_id: TokenScores(_unpacked(inter), _unpacked(received)) for variant_id, inter, received in rows}
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of rows, the most worthy first."""
@@ -291,7 +306,7 @@ class Catalog:
         return victims
 
     def commit(
-        self, variant: Variant, token_scores: np.ndarray | None, *, file_bytes: int, writer: str, limits: Limits
+        self, variant: Variant, token_scores: TokenScores, *, file_bytes: int, writer: str, limits: Limits
     ) -> list[FileRef]:
         """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
 
@@ -303,9 +318,10 @@ class Catalog:
             frequency, *old = connection.execute(query, (variant.variant_id,)).fetchone() or (variant.reuse_frequency,)
             gone = _remove(connection, [FileRef(*old)] if old else [], writer)
             scope = _insert(connection, variant, file_bytes=file_bytes, frequency=frequency)
-            if token_scores is not None:
-                scores = np.ascontiguousarray(token_scores, dtype="<f4").tobytes()
-                connection.execute("INSERT INTO token_scores VALUES (?,?)", (variant.variant_id, scores))
+            for table, scores in (("token_scores", token_scores.inter), ("token_received", token_scores.received)):
+                if scores is not None:
+                    packed = np.ascontiguousarray(scores, dtype="<f4").tobytes()
+                    connection.execute(f"INSERT INTO {table} VALUES (?,?)", (variant.variant_id, packed))
             gone += _remove(connection, _crowd(connection, variant, scope, limits), writer)
             gone += _remove(connection, _least_worthy_over(connection, limits, spared=variant.variant_id), writer)
             connection.execute(_SETTLE, (variant.variant_id, variant.created))

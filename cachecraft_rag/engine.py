@@ -311,8 +311,8 @@ class Engine(Closing):
                     case Unavailable() as unavailable:
                         lost[variant.variant_id] = unavailable.reason
         reused = [s.variant.variant_id for s in plan.segments if s.outcome == "reused" and s.variant is not None]
-        request.token_inter = self.store.token_inter(reused)
-        request.plan = with_selection(plan, request.token_inter, request.config)
+        request.token_scores = self.store.token_scores(reused)
+        request.plan = with_selection(plan, request.token_scores, request.config)
         request.planned_s = request.clock()
 
     def _compute(self, request: Request) -> PrefillOutput:

@@ -14,7 +14,7 @@ from cachecraft_rag.config import ReuseConfig
 from cachecraft_rag.prompt import Prompt, Segment
 from cachecraft_rag.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
 from cachecraft_rag.selection import TokenFacts, select, selector_named
-from cachecraft_rag.types import Variant
+from cachecraft_rag.types import TokenScores, Variant
 
 Outcome = Literal["exact", "reused", "computed"]
 
@@ -180,7 +180,7 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
 
 def with_selection(
     plan: Plan,
-    token_inter: Mapping[str, np.ndarray | None],
+    token_scores: Mapping[str, TokenScores],
     config: ReuseConfig,
     *,
     scouted: Mapping[int, np.ndarray] = MappingProxyType({}),
@@ -190,7 +190,7 @@ def with_selection(
     """Add the tokens to recompute: N = ⌈CFO · |C|⌉ of each chunk (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
 
     Args:
-        token_inter: variant id → eq. 14's scores float32 `[tokens]`, None for a chunk with nothing before it at birth.
+        token_scores: by variant id, as in `ChunkCacheStore.token_scores`; one that is missing counts as unknown.
         scouted: segment → what the selector's scout saw of its tokens, float32 `[tokens]`; without it, the choice is
             what can be said before anything is computed.
         recomputed: segment → tokens that are recomputed already; they stay chosen.
@@ -202,8 +202,9 @@ def with_selection(
         if segment.outcome != "reused" or variant is None:
             continue
         share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
-        scores, seen = token_inter.get(variant.variant_id), scouted.get(index)
-        facts.append(TokenFacts(variant.tokens, int(variant.key.chunk_id[:8], 16), scores, seen))
+        scores, seen = token_scores.get(variant.variant_id, TokenScores()), scouted.get(index)
+        seed = int(variant.key.chunk_id[:8], 16)
+        facts.append(TokenFacts(variant.tokens, seed, scores.inter, seen, scores.received))
         budgets.append(math.ceil((share or 0.0) * variant.tokens) - len(recomputed.get(index, ())))
         reused.append(index)
     nothing: frozenset[int] = frozenset()

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.planner import Plan, with_selection
@@ -16,7 +14,7 @@ from cachecraft_rag.scouting import SCOUTS, Scout
 from cachecraft_rag.selection import selector_named
 from cachecraft_rag.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.tiers.layout import StoredVariant
-from cachecraft_rag.types import LoadedVariant, TierName
+from cachecraft_rag.types import LoadedVariant, TierName, TokenScores
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Request:
     first_token_s: float = 0.0
     ended_s: float = 0.0
     plan: Plan = field(default_factory=lambda: Plan(()))
-    token_inter: dict[str, np.ndarray | None] = field(default_factory=dict)
+    token_scores: dict[str, TokenScores] = field(default_factory=dict)
     loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
     stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
     tiers: dict[str, TierName] = field(default_factory=dict)  # variant id → where it came from
@@ -70,7 +68,7 @@ def scout_of(request: Request) -> Scout | None:
         request.plan,
         request.prompt.bounds,
         lambda seen, recomputed, gone: with_selection(
-            request.plan, request.token_inter, request.config, scouted=seen, recomputed=recomputed, gone=gone
+            request.plan, request.token_scores, request.config, scouted=seen, recomputed=recomputed, gone=gone
         ),
     )
 

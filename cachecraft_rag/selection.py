@@ -29,12 +29,15 @@ class TokenFacts:
                  stood there
     scouted      float32 `[tokens]`: what the selector's scout saw of each token, 1 on average over all reused chunks;
                  None where there was no scout
+    received     float32 `[tokens]`: attention of the chunk's later tokens to each token at birth, added up; None when
+                 unknown
     """
 
     tokens: int
     seed: int
     token_inter: np.ndarray | None = None
     scouted: np.ndarray | None = None
+    received: np.ndarray | None = None
 
 
 Score = Callable[[TokenFacts], np.ndarray | None]
@@ -56,6 +59,16 @@ class Selector:
 def craft(facts: TokenFacts) -> np.ndarray | None:
     """Cache-Craft eq. 14: the most contextualised tokens first; nothing to say where no chunk stood before at birth."""
     return facts.token_inter
+
+
+def h2o(facts: TokenFacts) -> np.ndarray | None:
+    """The PREFILL-H2O baseline of Cache-Craft §5.1.4: the most attended tokens first, H2O's heavy hitters.
+
+    >>> facts = TokenFacts(3, seed=0, received=np.array([0.2, 0.0, 0.9]))
+    >>> [select([known], [1], SELECTORS["h2o"])[0].tolist() for known in (facts, TokenFacts(3, seed=0))]
+    [[2], [0]]
+    """
+    return facts.received
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
@@ -96,6 +109,7 @@ def question(facts: TokenFacts) -> np.ndarray:
 SELECTORS: Mapping[str, Selector] = MappingProxyType(
     {
         "craft": Selector(craft),
+        "h2o": Selector(h2o),
         "leading": Selector(leading),
         "random": Selector(random),
         "value_deviation": Selector(scouted, scout="values"),

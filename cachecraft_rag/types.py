@@ -143,20 +143,31 @@ class Variant:
     home: Literal["disk", "remote"] = "disk"
 
 
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail
+class TokenScores:
+    """What is known of a chunk's tokens from its birth, each float32 `[tokens]`, averaged over heads and layers.
+
+    inter     eq. 14's score: attention of the token to all chunks before it; None when none stood there
+    received  H2O's score: attention that the later tokens of the chunk paid to the token, added up; None in
+              chunk-caches of before it was recorded
+    """
+
+    inter: np.ndarray | None = None
+    received: np.ndarray | None = None
+
+
 @dataclass(frozen=True)
 class Birth:
     """A newly computed chunk-cache on its way into the store.
 
-    kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, contiguous, on the CPU
-    token_inter  float32 `[tokens]`: eq. 14's score of each token (inter attention towards all prior chunks); None
-                 when no chunk stood before
+    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU.
     """
 
     key: VariantKey
     layout: KVLayout
     tokens_digest: str
     kv: torch.Tensor
-    token_inter: np.ndarray | None
+    token_scores: TokenScores
     inter: tuple[float, ...]
     intra: float
     cci: float

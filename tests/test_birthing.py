@@ -77,8 +77,13 @@ def test_births_arrive_with_their_identity_numbers_and_tensors(
     assert [found[name].exact_share for name in NAMES] == [1.0, 1.0, 0.5]
     assert len(found["second"].inter) == 2
     assert found["second"].tokens_digest == SEGMENTS[2].tokens_digest
-    scores = store.token_inter([found[name].variant_id for name in NAMES])
-    assert [scores[found[name].variant_id] is None for name in NAMES] == [True, True, False]
+    scores = store.token_scores([found[name].variant_id for name in NAMES])
+    assert [scores[found[name].variant_id].inter is None for name in NAMES] == [True, True, False]
+    for name in NAMES:
+        received = scores[found[name].variant_id].received
+        assert received is not None
+        assert received.shape == (found[name].tokens,)
+        assert received.sum() == pytest.approx(found[name].intra, rel=1e-4)  # eq. 4 by columns instead of rows
     for birth, name in zip(output.recorder.births, NAMES, strict=True):
         loaded: Any = store.load(found[name])
         assert torch.equal(loaded.kv, birth.kv)

@@ -61,13 +61,18 @@ def test_statistics_are_sums_over_the_models_own_attention(
     np.fill_diagonal(weights, 0.0)  # eq. 4 counts earlier tokens
     weights[:, :SINKS] = 0.0
     found = described(output)
-    for segment in (1, 2, 3):
+    for segment in (0, 1, 2, 3):
         rows = weights[BOUNDS[segment] : BOUNDS[segment + 1]]
         towards = [rows[:, BOUNDS[i] : BOUNDS[i + 1]] for i in range(segment + 1)]
         assert found[segment].inter == pytest.approx([part.sum() for part in towards[:-1]], abs=1e-4)  # eq. 3
         assert found[segment].intra == pytest.approx(towards[-1].sum(), abs=1e-4)  # eq. 4
-        scores, prior = found[segment].token_inter, towards[1:-1]
-        if segment == 1:
+        received = found[segment].token_scores.received
+        assert received is not None
+        assert received.dtype == np.float32
+        assert received == pytest.approx(towards[-1].sum(0), abs=1e-4)  # H2O's, from the chunk's own later tokens
+        assert received[-1] == 0.0
+        scores, prior = found[segment].token_scores.inter, towards[1:-1]
+        if segment < 2:
             assert scores is None
         else:
             assert scores is not None
@@ -94,7 +99,7 @@ def test_sinks_are_left_out_of_the_system_segment_only(tiny_decoder: MakeDecoder
 def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> None:
     output = prefill(tiny_decoder("Llama"), PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), births=[0]))
     found = described(output)[0]
-    assert (found.inter, found.token_inter, found.cci) == ((), None, 0.5)
+    assert (found.inter, found.token_scores.inter, found.cci) == ((), None, 0.5)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])

@@ -8,6 +8,7 @@ import statistics
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachecraft_rag.catalog import Catalog, FileRef, Limits, RowFilter, pack_ids, unpack_ids
+from cachecraft_rag.catalog import _MIGRATIONS, Catalog, FileRef, Limits, RowFilter, pack_ids, unpack_ids
+from cachecraft_rag.database import Database
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.types import Variant, VariantKey, digest
+from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 
 ROOMY = Limits(disk_bytes=10**12, max_variants=10**6, variants_per_chunk=10**6)
 
@@ -41,7 +43,7 @@ def add(catalog: Catalog, variant: Variant, *, file_bytes: int = 1000, limits: L
         catalog.settle(made)
         gone += made
     assert made == []
-    more = catalog.commit(variant, None, file_bytes=file_bytes, writer="me", limits=limits)
+    more = catalog.commit(variant, TokenScores(), file_bytes=file_bytes, writer="me", limits=limits)
     catalog.settle(more)
     return gone + more
 
@@ -102,19 +104,56 @@ def test_lookup_answers_every_chunk_and_takes_any_id(catalog: Catalog) -> None:
 
 
 def test_token_scores_come_for_winners_only(catalog: Catalog) -> None:
-    first, second = make("a"), make("b")
-    for variant, scores in ((first, np.arange(7, dtype=np.float64)), (second, None)):
+    first, second, third = make("a"), make("b"), make("c")
+    numbers = np.arange(7, dtype=np.float64)
+    given = (TokenScores(numbers, numbers[::-1]), TokenScores(None, numbers), TokenScores())
+    for variant, scores in zip((first, second, third), given, strict=True):
         catalog.reserve(variant, file_bytes=1, writer="me", limits=ROOMY)
         catalog.commit(variant, scores, file_bytes=1, writer="me", limits=ROOMY)
-    found = catalog.token_inter([first.variant_id, second.variant_id, "gone"])
-    scores = found[first.variant_id]
-    assert scores is not None
-    assert scores.dtype == np.float32
-    assert scores.tolist() == list(range(7))
-    assert found[second.variant_id] is None
-    assert found["gone"] is None
+    names = [first.variant_id, second.variant_id, third.variant_id, "gone"]
+    found = catalog.token_scores(names)
+    assert [as_lists(found[name]) for name in names] == [
+        ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0]), (None, [0, 1, 2, 3, 4, 5, 6]), (None, None), (None, None)
+    ]  # fmt: skip
+    assert found[first.variant_id].inter.dtype == found[first.variant_id].received.dtype == np.float32  # type: ignore[union-attr]
+    add(catalog, replace(second, created=2.0))  # replaced by a birth without scores
     catalog.remove([FileRef(first.variant_id, first.created)], writer="me")
-    assert catalog.token_inter([first.variant_id]) == {first.variant_id: None}
+    assert [as_lists(scores) for scores in catalog.token_scores(names).values()] == [(None, None)] * 4
+
+
+def as_lists(scores: TokenScores) -> tuple[list[float] | None, ...]:
+    return tuple(None if one is None else one.tolist() for one in (scores.inter, scores.received))
+
+
+def test_a_catalog_of_before_received_attention_opens_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite"
+    Database(path, migrations=_MIGRATIONS[:1], busy_timeout_s=5.0).close()
+    old = make("old")
+    scores = np.arange(7, dtype="<f4").tobytes()
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("INSERT INTO scopes VALUES (1, 'ns', 'model')")
+    connection.execute(
+        """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra, cci,
+           exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created)
+           VALUES (1,'old',?,?,7,'tokens',?,0.25,0.75,1.0,NULL,'raw',700,1000,0.0,1.0)""",
+        (old.variant_id, pack_ids(old.key.birth_prefix), struct.pack("<f", 1.0)),
+    )
+    connection.execute("INSERT INTO token_scores VALUES (?,?)", (old.variant_id, scores))
+    with closing(Catalog(path)) as catalog:
+        assert catalog.lookup("ns", "model", ["old"])["old"] == [old]
+        assert as_lists(catalog.token_scores([old.variant_id])[old.variant_id]) == ([0, 1, 2, 3, 4, 5, 6], None)
+        new, numbers = make("new"), np.ones(7, dtype=np.float32)
+        catalog.reserve(new, file_bytes=1, writer="me", limits=ROOMY)
+        catalog.commit(new, TokenScores(None, numbers), file_bytes=1, writer="me", limits=ROOMY)
+        assert as_lists(catalog.token_scores([new.variant_id])[new.variant_id]) == (None, [1.0] * 7)
+        # a process that still runs the version before
+        connection.execute("DELETE FROM variants WHERE variant_id = ?", (new.variant_id,))
+        connection.execute("INSERT INTO token_scores VALUES (?,?)", (new.variant_id, scores))
+        assert as_lists(catalog.token_scores([new.variant_id])[new.variant_id]) == ([0, 1, 2, 3, 4, 5, 6], None)
+        catalog.remove([FileRef(old.variant_id, old.created)], writer="me")
+        assert catalog.totals().variants == 0
+        assert as_lists(catalog.token_scores([old.variant_id])[old.variant_id]) == (None, None)
+    connection.close()
 
 
 def test_replacing_keeps_one_row_and_its_frequency(catalog: Catalog) -> None:

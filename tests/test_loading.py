@@ -30,7 +30,7 @@ from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers.disk import DiskTier
 from cachecraft_rag.tiers.layout import StoredVariant, encode
 from cachecraft_rag.turns import FairLock
-from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant, VariantKey, digest
+from cachecraft_rag.types import Birth, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey, digest
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 20, 170, 320, 470, 500]  # system, three chunks of two runs and a bit, question
@@ -536,4 +536,4 @@ def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: D
 def birth_of(decoder: Decoder, name: str) -> Birth:
     key = VariantKey("tenant", decoder.fingerprint, digest(name), ())
     kv = torch.randn(decoder.layout.shape(100))
-    return Birth(key, decoder.layout, "tokens", kv, None, (), 0.1, 0.6, 1.0)
+    return Birth(key, decoder.layout, "tokens", kv, TokenScores(), (), 0.1, 0.6, 1.0)

@@ -20,7 +20,7 @@ from cachecraft_rag.config import ReuseConfig
 from cachecraft_rag.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
 from cachecraft_rag.prompt import Prompt, Segment
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Variant, VariantKey, digest
+from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)
 SYSTEM, OTHER_SYSTEM = "system", "another system"
@@ -169,8 +169,8 @@ def test_a_lost_variant_gives_way_to_the_next_and_then_to_its_reason() -> None:
 
 def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int, ...]:
     assert found.variant is not None
-    token_inter = {found.variant.variant_id: scores}
-    return with_selection(Plan((found,)), token_inter, ReuseConfig(**config)).segments[0].recompute
+    known = {found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)}
+    return with_selection(Plan((found,)), known, ReuseConfig(**config)).segments[0].recompute
 
 
 def test_the_budget_is_rounded_up() -> None:
@@ -194,6 +194,16 @@ def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
     reused = SegmentPlan("reused", "", variant("c"), cfo=0.3)
     assert selected(reused, None) == (0, 1, 2)
     assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1, 2)
+
+
+def test_each_selector_has_its_own_token_scores() -> None:
+    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.2)
+    ascending = np.arange(10, dtype=np.float32)
+    scores = TokenScores(inter=ascending, received=-ascending)
+    assert selected(reused, scores) == (8, 9)
+    assert selected(reused, scores, selector="h2o") == (0, 1)
+    assert selected(reused, TokenScores(received=ascending), selector="h2o") == (8, 9)
+    assert selected(reused, TokenScores(received=ascending)) == (0, 1)
 
 
 def test_the_share_of_exact_context() -> None:
@@ -253,7 +263,7 @@ def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog
         plan = make_plan(prompt, stored, config)
         planned = time.perf_counter()
         winners = [s.variant.variant_id for s in plan.segments if s.variant is not None]
-        chosen = with_selection(plan, full_store.token_inter(winners), config)
+        chosen = with_selection(plan, full_store.token_scores(winners), config)
         planning.append(planned - start)
         selecting.append(time.perf_counter() - planned)
         assert [len(stored[name]) for name in names] == [VARIANTS] * 20

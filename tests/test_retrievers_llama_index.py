@@ -31,7 +31,7 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Birth, KVLayout, VariantKey, chunk_id_of
+from cachecraft_rag.types import Birth, KVLayout, TokenScores, VariantKey, chunk_id_of
 
 DIM = 16
 
@@ -343,7 +343,7 @@ def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(tmp_path: Pa
                 layout=layout,
                 tokens_digest="0",
                 kv=torch.zeros(layout.shape(2)),
-                token_inter=None,
+                token_scores=TokenScores(),
                 inter=(0.0,),
                 intra=0.0,
                 cci=0.5,

@@ -22,7 +22,7 @@ from cachecraft_rag.tiers import Tier
 from cachecraft_rag.tiers.disk import DiskTier
 from cachecraft_rag.tiers.layout import StoredVariant
 from cachecraft_rag.tiers.memory import MemoryTier
-from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 FILE = 4096 + LAYOUT.nbytes(10)  # the file of a birth of 10 tokens
@@ -35,7 +35,8 @@ def make(
     key = VariantKey(namespace, fingerprint, chunk, prefix)
     generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
     kv = torch.randn(LAYOUT.shape(tokens), generator=generator).bfloat16()
-    scores = np.linspace(0.0, 1.0, tokens, dtype=np.float32)
+    ascending = np.linspace(0.0, 1.0, tokens, dtype=np.float32)
+    scores = TokenScores(ascending, 1.0 - ascending)
     inter = tuple(0.1 for _ in prefix)
     return Birth(key, LAYOUT, "tokens", kv, scores, inter, 0.3, cci, exact_share, session)
 
@@ -86,9 +87,11 @@ def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None
     assert isinstance(loaded, LoadedVariant)
     assert loaded.tier == "host"
     assert loaded.kv is birth.kv
-    scores = store.token_inter([variant.variant_id])[variant.variant_id]
-    assert scores is not None
-    assert np.array_equal(scores, np.linspace(0.0, 1.0, 10, dtype=np.float32))
+    scores = store.token_scores([variant.variant_id])[variant.variant_id]
+    assert scores.inter is not None
+    assert scores.received is not None
+    assert np.array_equal(scores.inter, np.linspace(0.0, 1.0, 10, dtype=np.float32))
+    assert np.array_equal(scores.received, 1.0 - scores.inter)
 
 
 def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
@@ -112,10 +115,10 @@ def test_a_birth_that_comes_while_the_interpreter_ends_is_stored(tmp_path: Path)
         import sys, time, torch
         from concurrent.futures import ThreadPoolExecutor
         from cachecraft_rag.store import ChunkCacheStore
-        from cachecraft_rag.types import Birth, KVLayout, VariantKey
+        from cachecraft_rag.types import Birth, KVLayout, TokenScores, VariantKey
         layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
         key = VariantKey("ns", "model", "late", ("system",))
-        birth = Birth(key, layout, "tokens", torch.zeros(layout.shape(2)), None, (0.1,), 0.3, 0.6, 1.0)
+        birth = Birth(key, layout, "tokens", torch.zeros(layout.shape(2)), TokenScores(), (0.1,), 0.3, 0.6, 1.0)
         store = ChunkCacheStore.open(sys.argv[1])
         probe = ThreadPoolExecutor(1)
         def late():
@@ -302,7 +305,8 @@ def test_a_cancelled_birth_frees_its_place(tmp_path: Path) -> None:
     [
         ({"cci": float("nan")}, "not finite"),
         ({"inter": (float("inf"),)}, "not finite"),
-        ({"token_inter": np.zeros(9, dtype=np.float32)}, "token scores"),
+        ({"token_scores": TokenScores(inter=np.zeros(9, dtype=np.float32))}, "token scores"),
+        ({"token_scores": TokenScores(received=np.zeros((10, 1), dtype=np.float32))}, "token scores"),
     ],
 )
 def test_a_birth_with_impossible_scores_is_dropped(
@@ -650,7 +654,8 @@ def test_a_catalog_damaged_while_open_means_misses_not_errors(tmp_path: Path, ca
             with (tmp_path / name).open("r+b") as file:
                 file.write(b"\xff" * (tmp_path / name).stat().st_size)
         assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
-        assert store.token_inter([variant.variant_id]) == {variant.variant_id: None}
+        scores = store.token_scores([variant.variant_id])[variant.variant_id]
+        assert (scores.inter, scores.received) == (None, None)
         assert isinstance(store.put(make("another")).result(10), Unavailable)
         store.used(variant.variant_id, 0.5, 10)
         assert store.flush(10)

@@ -23,7 +23,7 @@ import torch
 from cachecraft_rag.catalog import Catalog
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 24, 4
@@ -41,7 +41,7 @@ def birth(dice: random.Random) -> Birth:
     prefix = tuple(f"segment {n}" for n in range(dice.randrange(PREFIXES)))
     key = VariantKey("ns", "model", f"chunk {dice.randrange(CHUNKS)}", ("system", *prefix))
     kv = content(key)
-    scores = np.full(kv.shape[2], 0.5, dtype=np.float32)
+    scores = TokenScores(*np.full((2, kv.shape[2]), 0.5, dtype=np.float32))
     return Birth(key, LAYOUT, "tokens", kv, scores, (0.1,) * len(key.birth_prefix), 0.3, 0.6, dice.random())
 
 

@@ -24,7 +24,7 @@ from cachecraft_rag.loading.loader import Loader
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.tiers.layout import StoredVariant
-from cachecraft_rag.types import Birth, Chunk, KVLayout, LoadedVariant, VariantKey
+from cachecraft_rag.types import Birth, Chunk, KVLayout, LoadedVariant, TokenScores, VariantKey
 
 SECONDS = float(os.environ.get("CACHECRAFT_STRESS_S", "20"))
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
@@ -42,7 +42,9 @@ def content(key: VariantKey) -> torch.Tensor:
 def birth(dice: random.Random) -> Birth:
     prefix = tuple(f"segment {n}" for n in range(dice.randrange(PREFIXES)))
     key = VariantKey("ns", "model", f"chunk {dice.randrange(CHUNKS)}", ("system", *prefix))
-    return Birth(key, LAYOUT, "tokens", content(key), None, (0.1,) * len(key.birth_prefix), 0.3, 0.6, dice.random())
+    return Birth(
+        key, LAYOUT, "tokens", content(key), TokenScores(), (0.1,) * len(key.birth_prefix), 0.3, 0.6, dice.random()
+    )
 
 
 def step(store: ChunkCacheStore, loader: Loader, dice: random.Random) -> str:

@@ -75,7 +75,7 @@ def born_behind(decoder: Decoder, prompts: PromptBuilder, chunk: Segment, before
     describer = BirthDescriber(birth, output.recorder.settings, bounds=bounds, sink_tokens=ReuseConfig().sink_tokens)
     for layer in range(decoder.layout.layers):
         describer.add_layer(layer, output.merged.kv[layer, 0])
-    return BornChunk(birth.kv, describer.statistics().token_inter)
+    return BornChunk(birth.kv, describer.statistics().token_scores.inter)
 
 
 class Comparison:

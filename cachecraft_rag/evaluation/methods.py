@@ -52,6 +52,7 @@ _ALL = (
     Method("full_cache", _CRAFT, partial(_selected, "craft")),
     Method("random", _CRAFT, partial(_selected, "random"), takes_ratio=True),
     Method("craft", "Cache-Craft eq. 14", partial(_selected, "craft"), takes_ratio=True),
+    Method("h2o", _CRAFT, partial(_selected, "h2o"), takes_ratio=True),
     Method("leading", "EPIC", partial(_selected, "leading"), takes_ratio=True),
     Method("value_deviation", "CacheBlend §4.3", partial(_selected, "value_deviation"), takes_ratio=True),
     Method("default", "this package", lambda r: ReuseConfig(births=False, recompute_ratio=r), takes_ratio=True),

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, Unpack
 
-import numpy as np
-
 from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
@@ -28,7 +26,7 @@ from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
 from cachecraft_rag.tiers.memory import Memory
 from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStream, RemoteTier
-from cachecraft_rag.types import Birth, LoadedVariant, Unavailable, Variant
+from cachecraft_rag.types import Birth, LoadedVariant, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -108,16 +106,17 @@ class ChunkCacheStore(Closing):
             self._lookups.update({"found": hits, "no variant": len(found) - hits})
         return found
 
-    def token_inter(self, variant_ids: Sequence[str]) -> dict[str, np.ndarray | None]:
-        """Equation 14's score of each token, float32 `[tokens]`, by variant id; None where unknown."""
+    def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
+        """What is known of the tokens of each variant, by variant id; every asked id is a key."""
         self._check_open()
         try:
-            found = self._durable.catalog.token_inter(variant_ids)
+            found = self._durable.catalog.token_scores(variant_ids)
         except StoreError as error:
-            self._warn_once("token_inter", f"Token scores cannot be read: {error}")
-            found = dict.fromkeys(variant_ids)
+            self._warn_once("token_scores", f"Token scores cannot be read: {error}")
+            found = dict.fromkeys(variant_ids, TokenScores())
         if self._remote is not None:
-            found |= self._remote.token_inter([name for name, scores in found.items() if scores is None])
+            unknown = [name for name, scores in found.items() if scores.inter is None and scores.received is None]
+            found |= self._remote.token_scores(unknown)
         return found
 
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
@@ -346,12 +345,12 @@ class ChunkCacheStore(Closing):
             return self._drop(variant, f"it cannot be encoded: {error}")
         stored = self._write(variant, birth, encoded)
         if self._remote is not None and birth.session is None:  # also what the disk has no room for
-            self._remote.put(variant, encoded, birth.token_inter)
+            self._remote.put(variant, encoded, birth.token_scores)
         return stored
 
     def _write(self, variant: Variant, birth: Birth, encoded: Encoded) -> Variant | Unavailable:
         try:
-            reason = self._durable.write(variant, encoded, birth.token_inter)
+            reason = self._durable.write(variant, encoded, birth.token_scores)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
@@ -390,11 +389,11 @@ class ChunkCacheStore(Closing):
             future.add_done_callback(lambda _: self._after_put(variant))
 
     def _write_copy(self, variant: Variant, encoded: Encoded) -> None:
-        scores = self._remote.token_inter([variant.variant_id]) if self._remote is not None else {}
+        scores = self._remote.token_scores([variant.variant_id]) if self._remote is not None else {}
         try:
             if self._durable.catalog.holds(FileRef(variant.variant_id, variant.created), or_at_risk=True):
                 return  # another request, or a process on the same folder, fetched it too
-            reason = self._durable.write(variant, encoded, scores.get(variant.variant_id))
+            reason = self._durable.write(variant, encoded, scores.get(variant.variant_id, TokenScores()))
         except (OSError, StoreError) as error:
             reason = str(error)
         if reason:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from cachecraft_rag.catalog import Catalog, FileRef, Limits, Listed
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.throttle import Throttle
@@ -24,7 +22,7 @@ from cachecraft_rag.tiers import Damaged
 from cachecraft_rag.tiers.disk import DiskTier, FoundFile
 from cachecraft_rag.tiers.layout import Encoded
 from cachecraft_rag.tiers.presence import Presence
-from cachecraft_rag.types import Unavailable, Variant
+from cachecraft_rag.types import TokenScores, Unavailable, Variant
 
 FindingKind = Literal[
     "missing file", "damaged file", "file without row", "leftover of a writer", "foreign file", "catalog"
@@ -111,7 +109,7 @@ class DurableVariants:
         self._presence.leave()
         self.catalog.close()
 
-    def write(self, variant: Variant, encoded: Encoded, token_scores: np.ndarray | None) -> str:
+    def write(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> str:
         """Store a variant, evicting others for it; returns "" or why it cannot be stored.
 
         Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.

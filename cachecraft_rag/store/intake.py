@@ -42,6 +42,7 @@ def flaw_of(birth: Birth, variant: Variant) -> str:
     scores = (variant.intra, variant.cci, variant.exact_share, *variant.inter)
     if not all(map(math.isfinite, scores)):  # half precision overflows; SQLite has no NaN
         return "its attention scores are not finite"
-    if birth.token_inter is not None and birth.token_inter.shape != (variant.tokens,):
-        return f"it has {birth.token_inter.shape} token scores for {variant.tokens} tokens"
+    for token_scores in (birth.token_scores.inter, birth.token_scores.received):
+        if token_scores is not None and token_scores.shape != (variant.tokens,):
+            return f"it has {token_scores.shape} token scores for {variant.tokens} tokens"
     return ""

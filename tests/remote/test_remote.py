@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import obstore
 import pytest
 import redis
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +28,7 @@ from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.tiers.remote.base import PIECE_BYTES
 from cachecraft_rag.tiers.remote.breaker import LONGEST_PAUSE, Breaker
 from cachecraft_rag.tiers.remote.rows import Row, decode_row, place_of
-from cachecraft_rag.types import KVLayout, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import KVLayout, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 LARGE = KVLayout(layers=6, kv_heads=4, head_dim=64, dtype="bfloat16")  # 2.4 MB with 400 tokens
@@ -53,8 +55,13 @@ def encoded_of(variant: Variant, layout: KVLayout = LAYOUT) -> Encoded:
     return encode(variant, layout, tensor_of(variant, layout))
 
 
-def scores_of(variant: Variant) -> np.ndarray:
-    return np.linspace(0.0, 1.0, variant.tokens, dtype=np.float32)
+def scores_of(variant: Variant) -> TokenScores:
+    ascending = np.linspace(0.0, 1.0, variant.tokens, dtype=np.float32)
+    return TokenScores(ascending, 1.0 - ascending)
+
+
+def same(one: TokenScores, other: TokenScores) -> bool:
+    return np.array_equal(one.inter, other.inter) and np.array_equal(one.received, other.received)
 
 
 def send(tier: RemoteTier, *variants: Variant, layout: KVLayout = LAYOUT) -> None:
@@ -198,9 +205,9 @@ def test_what_one_puts_another_serves_byte_for_byte(url: str, make_tier: MakeTie
     for step in (1 << 30, PIECE_BYTES, 700_001):
         assert payload(reader.open(there), step) == encoded.header + b"".join(encoded.blocks)
     assert torch.equal(tensor_from(reader.open(there), variant), tensor_of(variant, LARGE))
-    scores = reader.token_inter([there.variant_id, "unknown"])
-    assert np.array_equal(scores[there.variant_id], scores_of(variant))
-    assert scores["unknown"] is None
+    scores = reader.token_scores([there.variant_id, "unknown"])
+    assert same(scores[there.variant_id], scores_of(variant))
+    assert same(scores["unknown"], TokenScores())
     assert reader.lookup("ns", "model", ["other"]) == {"other": []}
     stats = reader.stats()
     assert (stats.variants, stats.reads, stats.lookups) == (1, {"whole": 4}, {"answered": 2})
@@ -296,7 +303,7 @@ def test_the_budget_holds_for_several_writers_and_after_a_restart(url: str, make
     for n in range(60):
         for who, tier in enumerate(tiers):
             variant = variant_of(f"chunk {who} {n}", created=1e9 + n)
-            assert tier.put(variant, encoded_of(variant), None)
+            assert tier.put(variant, encoded_of(variant), TokenScores())
     assert all(tier.flush(60) for tier in tiers)
     done.set()
     watcher.join()
@@ -359,7 +366,7 @@ def test_what_a_lost_writer_reserved_is_free_again_soon(make_redis: Any, make_ti
     assert found(lost) == []
     proxy.stall_up_after = PIECE_BYTES
     large = variant_of(layout=LARGE, tokens=400)
-    assert lost.put(large, encoded_of(large, LARGE), None)
+    assert lost.put(large, encoded_of(large, LARGE), TokenScores())
     assert lost.flush(10)
     assert lost.stats().births == {"too slow": 1}
     tier = make_tier(url)
@@ -379,7 +386,7 @@ def test_a_full_queue_drops(make_redis: Any, make_tier: MakeTier) -> None:
     server = make_redis()
     tier = make_tier(f"redis://127.0.0.1:{server.port}/0", queue_bytes=2 * (NBYTES + 1000), put_timeout_s=0.5)
     server.stop()
-    took = [tier.put(variant_of(str(n)), encoded_of(variant_of(str(n))), None) for n in range(6)]
+    took = [tier.put(variant_of(str(n)), encoded_of(variant_of(str(n))), TokenScores()) for n in range(6)]
     assert took[:2] == [True, True]
     assert took[-1] is False
     assert tier.stats().queued_bytes <= 2 * (NBYTES + 1000)
@@ -434,11 +441,34 @@ def test_noise_is_no_row(noise: bytes) -> None:
 )  # fmt: skip
 def test_a_well_formed_row_that_says_nonsense_is_no_row(change: dict[str, Any]) -> None:
     assert read_row(ROW).variant.key.birth_prefix == ("system", "b")
-    raw = Row(dataclasses.replace(read_row(ROW).variant, **change), None, 5000).encode()
+    raw = Row(dataclasses.replace(read_row(ROW).variant, **change), TokenScores(), 5000).encode()
     with pytest.raises(ValueError, match="row"):
         read_row(raw)
     with pytest.raises(ValueError, match="another variant"):
         read_row(ROW, chunk="another chunk")
+
+
+def rewritten(raw: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The row with other fields, as somebody else would have written it."""
+    fields = json.loads(raw[32:])
+    change(fields)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return raw[:16] + xxhash.xxh3_64_hexdigest(text).encode() + text
+
+
+def test_a_row_of_before_received_attention_is_read() -> None:
+    old = read_row(rewritten(ROW, lambda fields: fields.pop("token_received")))
+    assert old.variant == read_row(ROW).variant
+    assert same(old.token_scores, TokenScores(scores_of(old.variant).inter, None))
+    assert same(read_row(ROW).token_scores, scores_of(old.variant))
+
+
+@pytest.mark.parametrize("name", ["token_inter", "token_received"])
+@pytest.mark.parametrize("value", ["AAAA", "AAAAAA==", "?", 7])
+def test_a_row_with_scores_of_other_tokens_is_no_row(name: str, value: object) -> None:
+    raw = rewritten(ROW, lambda fields: fields.update({name: value}))
+    with pytest.raises(ValueError, match="row damaged"):
+        read_row(raw)
 
 
 @settings(deadline=None)
@@ -450,7 +480,7 @@ def test_no_wrong_tensor_comes_of_a_changed_payload(data: st.DataObject) -> None
         whole = sound.header + b"".join(sound.blocks)
         at, length = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, len(whole)))
         wrong = data.draw(st.sampled_from([flipped(whole, at), whole[:length], whole + b"x", whole[::-1]]))
-        assert tier.put(variant, Encoded(wrong, ()), None)
+        assert tier.put(variant, Encoded(wrong, ()), TokenScores())
         assert tier.flush(5)
         if wrong == whole or not found(tier):
             return
@@ -625,7 +655,7 @@ def test_closing_sends_what_is_waiting(url: str, make_tier: MakeTier) -> None:
     tier = make_tier(url, close_timeout_s=10.0)
     variants = [variant_of(str(n)) for n in range(20)]
     for variant in variants:
-        assert tier.put(variant, encoded_of(variant), None)
+        assert tier.put(variant, encoded_of(variant), TokenScores())
     tier.close()
     assert make_tier(url).stats().variants == 20
 
@@ -636,13 +666,13 @@ def test_closing_takes_no_longer_than_it_may(make_redis: Any, make_tier: MakeTie
     tier = make_tier(f"redis://127.0.0.1:{server.port}/0", close_timeout_s=0.5)
     assert found(tier) == []
     server.stop()
-    tier.put(variant_of(), encoded_of(variant_of()), None)
+    tier.put(variant_of(), encoded_of(variant_of()), TokenScores())
     assert seconds(tier.close) < 0.5 + 2
     tier.close()
     assert set(threading.enumerate()) <= before
     assert found(tier) == []
     assert isinstance(tier.open(variant_of()), Unavailable)
-    assert tier.put(variant_of(), encoded_of(variant_of()), None) is False
+    assert tier.put(variant_of(), encoded_of(variant_of()), TokenScores()) is False
     tier.raise_frequency("x", 1.0)
     assert tier.stats().variants is None
     server.go_on()
@@ -652,11 +682,11 @@ def test_a_program_that_forgets_to_close_sends_what_it_put(redis_url: str, make_
     program = """if True:
         import sys, torch
         from cachecraft_rag.store import ChunkCacheStore
-        from cachecraft_rag.types import Birth, KVLayout, VariantKey
+        from cachecraft_rag.types import Birth, KVLayout, TokenScores, VariantKey
         layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
         store = ChunkCacheStore.open(sys.argv[1], remote=sys.argv[2])
         key = VariantKey("ns", "model", "forgotten", ("system",))
-        store.put(Birth(key, layout, "tokens", torch.zeros(layout.shape(2)), None, (0.1,), 0.3, 0.6, 1.0))
+        store.put(Birth(key, layout, "tokens", torch.zeros(layout.shape(2)), TokenScores(), (0.1,), 0.3, 0.6, 1.0))
     """
     command = [sys.executable, "-c", program, str(tmp_path), redis_url]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -675,7 +705,7 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
     wrong = make_tier(f"redis://:hunter3@127.0.0.1:{server.port}/0?client_name=hunter4", cool_down_s=0.01)
     for _ in range(5):
         assert found(wrong) == []
-    wrong.put(variant_of("x"), encoded_of(variant_of("x")), None)
+    wrong.put(variant_of("x"), encoded_of(variant_of("x")), TokenScores())
     assert wrong.flush(5)
     with pytest.raises(ConfigError) as refused:
         RemoteTier(RemoteConfig("redis://:hunter5@host/0?socket_timeout=hunter6"))

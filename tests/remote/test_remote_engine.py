@@ -21,7 +21,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
 from cachecraft_rag.tiers.remote import RemoteConfig
-from cachecraft_rag.types import Birth, Chunk, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import Birth, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar. " * 3)
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left. " * 3)
@@ -113,7 +113,8 @@ def test_a_second_store_is_served_from_the_remote_then_from_its_own_disk(
         assert alone.check().findings == ()
         moved = ask(engine, [TOASTER, KETTLE])  # token scores came along
         assert {chunk.outcome for chunk in moved.stats.chunks} == {"reused"}
-        assert engine.store.token_inter([row.variant.variant_id for row in alone.rows()])
+        scores = engine.store.token_scores([row.variant.variant_id for row in alone.rows()])
+        assert all(one.received is not None for one in scores.values())
 
 
 SECOND_PROCESS = """if True:
@@ -304,7 +305,7 @@ def birth(chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), session: 
     key = VariantKey("ns", "model", chunk, prefix)
     generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
     kv = torch.randn(LAYOUT.shape(100), generator=generator).bfloat16()
-    return Birth(key, LAYOUT, "tokens", kv, None, tuple(0.1 for _ in prefix), 0.3, 0.6, 1.0, session)
+    return Birth(key, LAYOUT, "tokens", kv, TokenScores(), tuple(0.1 for _ in prefix), 0.3, 0.6, 1.0, session)
 
 
 def open_store(folder: Path, url: str, **settings: Any) -> ChunkCacheStore:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types import LAYOUT_VERSION, Variant, VariantKey, digest
+from cachecraft_rag.types import LAYOUT_VERSION, TokenScores, Variant, VariantKey, digest
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
 LONGEST_ROW = 4 << 20
@@ -28,7 +28,7 @@ class Row:
     """A variant as a remote lists it, its token scores, and the bytes of its payload."""
 
     variant: Variant
-    token_inter: np.ndarray | None
+    token_scores: TokenScores
     payload_bytes: int
 
     @property
@@ -38,13 +38,11 @@ class Row:
 
     def encode(self) -> bytes:
         """The row's bytes."""
-        scores = None
-        if self.token_inter is not None:
-            scores = base64.b64encode(np.ascontiguousarray(self.token_inter, dtype="<f4").tobytes()).decode("ascii")
         fields = {
             **asdict(self.variant),
             "layout_version": LAYOUT_VERSION,
-            "token_inter": scores,
+            "token_inter": _encoded(self.token_scores.inter),
+            "token_received": _encoded(self.token_scores.received),
             "payload_bytes": self.payload_bytes,
         }
         del fields["home"], fields["session"]
@@ -78,22 +76,31 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
         fields = json.loads(text)
         if fields.pop("layout_version") != LAYOUT_VERSION:
             raise ValueError("layout version")
-        scores, payload_bytes = fields.pop("token_inter"), fields.pop("payload_bytes")
+        payload_bytes = fields.pop("payload_bytes")
+        received = fields.pop("token_received", None)  # rows of before it was recorded lack it
+        token_scores = TokenScores(_decoded(fields.pop("token_inter")), _decoded(received))
         key = fields.pop("key")
         key = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["birth_prefix"]))
         inter = tuple(array("f", fields.pop("inter")))
         variant = Variant(key=key, inter=inter, session=None, home="remote", **fields)
-        token_inter = None if scores is None else np.frombuffer(base64.b64decode(scores, validate=True), dtype="<f4")
-        _require(variant, payload_bytes, token_inter)
+        _require(variant, payload_bytes, token_scores)
         same = raw[:16].decode("ascii") == created_hex(variant.created)
     except _IMPOSSIBLE as error:
         raise ValueError(f"row damaged: {type(error).__name__}: {error}") from error
     if not same or key != replace(key, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id):
         raise ValueError("row of another variant")
-    return Row(variant, token_inter, payload_bytes)
+    return Row(variant, token_scores, payload_bytes)
 
 
-def _require(variant: Variant, payload_bytes: int, token_inter: np.ndarray | None) -> None:
+def _encoded(scores: np.ndarray | None) -> str | None:
+    return None if scores is None else base64.b64encode(np.ascontiguousarray(scores, dtype="<f4").tobytes()).decode()
+
+
+def _decoded(text: str | None) -> np.ndarray | None:
+    return None if text is None else np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+
+
+def _require(variant: Variant, payload_bytes: int, token_scores: TokenScores) -> None:
     """Raise ValueError unless every field is what the planner may count on: JSON says nothing about types."""
     texts = (variant.tokens_digest, variant.codec, *variant.key.birth_prefix)
     counts = (variant.tokens, variant.nbytes, payload_bytes)
@@ -104,7 +111,10 @@ def _require(variant: Variant, payload_bytes: int, token_inter: np.ndarray | Non
         and all(type(count) is int and count > 0 for count in counts)
         and all(isinstance(number, int | float) and math.isfinite(number) for number in (*numbers, *variant.inter))
         and len(variant.inter) == len(variant.key.birth_prefix)
-        and (token_inter is None or token_inter.shape == (variant.tokens,))
+        and all(
+            scores is None or scores.shape == (variant.tokens,)
+            for scores in (token_scores.inter, token_scores.received)
+        )
     )
     if not sound:
         raise ValueError("fields")

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.tiers.layout import Encoded
@@ -26,7 +24,7 @@ from cachecraft_rag.tiers.remote.config import REDIS_SCHEMES, RemoteConfig, reda
 from cachecraft_rag.tiers.remote.outbox import Outbox
 from cachecraft_rag.tiers.remote.rows import Row, decode_row, place_of
 from cachecraft_rag.tiers.remote.stream import End, RemoteStream
-from cachecraft_rag.types import Unavailable, Variant, VariantKey
+from cachecraft_rag.types import TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -112,12 +110,11 @@ class RemoteTier(Closing):
                 found[chunk_id].append(row.variant)
         return found
 
-    def token_inter(self, variant_ids: Sequence[str]) -> dict[str, np.ndarray | None]:
-        """Equation 14's score of each token, float32 `[tokens]`, from rows already seen; None where unknown."""
+    def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
+        """What is known of the tokens of each variant, from rows already seen; every asked id is a key."""
         with self._lock:
             rows = {variant_id: self._rows.get(variant_id) for variant_id in variant_ids}
-        scores = {variant_id: row.token_inter if row is not None else None for variant_id, row in rows.items()}
-        return {variant_id: None if one is None else one.copy() for variant_id, one in scores.items()}
+        return {name: TokenScores() if row is None else _copied(row.token_scores) for name, row in rows.items()}
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
         """Begin to read the payload of a variant that `lookup` gave; it is fetched from now on. Close the stream."""
@@ -141,14 +138,14 @@ class RemoteTier(Closing):
         except RuntimeError:
             return Unavailable(variant.variant_id, "the remote tier is closed")
 
-    def put(self, variant: Variant, encoded: Encoded, token_inter: np.ndarray | None) -> bool:
+    def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; False when it is dropped. Private ones never leave the machine.
 
         The blocks of `encoded` must not change any more.
         """
         if variant.session is not None or self._closed:
             return False
-        row = Row(replace(variant, home="remote"), token_inter, encoded.nbytes)
+        row = Row(replace(variant, home="remote"), token_scores, encoded.nbytes)
         place, _, name = row.name.rpartition("/")
         payload = (memoryview(encoded.header), *encoded.blocks)
         with self._lock:
@@ -345,6 +342,11 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
         except OSError:
             await asyncio.sleep(random.uniform(0.5, 1.0) * BACKOFF_S * 2**attempt)
     return await ask()
+
+
+def _copied(scores: TokenScores) -> TokenScores:
+    """The same in arrays that are free to be changed."""
+    return TokenScores(*(None if one is None else one.copy() for one in (scores.inter, scores.received)))
 
 
 def _backend_of(config: RemoteConfig) -> Backend:
