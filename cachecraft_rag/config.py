@@ -16,6 +16,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 Loading = Literal["cake", "layerwise", "whole"]
+Focus = Literal["off", "printed", "gap", "share"]
 Scope = Literal["anywhere", "prefix", "set"]
 
 
@@ -36,7 +37,8 @@ class ReuseConfig:
                      go to the best tokens of the whole prompt ("shared")
     drift            how far the other tokens of a chunk follow the mean change of its recomputed ones, see `drift`;
                      0 = not at all, as in the paper
-    focus            early termination of unfocused chunks: "off", "printed" (Algorithm 1 as printed) or "gap" (mended)
+    focus            early termination of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (mended) or
+                     "share" (a threshold on the attention share)
     focus_window     w of Algorithm 1
     loading          what is not in memory: "cake" loads from the back while the front is computed; "layerwise" computes
                      nothing that is stored, and loads ahead of the layer that needs it; "whole" loads, then computes
@@ -51,7 +53,7 @@ class ReuseConfig:
     selector: str = "question"
     sharing: Sharing = "shared"
     drift: float = 0.4
-    focus: Literal["off", "printed", "gap"] = "off"
+    focus: Focus = "off"
     focus_window: int = 3
     loading: Loading = "cake"
     sink_tokens: int = 4
@@ -60,7 +62,7 @@ class ReuseConfig:
         _require(0 <= self.alpha < math.inf, f"alpha must be 0 or more and finite, not {self.alpha}")
         ratio = self.recompute_ratio
         _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
-        _require(self.focus in ("off", "printed", "gap"), f"focus must be off, printed or gap, not {self.focus!r}")
+        _require(self.focus in get_args(Focus), f"focus must be off, printed, gap or share, not {self.focus!r}")
         _require(self.scope in get_args(Scope), f"scope must be anywhere, prefix or set, not {self.scope!r}")
         _require(self.sharing in get_args(Sharing), f"sharing must be chunk or shared, not {self.sharing!r}")
         _require(0 <= self.drift <= 1, f"drift must lie between 0 and 1, not {self.drift}")

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.rope import rotate
 
-_OUTLIERS = 8  # a chunk's first tokens change far more than the rest, and say little about it
 _EVIDENCE = 2  # fewer recomputed tokens say nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A reused chunk: its segment, the positions that stay as stored, and where it begins."""
+    """A reused chunk: its segment, and the positions that stay as stored."""
 
     segment: int
-    start: int
     positions: Sequence[int]
 
 
@@ -50,11 +48,10 @@ class Drift:
 
     def locate(self, positions: Tensor) -> None:
         """Go on with rows at these ascending positions `[rows]`."""
-        starts = {chunk.segment: chunk.start for chunk in self._chunks}
         found: dict[int, list[int]] = {chunk.segment: [] for chunk in self._chunks}
         for row, position in enumerate(positions.tolist()):
             segment = self._owners.get(position, -1)
-            if segment in found and position >= starts[segment] + _OUTLIERS:
+            if segment in found:
                 found[segment].append(row)
         used = [chunk for chunk in self._chunks if len(found[chunk.segment]) >= _EVIDENCE and chunk.positions]
         rows = [row for chunk in used for row in found[chunk.segment]]

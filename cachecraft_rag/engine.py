@@ -239,13 +239,14 @@ class Engine(Closing):
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
         output = self._prefill(request)
-        text = "".join(self._decode(request, output))
-        way = request.tokens if along is None else along
-        logits = output.logits[None]
-        if len(way) > 1:
-            with self.turn:
-                more = decode_along(self.decoder, output.merged, way[:-1], request.prompt.bounds[-1])
-            logits = torch.cat((logits, more))
+        if along is None:
+            text = "".join(self._decode(request, output))
+            logits = self._logits_along(request, output, request.tokens)
+        else:
+            logits = self._logits_along(request, output, along)
+            own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
+            same = next((place for place, token in enumerate(along) if own[place] != token), len(along) - 1)
+            text = "".join(self._decode(request, output, begun=own[: same + 1]))
         self._settle(request, output)
         return Examination(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
 
@@ -371,14 +372,23 @@ class Engine(Closing):
         request.plan = Plan(tuple(segments))
         return output
 
-    def _decode(self, request: Request, output: PrefillOutput) -> Iterator[str]:
-        sampling = request.sampling
+    def _logits_along(self, request: Request, output: PrefillOutput, answer: Sequence[int]) -> Tensor:
+        """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
+        request.first_token_s = request.first_token_s or request.clock()
+        if len(answer) == 1:
+            return output.logits[None]
+        with self.turn:
+            rest = decode_along(self.decoder, output.merged, answer[:-1], request.prompt.bounds[-1])
+        return torch.cat((output.logits[None], rest))
+
+    def _decode(self, request: Request, output: PrefillOutput, *, begun: Sequence[int] = ()) -> Iterator[str]:
+        """The answer; its first tokens are `begun` where they are known and, but for the last, have their K/V."""
+        sampling, ahead = request.sampling, list(begun)
         sampler, text = Sampler(sampling), TextStream(self.decoder.tokenizer, sampling.stop)
         position, logits = request.prompt.bounds[-1], output.logits
         while True:
-            token = sampler.draw(logits)
-            if not request.tokens:
-                request.first_token_s = request.clock()
+            token = ahead.pop(0) if ahead else sampler.draw(logits)
+            request.first_token_s = request.first_token_s or request.clock()
             request.tokens.append(token)
             if token in self.decoder.end_tokens:
                 request.finish = "end"
@@ -392,10 +402,11 @@ class Engine(Closing):
             if request.generated == sampling.max_new_tokens:
                 request.finish = "length"
                 break
-            with self.turn:
-                started = time.perf_counter()
-                logits = decode_step(self.decoder, output.merged, token, position)
-                self.speed.stepped(time.perf_counter() - started)
+            if not ahead:
+                with self.turn:
+                    started = time.perf_counter()
+                    logits = decode_step(self.decoder, output.merged, token, position)
+                    self.speed.stepped(time.perf_counter() - started)
             position += 1
         rest = text.finish()
         if text.stopped:  # by a stop string in what was held back, too

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-FocusRule = Literal["printed", "gap"]
+FocusRule = Literal["printed", "gap", "share"]
+
+_FAIR_PART = 0.5  # of the mean score: what a chunk needs under the rule "share"
 
 
 def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
@@ -21,9 +23,12 @@ def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
     which is -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a
     gap that holds nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk
     above the gap it chose, so the first gap is never looked at. `gap` is the mended rule: it cuts at the largest gap.
+    `share` asks for no gap: focused is whoever has half of the mean score, so with many chunks many may be.
 
     >>> focused_count([9.0, 1.0, 0.9, 0.8], "gap")
     1
+    >>> focused_count([9.0, 6.0, 4.0, 1.0], "share")  # the mean is 5
+    3
     >>> focused_count([9.0, 1.0, 0.9, 0.1], "printed")  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22: i* = 2
     2
     """
@@ -31,6 +36,8 @@ def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
     total = math.fsum(gaps)
     if total <= 0.0:  # fewer than two chunks, or all alike: nothing sets one apart
         return max(1, len(scores))
+    if rule == "share":
+        return sum(score >= _FAIR_PART * math.fsum(scores) / len(scores) for score in scores)
     if rule == "gap":
         return gaps.index(max(gaps)) + 1
     if len(gaps) < 2:  # two chunks: line 8 takes the largest of nothing

@@ -127,26 +127,30 @@ def _set_prefix(
 
     Each of them is reused as it was born then, at the position it has now.
     """
-    segments, found = prompt.segments, {}
+    segments = prompt.segments
+    found: dict[int, SegmentPlan] = {}
     offers = {
         (segment.segment_id, variant.key.birth_prefix): variant
         for segment in segments[:-1]
         for variant in stored.get(segment.segment_id, ())
-        if variant.tokens_digest == segment.tokens_digest
+        if variant.key.birth_prefix
+        and variant.tokens_digest == segment.tokens_digest
         and variant.exact_share >= 1.0
         and variant.variant_id not in lost
     }
     places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
-    for last, born in offers:
-        order = (*born, last)
-        if len(order) <= len(found) or sorted(places.get(name, -1) for name in order) != list(range(len(order))):
+    here = [segment.segment_id for segment in segments]
+    for last, (system, *chunks) in offers:
+        order = (*chunks, last)
+        same = list(order) == here[1 : len(order) + 1]
+        if len(order) < len(found) + (not same) or system != here[0] or set(order) != set(here[1 : len(order) + 1]):
             continue
-        chain = [offers.get((name, order[:place])) for place, name in enumerate(order)]
-        if order[0] != segments[0].segment_id or any(variant is None for variant in chain):
+        chain = [offers.get((name, (system, *order[:place]))) for place, name in enumerate(order)]
+        if any(variant is None for variant in chain):
             continue
         found = {
             places[name]: SegmentPlan(
-                "exact" if order[: place + 1] == tuple(s.segment_id for s in segments[: place + 1]) else "reused",
+                "exact" if list(order[:place]) == here[1 : places[name]] else "reused",
                 variant=variant,
                 beta=1.0,
                 gamma=0.0,

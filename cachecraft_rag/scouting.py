@@ -59,13 +59,20 @@ class Scout(ABC):
         }
         recomputed = {i: _offsets(span, done, lambda owner: owner >= 0) for i, span in spans.items()}
         gone = {i: _offsets(span, {**rows, **done}, lambda owner: owner < 0) for i, span in spans.items()}
-        mean = max(float(np.concatenate([seen[start:stop] for start, stop in spans.values()]).mean()), 1e-30)
-        self.plan = self._choose({i: seen[start:stop] / mean for i, (start, stop) in spans.items()}, recomputed, gone)
+        of_chunk = {i: seen[start:stop] for i, (start, stop) in spans.items()}
+        for i, offsets in gone.items():
+            of_chunk[i][sorted(offsets)] = 0.0  # nothing was stored there, or it did not come
+        mean = max(float(np.concatenate(list(of_chunk.values())).mean()), 1e-30)
+        self.plan = self._choose({i: scores / mean for i, scores in of_chunk.items()}, recomputed, gone)
         kept = {position: owner for position, owner in rows.items() if owner < 0}
         for index, (start, _) in spans.items():
             fresh = set(self.plan.segments[index].recompute) - recomputed[index]
             kept.update((start + offset, index) for offset in fresh)
         return kept
+
+    @abstractmethod
+    def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
+        """The ascending positions that it runs, to see something; arguments as in `look`."""
 
     @abstractmethod
     def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
@@ -79,13 +86,16 @@ class QuestionScout(Scout):
     The middle: a question's first layers look at what stands near, its last ones at what they are about to say.
     """
 
+    def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
+        """See `Scout.positions`."""
+        return range(max(self._bounds[-2], self._bounds[-1] - QUESTION_ROWS), self._bounds[-1])
+
     def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
-        stop = self._bounds[-1]
-        first = max(self._bounds[-2], stop - QUESTION_ROWS)
-        absent = sorted(position for position, owner in rows.items() if owner < 0 and position < first)
-        layers = passes.layers
-        watcher = _Attention(range(int(0.4 * layers), max(int(0.6 * layers), 1)), torch.arange(first, stop), absent)
-        passes.look(range(first, stop), supply, layers=watcher.layers.stop, watcher=watcher, absent=absent)
+        positions = self.positions(rows, done)
+        absent = sorted(position for position, owner in rows.items() if owner < 0 and position < positions[0])
+        layers = range(int(0.4 * passes.layers), max(int(0.6 * passes.layers), 1))
+        watcher = _Attention(layers, positions, absent)
+        passes.look(positions, supply, layers=layers.stop, watcher=watcher, absent=absent)
         assert watcher.received is not None, "the range of layers is never empty"
         return watcher.received
 
@@ -93,16 +103,17 @@ class QuestionScout(Scout):
 class _Attention:
     """Adds up the attention that the rows give to each key in some layers."""
 
-    def __init__(self, layers: range, positions: Tensor, absent: Sequence[int]) -> None:
-        self.layers, self._positions, self._absent = layers, positions, absent
+    def __init__(self, layers: range, positions: Sequence[int], absent: Sequence[int]) -> None:
+        self._layers, self._positions, self._absent = layers, list(positions), list(absent)
         self.received: Tensor | None = None
 
     def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
         """See `prefill.Watcher`."""
-        if layer not in self.layers:
+        if layer not in self._layers:
             return
         hidden = torch.tensor(self._absent, device=q.device) if self._absent else None
-        blocks = row_blocks(self._positions.to(q.device), window=settings.window, absent=hidden)
+        positions = torch.tensor(self._positions, device=q.device)
+        blocks = row_blocks(positions, window=settings.window, absent=hidden)
         received = attention_received(q, k, blocks, scale=settings.scale, softcap=settings.softcap)
         self.received = received if self.received is None else self.received + received
 
@@ -113,16 +124,19 @@ class ValueScout(Scout):
     All tokens that are not yet computed run through two layers.
     """
 
-    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
+    def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
+        """See `Scout.positions`."""
         exact = {
             position
             for index, planned in enumerate(self.plan.segments)
             if planned.outcome == "exact"
             for position in range(self._bounds[index], self._bounds[index + 1])
         }
-        positions = [p for p in range(self._bounds[-1]) if p not in done and (p not in exact or p in rows)]
+        return [p for p in range(self._bounds[-1]) if p not in done and (p not in exact or p in rows)]
+
+    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
         remembered = _Remembered(supply)
-        passes.look(positions, remembered, layers=_VALUE_LAYER + 1, watcher=_Blind())
+        passes.look(self.positions(rows, done), remembered, layers=_VALUE_LAYER + 1, watcher=_Blind())
         moved = passes.merged.kv[_VALUE_LAYER, 1].float() - remembered.values.float()
         return moved.square().sum((1, 2))
 

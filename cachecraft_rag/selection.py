@@ -15,7 +15,7 @@ import numpy as np
 
 from cachecraft_rag.errors import ConfigError
 
-QUESTION_WEIGHT = 0.5
+QUESTION_WEIGHT = 0.25  # of the question's attention beside the attention at birth; both are 1 on average
 Sharing = Literal["chunk", "shared"]
 
 
@@ -91,13 +91,12 @@ def scouted(facts: TokenFacts) -> np.ndarray | None:
 
 
 def question(facts: TokenFacts) -> np.ndarray:
-    """Half what the chunk looked at when it was born, half what the question looks at now.
+    """What the token looked at when the chunk was born, and how much the question looks at it now.
 
-    The sum of a token's share of its chunk's inter attention (of eq. 14; its first tokens where nothing stood before
-    it) and of the question's attention, both 1 on average, the latter counted half. Either alone fails on some
-    questions: docs/fidelity.md.
+    Eq. 14's score (a falling one where nothing stood before the chunk) plus a quarter of the question's attention, each
+    divided by its mean. The question alone is better on most questions and fails badly on some: docs/fidelity.md.
 
-    >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.5, 0.1, 0.1]), scouted=np.array([0, 0, 5.0, 0.1]))
+    >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), scouted=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
     [0, 2]
     """

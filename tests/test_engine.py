@@ -436,3 +436,67 @@ def test_a_question_waits_for_the_births_of_the_one_before(engine: Engine, caplo
                 pass
     assert outcomes(answer) == all_of("exact")
     assert caplog.records == []
+
+
+# -- examining ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_examination_of_its_own_answer_says_what_streaming_says(engine: Engine) -> None:
+    streamed = ask(engine, config=replace(CONFIG, reuse=False))
+    own = engine.examine(QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    assert own.text == streamed.text
+    assert own.logits.argmax(-1).tolist() == list(own.tokens)
+    assert 0 < own.stats.ttft_s <= own.stats.total_s
+    assert own.stats.tokens_generated == streamed.stats.tokens_generated
+
+
+@pytest.mark.parametrize("same", [0, 1, 5, 12])
+def test_the_answer_does_not_depend_on_the_one_it_is_compared_with(engine: Engine, same: int) -> None:
+    """Up to the first difference the other answer's tokens are taken over; what comes then is decoded anew."""
+    own = engine.examine(QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    assert len(own.tokens) == 12
+    other = [*own.tokens[:same], *((token + 1) % 250 for token in own.tokens[same:])]
+    led = engine.examine(QUESTION, CHUNKS, along=other, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    assert (led.text, led.tokens) == (own.text, own.tokens)
+    assert led.logits.shape == own.logits.shape
+    assert torch.allclose(led.logits[: same + 1], own.logits[: same + 1], atol=1e-4)
+    if same < 11:
+        assert not torch.allclose(led.logits[same + 1], own.logits[same + 1], atol=1e-4)
+
+
+def test_an_answer_too_long_to_go_along_is_refused(engine: Engine) -> None:
+    for along in ([], [1] * 13):
+        with pytest.raises(ConfigError, match="needs 1 to 12"):
+            engine.examine(QUESTION, CHUNKS, along=along, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("selector", ["question", "value_deviation"])
+def test_a_scout_chooses_what_is_recomputed_and_counts_for_it(engine: Engine, selector: str) -> None:
+    ask(engine)
+    config = replace(CONFIG, births=False, recompute_ratio=0.3, selector=selector)
+    moved = ask(engine, [FRIDGE, TOASTER, KETTLE], config=config)
+    plain = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, selector="craft"))
+    assert_adds_up(moved.stats)
+    assert moved.stats.tokens_recomputed == plain.stats.tokens_recomputed  # the same budget
+    assert moved.stats.recompute_share > plain.stats.recompute_share  # and what it took to look
+    everything = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, recompute_ratio=1.0))
+    assert everything.text == ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, reuse=False)).text
+
+
+def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:
+    ask(engine)
+    config = replace(CONFIG, births=False, scope="set")
+    moved = ask(engine, [TOASTER, KETTLE, FRIDGE], config=config)
+    assert outcomes(moved) == all_of("reused") | {FRIDGE.chunk_id: "exact"}  # the best chunk stands last
+    assert moved.stats.tokens_recomputed == 0
+    assert outcomes(ask(engine, config=config)) == all_of("exact")
+
+
+def test_prefix_cache_is_exact(engine: Engine) -> None:
+    ask(engine)
+    config = replace(CONFIG, births=False, scope="prefix")
+    order = [KETTLE, TOASTER, FRIDGE][::-1]
+    found = engine.examine(QUESTION, order, max_new_tokens=12, config=config)
+    full = engine.examine(QUESTION, order, along=found.tokens, max_new_tokens=12, config=replace(config, reuse=False))
+    assert found.text == full.text
+    assert (found.logits - full.logits).abs().max() <= 1e-3

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import BLOCK_ROWS, attention, attention_mass, attention_sums, row_blocks
+from cachecraft_rag.kernels.attention import (
+    BLOCK_ROWS,
+    attention,
+    attention_mass,
+    attention_received,
+    attention_sums,
+    row_blocks,
+)
 from cachecraft_rag.kernels.gather import place, scatter_rows
 from cachecraft_rag.kernels.rope import rotate
 
@@ -226,3 +233,29 @@ def test_computed_rows_replace_what_was_placed() -> None:
     assert torch.equal(merged[1, positions], values)
     untouched = [0, 2, 3, 5, 6, 7, 8]
     assert not merged[:, untouched].any()
+
+
+def test_attention_received_is_the_sum_of_the_weights() -> None:
+    torch.manual_seed(3)
+    q, k = torch.randn(5, 4, 8), torch.randn(20, 2, 8)
+    positions = torch.tensor([3, 8, 12, 13, 19])
+    scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(2, 1)) * 0.3
+    visible = torch.arange(20) <= positions[:, None]
+    expected = scores.masked_fill(~visible, -torch.inf).softmax(-1).sum(1).mean(0)
+    assert torch.allclose(attention_received(q, k, row_blocks(positions), scale=0.3), expected, atol=1e-5)
+
+
+def test_absent_keys_are_seen_by_no_row() -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(6, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    positions, absent = torch.arange(14, 20), torch.tensor([2, 3, 9])
+    there = torch.tensor([p for p in range(20) if p not in absent])
+    blocks = row_blocks(positions, absent=absent)
+    moved = row_blocks(positions - 3)  # the same rows in a world without those keys
+    expected = attention(q, k[there], v[there], moved, scale=0.3)
+    assert torch.allclose(attention(q, k, v, blocks, scale=0.3), expected, atol=1e-5)
+    capped = attention(q, k, v, blocks, scale=0.3, softcap=5.0)
+    assert torch.allclose(capped, attention(q, k[there], v[there], moved, scale=0.3, softcap=5.0), atol=1e-5)
+    one = row_blocks(torch.tensor([19]), absent=absent)[0]
+    assert one.mask is not None
+    assert one.mask.sum() == 17

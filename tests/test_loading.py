@@ -6,10 +6,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,9 @@ from cachecraft_rag.loading.loader import Loader
 from cachecraft_rag.loading.speeds import ComputeSpeed, Meter
 from cachecraft_rag.loading.tail import Run, Tail
 from cachecraft_rag.models import Decoder
+from cachecraft_rag.planner import Plan, SegmentPlan
 from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillInput, PrefillOutput, Reused, prefill
+from cachecraft_rag.scouting import SCOUTS, Scout, Tokens
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers.disk import DiskTier
@@ -266,6 +269,53 @@ def test_early_termination_beside_loading_leaves_no_position_without_keys(
     output = ends.run(FocusMonitor(3, rule="gap", window=2))
     tail.close()
     assert_exact(output, reference)  # the caches are exact: whatever is not recomputed any further is right as it is
+
+
+def scout_of(kind: str) -> Scout:
+    """Chooses, of each chunk, the 15 tokens that were seen most and are not there otherwise."""
+    reused = (1, 2, 3)
+
+    def choose(seen: Mapping[int, np.ndarray], recomputed: Tokens, gone: Tokens) -> Plan:
+        plans = [SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")]
+        for index in reused:
+            assert np.isfinite(seen[index]).all()
+            free = [token for token in np.argsort(-seen[index]).tolist() if token not in gone[index]]
+            plans[index] = SegmentPlan("reused", recompute=tuple(sorted({*free[:15], *recomputed[index]})))
+        return Plan(tuple(plans))
+
+    plan = Plan((SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")))
+    return SCOUTS[kind](plan, BOUNDS, choose)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("kind", sorted(SCOUTS))
+@pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
+@pytest.mark.parametrize("broken", [False, True])
+def test_scouting_and_drift_beside_loading_leave_exact_caches_exact(
+    decoder: Decoder, disk: Disk, reference: Tensor, kind: str, rate: float, broken: bool
+) -> None:
+    """Recomputed tokens of exact caches do not change, so nothing drifts, wherever the ends meet and whatever fails."""
+    rows = dict.fromkeys(QUESTION, -1) | {BOUNDS[n] + k: n for n in (1, 2, 3) for k in (0, 30, 70, 120, 149)}
+    disk.throttle.bytes_per_s = rate
+    tail = disk.tail()
+    if broken:
+        os.truncate(disk.path(2), 6000)
+    passes = passes_of(decoder)
+    passes.merged.kv[:] = float("nan")  # what is read before it is written would spoil everything
+    ends = TwoEnds(
+        passes,
+        rows,
+        (),
+        tail=tail,
+        speed=measured(decoder),
+        turn=FairLock(),
+        chunks={n: range(BOUNDS[n], BOUNDS[n + 1]) for n in (1, 2, 3)},
+        drift=1.0,
+        scout=scout_of(kind),
+    )
+    output = ends.run()
+    tail.close()
+    assert_exact(output, reference)
 
 
 @pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])

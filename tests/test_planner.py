@@ -272,3 +272,54 @@ def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog
     batches = [statistics.median(planning[start : start + 50]) for start in (0, 50, 100)]
     print(f"planning {min(batches) * 1e3:.2f} ms, token scores {statistics.median(selecting) * 1e3:.2f} ms")
     assert min(batches) <= 0.002  # of three, because the machine may be busy with something else meanwhile
+
+
+# -- other scopes -----------------------------------------------------------------------------------------------------
+
+PREFIX, SET = ReuseConfig(scope="prefix"), ReuseConfig(scope="set")
+
+
+def stored_chain(*names: str) -> list[Variant]:
+    """What one full prefill of these chunks leaves."""
+    return [variant(name, *names[:place]) for place, name in enumerate(names)]
+
+
+def plan_of(
+    prompt: Prompt, variants: list[Variant], config: ReuseConfig, **lost: str
+) -> list[tuple[str, Variant | None]]:
+    """Outcome and variant of each chunk."""
+    stored: dict[str, list[Variant]] = {}
+    for one in variants:
+        stored.setdefault(one.key.chunk_id, []).append(one)
+    plan = make_plan(prompt, stored, config, lost=lost)
+    return [(planned.outcome, planned.variant) for planned in plan.segments[1:-1]]
+
+
+def test_prefix_cache_reuses_a_prefix_and_nothing_else() -> None:
+    a, b, c = stored_chain("a", "b", "c")
+    found = plan_of(prompt_of("a", "b", "d", "c"), [a, b, c], PREFIX)
+    assert found == [("exact", a), ("exact", b), ("computed", None), ("computed", None)]
+    plan = make_plan(prompt_of("c"), {"c": [c]}, PREFIX)
+    assert plan.segments[1].reason == "stored behind other chunks only"
+
+
+def test_set_cache_takes_the_longest_first_chunks_in_any_order() -> None:
+    a, b, c = stored_chain("a", "b", "c")
+    found = plan_of(prompt_of("b", "a", "d", "c"), [a, b, c], SET)
+    assert found == [("reused", b), ("reused", a), ("computed", None), ("computed", None)]
+    everything = plan_of(prompt_of("c", "a", "b"), [a, b, c], SET)
+    assert everything == [("reused", c), ("reused", a), ("reused", b)]
+
+
+def test_set_cache_prefers_the_same_order_and_needs_the_whole_chain() -> None:
+    chain, other = stored_chain("a", "b"), stored_chain("b", "a")
+    assert [outcome for outcome, _ in plan_of(prompt_of("a", "b"), [*other, *chain], SET)] == ["exact", "exact"]
+    assert plan_of(prompt_of("a", "b"), other[1:], SET) == [("computed", None)] * 2
+    lost = {other[0].variant_id: "gone"}
+    assert plan_of(prompt_of("a", "b"), other, SET, **lost) == [("computed", None)] * 2
+
+
+def test_set_cache_recomputes_nothing() -> None:
+    variants = stored_chain("a", "b")
+    plan = make_plan(prompt_of("b", "a"), {v.key.chunk_id: [v] for v in variants}, SET)
+    assert all(not planned.recompute for planned in with_selection(plan, {}, SET).segments)

@@ -69,7 +69,7 @@ class TwoEnds:
         self._tail, self._speed, self._turn, self._loading = tail, speed, turn, loading
         self._chunks, self._drift, self._scout = dict(chunks), drift, scout
         self._done: dict[int, int] = {}  # like `_rows`, of what earlier passes have computed
-        self._scouting = False
+        self._looking: frozenset[int] | None = None  # the rows of a scout while it looks
         self._monitor: FocusMonitor | None = None
         self.waited_s = 0.0  # for what was late
 
@@ -153,9 +153,9 @@ class TwoEnds:
         self._rows.update(dict.fromkeys(taken, -1))
         supply = _LastPiece(AtHand(self._reused), self._tail, self)
         if self._scout is not None:
-            self._scouting = True
+            self._looking = frozenset(self._scout.positions(self._rows, self._done))
             self._rows = self._scout.look(self._passes, supply, self._rows, self._done)
-            self._scouting = False
+            self._looking = None
         rows = sorted(self._rows)
         waited, started = self.waited_s, time.perf_counter()
         drift = self._correction(math.inf)
@@ -173,7 +173,7 @@ class TwoEnds:
         if not chunks or not self._drift:
             return None
         stale = [
-            Stale(segment, span.start, [p for p in span if p not in self._rows and p not in self._done])
+            Stale(segment, [p for p in span if p not in self._rows and p not in self._done])
             for segment, span in chunks.items()
         ]
         merged = self._passes.merged
@@ -199,9 +199,9 @@ class TwoEnds:
         return rows
 
     def _is_running(self, position: int) -> bool:
-        """Whether the pass has a row there: not one that early termination has dropped, nor any while scouting."""
-        if self._scouting:
-            return False
+        """Whether the pass has a row there: not one that early termination has dropped."""
+        if self._looking is not None:
+            return position in self._looking
         owner = self._rows.get(position)
         focused = self._monitor.focused if self._monitor is not None else None
         return owner is not None and (owner < 0 or focused is None or owner - 1 in focused)
