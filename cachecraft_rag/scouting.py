@@ -114,7 +114,7 @@ class _Attention:
         hidden = torch.tensor(self._absent, device=q.device) if self._absent else None
         positions = torch.tensor(self._positions, device=q.device)
         blocks = row_blocks(positions, window=settings.window, absent=hidden)
-        received = attention_received(q, k, blocks, scale=settings.scale, softcap=settings.softcap)
+        received = attention_received(q, k, blocks, positions, scale=settings.scale, softcap=settings.softcap)
         self.received = received if self.received is None else self.received + received
 
 

@@ -190,6 +190,29 @@ def attention_sums(
     return mass, received
 
 
+def attention_received(
+    q: Tensor,
+    k: Tensor,
+    blocks: tuple[RowBlock, ...],
+    positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """How much attention the rows together give to each key, averaged over heads, but for what a row gives itself.
+
+    Args:
+        q, k, blocks, positions, scale, softcap: as in `attention_mass`.
+
+    Returns:
+        float32 `[keys]`.
+    """
+    received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
+    for block, weights in _mean_weights(q, k, blocks, positions, scale=scale, softcap=softcap):
+        received[block.first_key : block.last_key] += weights.sum(0)
+    return received
+
+
 def _mean_weights(
     q: Tensor, k: Tensor, blocks: tuple[RowBlock, ...], positions: Tensor, *, scale: float, softcap: float | None
 ) -> Iterator[tuple[RowBlock, Tensor]]:
@@ -211,23 +234,6 @@ def _by_segment(weights: Tensor, block: RowBlock, bounds: Tensor) -> Tensor:
     keys = torch.arange(block.first_key, block.last_key, device=weights.device)[:, None]
     member = (keys >= bounds[None, :-1]) & (keys < bounds[None, 1:])  # [keys in span, segments]
     return weights @ member.to(weights.dtype)
-
-
-def attention_received(
-    q: Tensor, k: Tensor, blocks: tuple[RowBlock, ...], *, scale: float, softcap: float | None = None
-) -> Tensor:
-    """How much attention all rows together give to each key, averaged over heads; arguments as in `attention`.
-
-    Returns:
-        float32 `[keys]`.
-    """
-    queries, heads = _grouped(q, k.shape[1]), q.shape[1]
-    received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
-    for block in blocks:
-        span = slice(block.first_key, block.last_key)
-        scores = _scores(queries[:, :, block.start : block.stop], k[span], block, scale=scale, softcap=softcap)
-        received[span] += scores.softmax(-1, dtype=torch.float32).sum((0, 1)) / heads
-    return received
 
 
 def _scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
