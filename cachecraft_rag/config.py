@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.selection import Sharing, selector_named
 
+DEFAULT_ALPHA = 0.25
+
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
@@ -29,8 +31,8 @@ class ReuseConfig:
     scope            where a chunk-cache may serve: "anywhere" (Cache-Craft); "prefix", only behind the very prefix it
                      was born behind (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing
                      recomputed (SET-CACHE, both of Cache-Craft §5.1.4)
-    alpha            α of eq. 12. The default makes a chunk whose old neighbours are all gone recompute some 15 to 20
-                     % of its tokens
+    alpha            α of eq. 12. None = as `cachecraft calibrate` found it for this model and store, or else
+                     DEFAULT_ALPHA: a chunk whose old neighbours are all gone recomputes some 15 % of its tokens
     recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
     selector         which tokens those are, a name of `selection.SELECTORS`
     sharing          whether each chunk keeps to its own budget ("chunk", as in the paper) or all are put together and
@@ -48,7 +50,7 @@ class ReuseConfig:
     reuse: bool = True
     births: bool = True
     scope: Scope = "anywhere"
-    alpha: float = 0.25
+    alpha: float | None = None
     recompute_ratio: float | None = None
     selector: str = "question"
     sharing: Sharing = "shared"
@@ -59,7 +61,8 @@ class ReuseConfig:
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
-        _require(0 <= self.alpha < math.inf, f"alpha must be 0 or more and finite, not {self.alpha}")
+        alpha = self.alpha
+        _require(alpha is None or 0 <= alpha < math.inf, f"alpha must be 0 or more and finite, not {alpha}")
         ratio = self.recompute_ratio
         _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
         _require(self.focus in get_args(Focus), f"focus must be off, printed, gap or share, not {self.focus!r}")

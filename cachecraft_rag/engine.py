@@ -7,11 +7,12 @@ sees another's state.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
+from cachecraft_rag.calibration import Calibration, load_calibration
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
@@ -38,6 +40,8 @@ from cachecraft_rag.tiers.layout import StoredVariant
 from cachecraft_rag.tiers.remote import RemoteConfig
 from cachecraft_rag.turns import FairLock
 from cachecraft_rag.types import Chunk, LoadedVariant, Unavailable, Variant
+
+logger = logging.getLogger("cachecraft_rag")
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
 
@@ -139,6 +143,7 @@ class Engine(Closing):
     ) -> None:
         self.decoder, self.store, self.namespace = decoder, store, namespace
         self.config = config or ReuseConfig()
+        self.calibration: Calibration | None = None
         self.prompts = PromptBuilder(
             decoder.tokenizer,
             context_length=decoder.context_length,
@@ -187,6 +192,9 @@ class Engine(Closing):
                 system=given.get("system", DEFAULT_SYSTEM),
             )
             engine._opened = opened.pop_all()
+        engine.calibration = load_calibration(Path(store), decoder.fingerprint)
+        if engine.calibration is not None:
+            logger.info("%s", engine.calibration)
         return engine
 
     def stream(
@@ -269,7 +277,12 @@ class Engine(Closing):
         if not all(isinstance(chunk, Chunk) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
-        return Request(prompt, config or self.config, sampling, session, started)
+        return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
+
+    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        if config.alpha is None and self.calibration is not None and self.calibration.fits(config):
+            return replace(config, alpha=self.calibration.alpha)
+        return config
 
     def _pieces(self, request: Request) -> Generator[str]:
         output = self._prefill(request)

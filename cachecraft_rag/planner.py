@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from cachecraft_rag.config import ReuseConfig
+from cachecraft_rag.config import DEFAULT_ALPHA, ReuseConfig
 from cachecraft_rag.prompt import Prompt, Segment
 from cachecraft_rag.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
 from cachecraft_rag.selection import TokenFacts, select, selector_named
@@ -178,7 +178,8 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
         gamma = order_penalty(born[1:], places)
     # An impure birth looked at neighbours that were approximations themselves: its overlap counts for the exact share.
     adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
-    cfo = fix_overhead(alpha=config.alpha, cci=variant.cci, adjusted=adjusted)
+    alpha = DEFAULT_ALPHA if config.alpha is None else config.alpha
+    cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
 
 

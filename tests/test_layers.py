@@ -23,7 +23,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"}),
     frozenset({"config", "catalog", "tiers", "births"})
     | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),
-    frozenset({"store", "models", "planner", "decode", "retrievers.faiss_store", "retrievers.embeddings"}),
+    frozenset(
+        {"store", "models", "planner", "decode", "calibration", "retrievers.faiss_store", "retrievers.embeddings"}
+    ),
     frozenset({"prefill", "birthing", "retrievers.indexer"}),
     frozenset({"scouting", "selfcheck"}),
     frozenset({"loading", "request"}),
