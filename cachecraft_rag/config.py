@@ -20,6 +20,7 @@ def _require(holds: bool, message: str) -> None:
 Loading = Literal["cake", "layerwise", "whole"]
 Focus = Literal["off", "printed", "gap", "share"]
 Scope = Literal["anywhere", "prefix", "set"]
+Part = Literal["overlap", "positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class ReuseConfig:
     focus_window     w of Algorithm 1
     loading          what is not in memory: "cake" loads from the back while the front is computed; "layerwise" computes
                      nothing that is stored, and loads ahead of the layer that needs it; "whole" loads, then computes
+    without          parts of the method to leave out, for ablations: "overlap" (β′ counts as 0, eq. 12) or
+                     "positions" (keys of reused chunks stay as they are right behind the instruction)
     sink_tokens      so many first tokens of the prompt are left out of every attention sum: they are attention sinks
     """
 
@@ -58,6 +61,7 @@ class ReuseConfig:
     focus: Focus = "off"
     focus_window: int = 3
     loading: Loading = "cake"
+    without: frozenset[Part] = frozenset()
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -72,6 +76,7 @@ class ReuseConfig:
         _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")
         known = get_args(Loading)
         _require(self.loading in known, f"loading must be one of {', '.join(known)}, not {self.loading!r}")
+        _require(self.without <= set(get_args(Part)), f"without may name overlap and positions, not {self.without}")
         _require(self.sink_tokens >= 0, f"sink_tokens must be 0 or more, not {self.sink_tokens}")
         selector_named(self.selector)
 

@@ -345,7 +345,8 @@ class Engine(Closing):
                 continue
             rows.update((start + offset, index) for offset in planned.recompute)
             if (loaded := request.loaded.get(planned.variant.variant_id)) is not None:
-                reused.append(Reused(start, loaded.kv))
+                unmoved = planned.outcome == "reused" and "positions" in request.config.without
+                reused.append(Reused(start, loaded.kv, rotated_from=bounds[1] if unmoved else None))
             else:
                 stored[index] = request.stored[planned.variant.variant_id]
                 if request.config.births:  # it may have to be computed after all

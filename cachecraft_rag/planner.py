@@ -177,7 +177,7 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
         beta = prefix_overlap(variant.inter[1:], born[1:], places)
         gamma = order_penalty(born[1:], places)
     # An impure birth looked at neighbours that were approximations themselves: its overlap counts for the exact share.
-    adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
+    adjusted = 0.0 if "overlap" in config.without else adjusted_overlap(beta, gamma) * variant.exact_share
     alpha = DEFAULT_ALPHA if config.alpha is None else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)

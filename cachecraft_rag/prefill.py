@@ -43,9 +43,14 @@ class MergedKV:
         self._device = decoder.device
         self.cos, self.sin = decoder.rope(torch.arange(capacity, device=decoder.device))
 
-    def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Put one layer `[2, tokens, kv_heads, head_dim]` of a stored chunk-cache at its new position."""
-        place(self.kv[layer], chunk.to(self._device, non_blocking=True), start, cos=self.cos, sin=self.sin)
+    def place(self, layer: int, chunk: Tensor, start: int, *, rotated_from: int | None = None) -> None:
+        """Put one layer `[2, tokens, kv_heads, head_dim]` of a stored chunk-cache at its new position.
+
+        `rotated_from`: where its keys shall believe to begin, if that is another position.
+        """
+        shift = 0 if rotated_from is None else start - rotated_from
+        cos, sin = self.cos.roll(shift, 0) if shift else self.cos, self.sin.roll(shift, 0) if shift else self.sin
+        place(self.kv[layer], chunk.to(self._device, non_blocking=True), start, cos=cos, sin=sin)
 
 
 class Watcher(Protocol):
@@ -129,10 +134,14 @@ class RowPass:
 
 @dataclass(frozen=True)
 class Reused:
-    """A stored chunk-cache and the place it takes in this prompt: `kv` `[layers, 2, tokens, kv_heads, head_dim]`."""
+    """A stored chunk-cache and the place it takes in this prompt: `kv` `[layers, 2, tokens, kv_heads, head_dim]`.
+
+    `rotated_from` is where its keys shall believe to begin: elsewhere in an ablation only.
+    """
 
     start: int
     kv: Tensor
+    rotated_from: int | None = None
 
 
 class Supply(Protocol):
@@ -155,7 +164,7 @@ class AtHand:
     def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
         """See `Supply.place`."""
         for reused in self.reused:
-            merged.place(layer, reused.kv[layer], reused.start)
+            merged.place(layer, reused.kv[layer], reused.start, rotated_from=reused.rotated_from)
         return ()
 
 

@@ -500,3 +500,33 @@ def test_prefix_cache_is_exact(engine: Engine) -> None:
     full = engine.examine(QUESTION, order, along=found.tokens, max_new_tokens=12, config=replace(config, reuse=False))
     assert found.text == full.text
     assert (found.logits - full.logits).abs().max() <= 1e-3
+
+
+def test_without_the_overlap_familiar_neighbours_save_nothing(engine: Engine) -> None:
+    ask(engine)
+    config = replace(CONFIG, births=False, selector="craft", sharing="chunk")
+    order = [TOASTER, KETTLE, FRIDGE]  # as in the prompt: fridge, kettle, toaster
+    plain = {chunk.chunk_id: chunk for chunk in ask(engine, order, config=config).stats.chunks}
+    blind = ask(engine, order, config=replace(config, without=frozenset({"overlap"})))
+    for chunk in blind.stats.chunks:
+        if chunk.outcome == "reused":
+            assert chunk.beta_prime == 0.0
+            assert chunk.recomputed >= plain[chunk.chunk_id].recomputed
+    assert sum(chunk.recomputed for chunk in blind.stats.chunks) > sum(chunk.recomputed for chunk in plain.values())
+
+
+def test_without_positions_the_answer_is_another(engine: Engine) -> None:
+    ask(engine)
+    order, full = [TOASTER, KETTLE, FRIDGE], replace(CONFIG, births=False, reuse=False)
+    along = engine.examine(QUESTION, order, max_new_tokens=4, config=full).tokens
+    moved, unmoved = (
+        engine.examine(
+            QUESTION,
+            order,
+            along=along,
+            max_new_tokens=4,
+            config=replace(CONFIG, births=False, recompute_ratio=0.0, without=without),
+        ).logits
+        for without in (frozenset(), frozenset({"positions"}))
+    )
+    assert not torch.allclose(moved, unmoved, atol=1e-3)

@@ -118,3 +118,12 @@ def test_the_monitor_sees_what_the_question_pays_to_each_chunk(decoder: Decoder)
     for layer, seen in enumerate(monitor.seen):
         rows = weights[layer][0].mean(0)[60:75]
         assert seen == pytest.approx([float(rows[:, 10:40].sum()), float(rows[:, 40:60].sum())], abs=1e-4)
+
+
+def test_keys_may_be_made_to_believe_in_another_position(decoder: Decoder, caches: list[Reused]) -> None:
+    """The ablation without positions: at its new place a chunk's keys are as they would be at another."""
+    moved, elsewhere = MergedKV(decoder, 75), MergedKV(decoder, 75)
+    chunk = caches[1].kv[0]
+    moved.place(0, chunk, 40, rotated_from=10)
+    elsewhere.place(0, chunk, 10)
+    assert torch.equal(moved.kv[0, :, 40:70], elsewhere.kv[0, :, 10:40])

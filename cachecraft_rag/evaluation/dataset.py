@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -65,20 +65,32 @@ class Dataset:
         return tuple(chunk for i, document in enumerate(self.documents) if i not in own for chunk in document)
 
 
-def load_dataset(path: Path, *, format: str | None = None, passages: int, limit: int | None, seed: int) -> Dataset:
+def load_dataset(
+    path: Path,
+    *,
+    format: str | None = None,
+    passages: int,
+    limit: int | None,
+    seed: int,
+    chunk_tokens: int | None = None,
+) -> Dataset:
     """Draw `limit` questions (None: all) with `passages` chunks each from a file in any format of `formats.registry`.
 
     The passages that hold the answer always come along, even where they are more than `passages`; the others are drawn
     from the same document or question, and only where that has too few from other documents (never for summaries and
-    for a retriever's own lists: those may have fewer). Passages too long for a chunk are split. A question's passages
-    and their order depend on the seed and the question, not on the limit, as long as the file has at most
-    `OTHER_DOCUMENTS` documents beside those of the questions drawn; only so many of them are kept.
+    for a retriever's own lists: those may have fewer). Passages too long for a chunk are split; `chunk_tokens` says how
+    long (about) a chunk may be. A question's passages and their order depend on the seed and the question, not on the
+    limit, as long as the file has at most `OTHER_DOCUMENTS` documents beside those of the questions drawn; only so many
+    of them are kept.
 
     Raises:
         ConfigError: `passages` or `limit` is below 1, or no format has that name.
         DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
     """
-    return _assemble(read_source(path, format), path.stem, passages=passages, limit=limit, seed=seed)
+    source = read_source(path, format)
+    if chunk_tokens is not None:
+        source = replace(source, passage_tokens=chunk_tokens)
+    return _assemble(source, path.stem, passages=passages, limit=limit, seed=seed)
 
 
 def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:

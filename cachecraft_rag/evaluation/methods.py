@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from cachecraft_rag.config import ReuseConfig
 from cachecraft_rag.errors import ConfigError
@@ -63,9 +63,47 @@ _ALL = (
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 
 
+def _paper(alpha: float, **changes: Any) -> Callable[[float], ReuseConfig]:
+    """Cache-Craft as in the paper, CFO deciding how much is recomputed."""
+    settings = {"births": False, "sharing": "chunk", "drift": 0.0, "selector": "craft", "alpha": alpha}
+    return _fixed(ReuseConfig(**(settings | changes)))
+
+
+def _ours(ratio: float, **changes: Any) -> ReuseConfig:
+    return replace(ReuseConfig(births=False, recompute_ratio=ratio), **changes)
+
+
+# What each part is worth. The first group is Cache-Craft's Fig. 26 (α = 1 is a recompute ratio of about 0.55), the
+# second its Table 3, at r = 0.30; the last takes our default apart.
+_ABLATIONS = (
+    *(Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _paper(alpha)) for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)),
+    Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _paper(0.5, without=frozenset({"overlap"}))),
+    Method("alpha_0.5_no_cci", "Cache-Craft Fig. 26", _paper(0.5, selector="random")),
+    Method("alpha_0.5_focus", "Cache-Craft Fig. 26", _paper(0.5, focus="printed")),
+    Method("no_position", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.3, without=frozenset({"positions"}))),
+    Method(
+        "no_position_no_causality",
+        "Cache-Craft Table 3",
+        _paper(1.0, recompute_ratio=0.0, without=frozenset({"positions"})),
+    ),
+    Method("no_causality", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.0)),
+    Method("no_drift", "this package", partial(_ours, drift=0.0), takes_ratio=True),
+    Method("no_question", "this package", partial(_ours, selector="craft"), takes_ratio=True),
+    Method("no_sharing", "this package", partial(_ours, sharing="chunk"), takes_ratio=True),
+    Method("craft_drift", "this package", partial(_ours, selector="craft", sharing="chunk"), takes_ratio=True),
+)
+
+ABLATIONS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ABLATIONS})
+
+
 def methods_named(names: Sequence[str]) -> list[Method]:
-    """The methods of these names, in the given order, each once; ConfigError lists the known ones."""
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        raise ConfigError(f"unknown method {', '.join(unknown)}; choose among {', '.join(METHODS)}")
-    return [METHODS[name] for name in dict.fromkeys(names)]
+    """The methods of these names, in the given order, each once; "ablations" stands for all of `ABLATIONS`.
+
+    Raises:
+        ConfigError: a name is unknown; lists the known ones.
+    """
+    known = {**METHODS, **ABLATIONS}
+    wanted = [one for name in names for one in (ABLATIONS if name == "ablations" else (name,))]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"unknown method {', '.join(unknown)}; choose among {', '.join(known)}, ablations")
+    return [known[name] for name in dict.fromkeys(wanted)]
