@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.kernels.rope import add_rotated, rotate
 
 _EVIDENCE = 2  # fewer recomputed tokens say nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A reused chunk: its segment, and the positions that stay as stored."""
+    """A reused chunk: its segment, and runs of positions that hold what was stored, or that the pass itself writes."""
 
     segment: int
-    positions: Sequence[int]
+    runs: Sequence[range]
 
 
 class Drift:
@@ -44,7 +44,7 @@ class Drift:
     ) -> None:
         self._chunks, self._owners, self._strength = chunks, owners, strength
         self._cos, self._sin = cos, sin
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self._runs: list[tuple[int, range]] = []
 
     def locate(self, positions: Tensor) -> None:
         """Go on with rows at these ascending positions `[rows]`."""
@@ -53,20 +53,19 @@ class Drift:
             segment = self._owners.get(position, -1)
             if segment in found:
                 found[segment].append(row)
-        used = [chunk for chunk in self._chunks if len(found[chunk.segment]) >= _EVIDENCE and chunk.positions]
-        rows = [row for chunk in used for row in found[chunk.segment]]
-        stale = [position for chunk in used for position in chunk.positions]
-        whole = positions.new_tensor
-        self._rows, self._stale = whole(rows), whole(stale)
-        self._counts = whole([len(found[chunk.segment]) for chunk in used])
-        chunk_numbers = torch.arange(len(used), device=positions.device)
-        self._chunk_of_row = chunk_numbers.repeat_interleave(self._counts)
-        self._chunk_of_stale = chunk_numbers.repeat_interleave(whole([len(chunk.positions) for chunk in used]))
+        used = [chunk for chunk in self._chunks if len(found[chunk.segment]) >= _EVIDENCE]
+        self._runs = [(number, run) for number, chunk in enumerate(used) for run in chunk.runs]
+        evidence = [found[chunk.segment] for chunk in used]
+        self._rows = positions.new_tensor([row for rows in evidence for row in rows])
+        counts = positions.new_tensor([len(rows) for rows in evidence])
+        numbers = torch.arange(len(used), device=positions.device)
+        # [chunks, rows of evidence]: takes the mean of each chunk's rows, times the strength
+        member = numbers[:, None] == numbers.repeat_interleave(counts)[None, :]
+        self._mean = member.float() * (self._strength / counts.float())[:, None]
         self._at = positions[self._rows]
         cos, sin = self._cos[self._at], self._sin[self._at]
         length = cos.square() + sin.square()  # 1, but for rope scalings that stretch what they rotate
         self._back = (cos / length, -sin / length)
-        self._forth = (self._cos[self._stale], self._sin[self._stale])
 
     def correct(self, merged: Tensor, keys: Tensor, values: Tensor) -> None:
         """Correct one layer, before its rows are written.
@@ -75,12 +74,15 @@ class Drift:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
             keys, values: `[rows, kv_heads, head_dim]`, of the rows, keys rotated.
         """
-        if not len(self._rows):
+        if not self._runs:
             return
         change_k = rotate(keys[self._rows] - merged[0, self._at], *self._back)  # raw: the same at every position
-        change = torch.stack((change_k, values[self._rows] - merged[1, self._at])).float()
-        total = change.new_zeros(2, len(self._counts), *change.shape[2:]).index_add_(1, self._chunk_of_row, change)
-        mean = (self._strength / self._counts)[:, None, None] * total  # [2, chunks, kv_heads, head_dim]
-        shift = mean.to(merged.dtype)[:, self._chunk_of_stale]
-        merged[0].index_add_(0, self._stale, rotate(shift[0], *self._forth))
-        merged[1].index_add_(0, self._stale, shift[1])
+        change_v = values[self._rows] - merged[1, self._at]
+        for part, change in enumerate((change_k, change_v)):
+            shifts = (self._mean @ change.flatten(1).float()).to(merged.dtype).unflatten(1, change.shape[1:])
+            for number, run in self._runs:
+                span = slice(run.start, run.stop)
+                if part == 0:
+                    add_rotated(merged[0, span], shifts[number], self._cos[span], self._sin[span])
+                else:
+                    merged[1, span] += shifts[number]

@@ -38,3 +38,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
     return out
+
+
+def add_rotated(out: Tensor, vector: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Add one raw vector to many rotated ones, each time rotated to the position it is added at.
+
+    Args:
+        out: `[tokens, heads, head_dim]`, changed in place.
+        vector: `[heads, head_dim]`, raw.
+        cos, sin: `[tokens, rotary_dim]`, the rows of the tokens' positions.
+
+    >>> out, turn = torch.zeros(1, 1, 2), torch.tensor([[1.0, 1.0]])  # 90 degrees
+    >>> add_rotated(out, torch.tensor([[1.0, 0.0]]), 0.0 * turn, turn)
+    >>> out.tolist()
+    [[[0.0, 1.0]]]
+    """
+    width = cos.shape[-1]
+    half = width // 2
+    turned = torch.cat((-vector[:, half:width], vector[:, :half]), dim=-1)
+    rotary = out if width == out.shape[-1] else out[..., :width]
+    rotary.addcmul_(vector[:, :width], cos[:, None]).addcmul_(turned, sin[:, None])
+    if width < out.shape[-1]:
+        out[..., width:] += vector[:, width:]

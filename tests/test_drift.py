@@ -40,7 +40,7 @@ class Layer:
         return torch.stack((rotate(raw[0], self.cos, self.sin), raw[1]))
 
     def corrected(self, recomputed: list[int], *, strength: float = 1.0, owner: int = 1) -> Tensor:
-        stale = [Stale(1, [p for p in SPAN if p not in recomputed])]
+        stale = [Stale(1, [SPAN])]
         drift = Drift(stale, dict.fromkeys(recomputed, owner), strength=strength, cos=self.cos, sin=self.sin)
         rows = torch.tensor(recomputed)
         drift.locate(rows)
@@ -55,7 +55,7 @@ def test_a_change_that_all_tokens_share_is_found_at_every_position(decoder: Deco
     merged = layer.corrected(RECOMPUTED)
     stale = [p for p in SPAN if p not in RECOMPUTED]
     assert torch.allclose(merged[:, stale], layer.new[:, stale], atol=1e-4)
-    others = [p for p in range(merged.shape[1]) if p not in stale]
+    others = [p for p in range(merged.shape[1]) if p not in SPAN]
     assert torch.equal(merged[:, others], layer.merged[:, others])
 
 
@@ -81,7 +81,7 @@ def test_each_chunk_follows_its_own_tokens(decoder: Decoder) -> None:
     first, second = range(START, START + 15), range(START + 15, START + 30)
     recomputed = [START + 9, START + 11, START + 25, START + 27]
     owners = {START + 9: 1, START + 11: 1, START + 25: 2, START + 27: 2}
-    chunks = [Stale(1, sorted(set(first) - set(recomputed))), Stale(2, sorted(set(second) - set(recomputed)))]
+    chunks = [Stale(1, [first]), Stale(2, [second])]
     drift = Drift(chunks, owners, strength=1.0, cos=layer.cos, sin=layer.sin)
     rows = torch.tensor(recomputed)
     drift.locate(rows)
@@ -91,3 +91,16 @@ def test_each_chunk_follows_its_own_tokens(decoder: Decoder) -> None:
     drift.correct(merged, new[0, rows], new[1, rows])
     stale = [p for p in SPAN if p not in recomputed]
     assert torch.allclose(merged[:, stale], new[:, stale], atol=1e-4)
+
+
+def test_what_an_earlier_pass_computed_stays(decoder: Decoder) -> None:
+    layer = Layer(decoder)
+    done = START + 3
+    stale = [Stale(1, [range(START, done), range(done + 1, START + TOKENS)])]
+    drift = Drift(stale, dict.fromkeys(RECOMPUTED, 1), strength=1.0, cos=layer.cos, sin=layer.sin)
+    rows = torch.tensor(RECOMPUTED)
+    drift.locate(rows)
+    merged = layer.merged.clone()
+    drift.correct(merged, layer.new[0, rows], layer.new[1, rows])
+    assert torch.equal(merged[:, done], layer.merged[:, done])
+    assert torch.allclose(merged[:, done - 1 : done + 2 : 2], layer.new[:, done - 1 : done + 2 : 2], atol=1e-4)

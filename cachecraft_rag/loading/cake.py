@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 
@@ -173,7 +173,7 @@ class TwoEnds:
         if not chunks or not self._drift:
             return None
         stale = [
-            Stale(segment, [p for p in span if p not in self._rows and p not in self._done])
+            Stale(segment, _runs(position for position in span if position not in self._done))
             for segment, span in chunks.items()
         ]
         merged = self._passes.merged
@@ -238,6 +238,17 @@ class TwoEnds:
 
     def _note_holes(self) -> None:
         self._rows.update(dict.fromkeys(self._tail.holes(), -1))
+
+
+def _runs(positions: Iterable[int]) -> list[range]:
+    """Ascending positions as runs of adjoining ones."""
+    runs: list[range] = []
+    for position in positions:
+        if runs and runs[-1].stop == position:
+            runs[-1] = range(runs[-1].start, position + 1)
+        else:
+            runs.append(range(position, position + 1))
+    return runs
 
 
 class _Piece:
