@@ -36,6 +36,8 @@ class ReuseConfig:
                      DEFAULT_ALPHA: a chunk whose old neighbours are all gone recomputes some 15 % of its tokens
     recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
     selector         which tokens those are, a name of `selection.SELECTORS`
+    scout_from       so many rows the last pass must have for a selector's scout to go ahead of it; with fewer the
+                     selector does without: reading half of the weights once more would take too much of the time
     sharing          whether each chunk keeps to its own budget ("chunk", as in the paper) or all are put together and
                      go to the best tokens of the whole prompt ("shared")
     drift            how far the other tokens of a chunk follow the mean change of its recomputed ones, see `drift`;
@@ -56,6 +58,7 @@ class ReuseConfig:
     alpha: float | None = None
     recompute_ratio: float | None = None
     selector: str = "question"
+    scout_from: int = 256
     sharing: Sharing = "shared"
     drift: float = 0.4
     focus: Focus = "off"
@@ -71,6 +74,7 @@ class ReuseConfig:
         _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
         _require(self.focus in get_args(Focus), f"focus must be off, printed, gap or share, not {self.focus!r}")
         _require(self.scope in get_args(Scope), f"scope must be anywhere, prefix or set, not {self.scope!r}")
+        _require(self.scout_from >= 0, f"scout_from must be 0 or more, not {self.scout_from}")
         _require(self.sharing in get_args(Sharing), f"sharing must be chunk or shared, not {self.sharing!r}")
         _require(0 <= self.drift <= 1, f"drift must lie between 0 and 1, not {self.drift}")
         _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")

@@ -60,9 +60,12 @@ def reused_segments(plan: Plan) -> list[int]:
 
 
 def scout_of(request: Request) -> Scout | None:
-    """What looks at the prompt before the last pass, where the selector wants that and there is something to choose."""
+    """What looks at the prompt before the last pass, where the selector wants that and it is worth it."""
     kind = selector_named(request.config.selector).scout
-    if kind is None or not any(planned.recompute for planned in request.plan.segments):
+    fixed = sum(len(planned.recompute) for planned in request.plan.segments)
+    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
+    new = sum(n for n, planned in zip(lengths, request.plan.segments, strict=True) if planned.variant is None)
+    if kind is None or not fixed or fixed + new < request.config.scout_from:
         return None
     return SCOUTS[kind](
         request.plan,

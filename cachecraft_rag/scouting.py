@@ -83,7 +83,7 @@ class QuestionScout(Scout):
     """Sees how much the question looks at each token in the middle layers.
 
     Only the question's last rows run, and only up to those layers. Chunks still to be computed are hidden from them.
-    The middle: a question's first layers look at what stands near, its last ones at what they are about to say.
+    The fifth tenth of them: earlier ones choose worse, later ones cost more (docs/log.md).
     """
 
     def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
@@ -93,7 +93,7 @@ class QuestionScout(Scout):
     def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
         positions = self.positions(rows, done)
         absent = sorted(position for position, owner in rows.items() if owner < 0 and position < positions[0])
-        layers = range(int(0.4 * passes.layers), max(int(0.6 * passes.layers), 1))
+        layers = range(int(0.4 * passes.layers), max(int(0.5 * passes.layers), 1))
         watcher = _Attention(layers, positions, absent)
         passes.look(positions, supply, layers=layers.stop, watcher=watcher, absent=absent)
         assert watcher.received is not None, "the range of layers is never empty"

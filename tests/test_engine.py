@@ -473,7 +473,7 @@ def test_an_answer_too_long_to_go_along_is_refused(engine: Engine) -> None:
 @pytest.mark.parametrize("selector", ["question", "value_deviation"])
 def test_a_scout_chooses_what_is_recomputed_and_counts_for_it(engine: Engine, selector: str) -> None:
     ask(engine)
-    config = replace(CONFIG, births=False, recompute_ratio=0.3, selector=selector)
+    config = replace(CONFIG, births=False, recompute_ratio=0.3, selector=selector, scout_from=0)
     moved = ask(engine, [FRIDGE, TOASTER, KETTLE], config=config)
     plain = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, selector="craft"))
     assert_adds_up(moved.stats)
@@ -481,6 +481,16 @@ def test_a_scout_chooses_what_is_recomputed_and_counts_for_it(engine: Engine, se
     assert moved.stats.recompute_share > plain.stats.recompute_share  # and what it took to look
     everything = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, recompute_ratio=1.0))
     assert everything.text == ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, reuse=False)).text
+
+
+def test_a_small_pass_has_no_scout(engine: Engine) -> None:
+    ask(engine)
+    config = replace(CONFIG, births=False, recompute_ratio=0.3)
+    shares = {
+        rows: ask(engine, CHUNKS[::-1], config=replace(config, scout_from=rows)).stats.recompute_share
+        for rows in (0, 50, 1000)
+    }
+    assert shares[0] == shares[50] > shares[1000]  # it has some 70 rows
 
 
 def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:

@@ -35,11 +35,15 @@ class Method:
 
 
 def _selected(selector: str, ratio: float) -> ReuseConfig:
-    return ReuseConfig(births=False, sharing="chunk", drift=0.0, selector=selector, recompute_ratio=ratio)
+    return ReuseConfig(births=False, sharing="chunk", drift=0.0, selector=selector, scout_from=0, recompute_ratio=ratio)
 
 
 def _fixed(config: ReuseConfig) -> Callable[[float], ReuseConfig]:
     return lambda _: config
+
+
+def _ours(ratio: float, **changes: Any) -> ReuseConfig:
+    return replace(ReuseConfig(births=False, recompute_ratio=ratio), **changes)
 
 
 _FULL = ReuseConfig(births=False, reuse=False)
@@ -55,7 +59,8 @@ _ALL = (
     Method("h2o", _CRAFT, partial(_selected, "h2o"), takes_ratio=True),
     Method("leading", "EPIC", partial(_selected, "leading"), takes_ratio=True),
     Method("value_deviation", "CacheBlend §4.3", partial(_selected, "value_deviation"), takes_ratio=True),
-    Method("default", "this package", lambda r: ReuseConfig(births=False, recompute_ratio=r), takes_ratio=True),
+    Method("default", "this package", _ours, takes_ratio=True),
+    Method("question", "this package", partial(_ours, scout_from=0), takes_ratio=True),
     Method("mapreduce", _CRAFT, _fixed(_FULL), takes_ratio=True, compression="mapreduce"),
     Method("lingua2", _CRAFT, _fixed(_FULL), takes_ratio=True, compression="lingua2"),
 )
@@ -67,10 +72,6 @@ def _paper(alpha: float, **changes: Any) -> Callable[[float], ReuseConfig]:
     """Cache-Craft as in the paper, CFO deciding how much is recomputed."""
     settings = {"births": False, "sharing": "chunk", "drift": 0.0, "selector": "craft", "alpha": alpha}
     return _fixed(ReuseConfig(**(settings | changes)))
-
-
-def _ours(ratio: float, **changes: Any) -> ReuseConfig:
-    return replace(ReuseConfig(births=False, recompute_ratio=ratio), **changes)
 
 
 # What each part is worth. The first group is Cache-Craft's Fig. 26 (α = 1 is a recompute ratio of about 0.55), the
@@ -88,7 +89,6 @@ _ABLATIONS = (
     ),
     Method("no_causality", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.0)),
     Method("no_drift", "this package", partial(_ours, drift=0.0), takes_ratio=True),
-    Method("no_question", "this package", partial(_ours, selector="craft"), takes_ratio=True),
     Method("no_sharing", "this package", partial(_ours, sharing="chunk"), takes_ratio=True),
     Method("craft_drift", "this package", partial(_ours, selector="craft", sharing="chunk"), takes_ratio=True),
 )
