@@ -93,7 +93,8 @@ class QuestionScout(Scout):
     def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
         positions = self.positions(rows, done)
         absent = sorted(position for position, owner in rows.items() if owner < 0 and position < positions[0])
-        layers = range(int(0.4 * passes.layers), max(int(0.5 * passes.layers), 1))
+        first = int(0.4 * passes.layers)
+        layers = range(first, max(int(0.5 * passes.layers), first + 1))
         watcher = _Attention(layers, positions, absent)
         passes.look(positions, supply, layers=layers.stop, watcher=watcher, absent=absent)
         assert watcher.received is not None, "the range of layers is never empty"
