@@ -8,7 +8,7 @@ from typing import Any
 from cachecraft_rag.errors import ConfigError
 
 GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e3a857"  # RED is ours
-GREEN, VIOLET, BROWN = "#6a9a5b", "#8e6bb0", "#8a6d4f"
+GREEN, VIOLET, BROWN, TEAL, PINK = "#6a9a5b", "#8e6bb0", "#8a6d4f", "#3f9c9c", "#d184ad"
 
 
 def pyplot(extra: str) -> Any:

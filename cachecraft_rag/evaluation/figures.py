@@ -8,11 +8,11 @@ from typing import Any
 
 from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.evaluation.report import Report, Summary
-from cachecraft_rag.plotting import BLACK, BLUE, BROWN, GREEN, GREY, RED, VIOLET, YELLOW, pyplot, save
+from cachecraft_rag.plotting import BLACK, BLUE, BROWN, GREEN, GREY, PINK, RED, TEAL, VIOLET, YELLOW, pyplot, save
 
 EXTRA = "eval"  # brings matplotlib
 _OURS = {"default": RED, "craft": BLUE, "random": GREY, "full_cache": BLACK}
-_OTHERS = (YELLOW, GREEN, VIOLET, BROWN)
+_OTHERS = (YELLOW, GREEN, VIOLET, BROWN, TEAL, PINK)
 _EXACT_KL = 1e-4  # below it a method is exact, and has no place on a logarithmic axis
 
 
