@@ -79,6 +79,12 @@ def test_of_many_differences_the_first_are_named(folder: Path) -> None:
         RecordLog(folder, {"seed": 2, "births": "x" * 100, "new": 1, "newer": 2})
 
 
+def test_as_long_as_nothing_is_measured_the_settings_may_change(tmp_path: Path) -> None:
+    RecordLog(tmp_path, SETTINGS).close()
+    RecordLog(tmp_path, {"seed": 2}).close()
+    assert [json.loads(line) for line in lines(tmp_path)] == [{"settings": {"seed": 2}}]
+
+
 def test_restart_throws_away(folder: Path) -> None:
     with RecordLog(folder, {"seed": 2}, restart=True) as log:
         assert log.records == []

@@ -152,9 +152,13 @@ def test_markdown_shows_settings_figures_and_how_to_read_it(report: Report) -> N
     assert widths == {len(HEADINGS) - 1}
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_figures_are_written(report: Report, tmp_path: Path, exact: bool) -> None:
-    shown = summarise([replace(one, kl=0.0) for one in RECORDS]) if exact else report
+@pytest.mark.parametrize(
+    "records",
+    [RECORDS, [replace(one, kl=0.0) for one in RECORDS], [replace(RECORDS[2], kl=0.0)], RECORDS[2:4]],
+    ids=["all", "all exact", "one exact", "no ratio"],
+)
+def test_figures_are_written(tmp_path: Path, records: list[Record]) -> None:
+    shown = summarise(records)
     assert draw(shown, tmp_path) == ["quality.png", "ttft.png"]
     for name in ("quality.png", "ttft.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

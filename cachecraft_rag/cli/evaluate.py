@@ -93,6 +93,7 @@ def evaluate(
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
     settings = Settings(trials, births=births, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
     dataset = _dataset(data, format, passages=passages, limit=limit, seed=seed)
+    settings.measured(dataset)
     described, records = _measure(
         settings, dataset, folder, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
     )

@@ -53,7 +53,7 @@ def _draw_quality(lines: Mapping[str, Sequence[Summary]], colours: Mapping[str, 
         _finish(axis, field, name, list(lines.values()))
         axis.set_xlabel("recompute ratio")
         axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-    axes[1].legend(fontsize=7, frameon=False)
+    _legend(axes[1])
     save(figure, path)
 
 
@@ -95,7 +95,7 @@ def _draw_ttft(lines: Mapping[str, Sequence[Summary]], colours: Mapping[str, str
             )
         _finish(axis, field, name, list(lines.values()))
         axis.set_xlabel("time to the first token / full prefill's")
-    axes[1].legend(fontsize=7, frameon=False)
+    _legend(axes[1])
     save(figure, path)
 
 
@@ -104,3 +104,8 @@ def _finish(axis: Any, field: str, name: str, lines: Sequence[Sequence[Summary]]
     axis.grid(alpha=0.2, which="both")
     if field == "kl" and any(one.kl.mean > _EXACT_KL for line in lines for one in line):
         axis.set_yscale("log")
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:  # matplotlib warns of an empty one
+        axis.legend(fontsize=7, frameon=False)

@@ -39,6 +39,8 @@ class RecordLog(Closing):
             folder.mkdir(parents=True, exist_ok=True)
             left = self._path.read_bytes() if self._path.exists() and not restart else b""
             whole = left[: left.rfind(b"\n") + 1]
+            if whole.count(b"\n") == 1:  # nothing was measured yet, so the settings are still free
+                whole = b""
             if whole:
                 self.records = self._read(whole, plain)
             self._file = self._path.open("r+b" if whole else "wb")

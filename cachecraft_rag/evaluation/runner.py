@@ -51,6 +51,20 @@ class Settings:
         if not self.trials or self.answer_tokens < 1 or self.warmup < 0:
             raise ConfigError("an evaluation needs a method, answers of 1 token or more, and no negative warm-up")
 
+    def measured(self, dataset: Dataset) -> tuple[Question, ...]:
+        """The questions without those of the warm-up; ConfigError where none is left."""
+        warmup = self._warmup
+        if warmup >= len(dataset.questions):
+            raise ConfigError(
+                f"the warm-up takes {warmup} of {len(dataset.questions)} questions and leaves none to measure; raise "
+                "--limit or lower --warmup"
+            )
+        return dataset.questions[warmup:]
+
+    @property
+    def _warmup(self) -> int:
+        return self.warmup if condition_named(self.births).behind is None else 0
+
     def describe(self, engine: Engine, dataset: Dataset) -> dict[str, Any]:
         """All that the measurements depend on, as plain values."""
         import torch
@@ -70,7 +84,7 @@ class Settings:
             "data_digest": digest(*asked, *(chunk.chunk_id for one in dataset.documents for chunk in one)),
             "questions": len(dataset.questions),
             "births": self.births,
-            "warmup": self.warmup if self.births == "stream" else None,
+            "warmup": self._warmup,
             "answer_tokens": self.answer_tokens,
             "seed": self.seed,
             "methods": {trial.label: asdict(trial.config) for trial in self.trials},
@@ -162,22 +176,20 @@ def evaluate(
     Raises:
         ConfigError: the warm-up leaves no question to measure, or the births are impossible with this data.
     """
-    condition = condition_named(settings.births)
-    warmup = settings.warmup if condition.behind is None else 0
-    measured = dataset.questions[warmup:]
-    if not measured:
-        raise ConfigError(
-            f"the warm-up takes {warmup} of {len(dataset.questions)} questions and leaves none to measure; raise "
-            "--limit or lower --warmup"
-        )
+    measured = settings.measured(dataset)
     run = _Run(engine, settings, log, compressors or {}, progress, total=len(measured) * len(settings.trials))
     run.tell("")
     if run.complete:
         return log.records
     births = births_of(
-        condition, engine, dataset, seed=settings.seed, answer_tokens=settings.answer_tokens, embed=embed
+        condition_named(settings.births),
+        engine,
+        dataset,
+        seed=settings.seed,
+        answer_tokens=settings.answer_tokens,
+        embed=embed,
     )
-    for question in dataset.questions[:warmup]:
+    for question in dataset.questions[: -len(measured)]:
         run.tell("warm-up")
         births.after(question)
     for question in measured:
