@@ -169,6 +169,15 @@ def test_a_report_that_cannot_be_written_says_so(home: Path) -> None:
         run(home, "--methods", "full_cache", "--limit", "1", "--out", home / "taken")
 
 
+def test_smaller_chunks_are_other_data(home: Path) -> None:
+    out = ("--methods", "full_cache", "--limit", "1", "--out", home / "small")
+    run(home, *out)
+    with pytest.raises(ConfigError, match="data_digest"):
+        run(home, *out, "--chunk-tokens", "16")
+    with pytest.raises(ConfigError, match="name it with --data"):
+        evaluate(chunk_tokens=16)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -156,6 +156,14 @@ def test_all_that_matters_is_described(new_engine: MakeEngine, town_dataset: Dat
     assert described["fingerprint"] == engine.decoder.fingerprint
 
 
+def test_ablations_are_methods_too(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
+    settings = Settings(trials_of(methods_named(["ablations"]), [0.2]), answer_tokens=4)
+    few = replace(town_dataset, questions=town_dataset.questions[:1])
+    found = run(new_engine, few, settings, tmp_path / "out")
+    assert {record.label for record in found} == {trial.label for trial in settings.trials}
+    assert run(new_engine, few, settings, tmp_path / "out") == found
+
+
 def test_compressors_are_made_where_they_are_needed(evaluation_engine: Engine) -> None:
     assert compressors_of(evaluation_engine, TRIALS) == {}
     assert list(compressors_of(evaluation_engine, trials_of(methods_named(["mapreduce"]), [0.5]))) == ["mapreduce"]

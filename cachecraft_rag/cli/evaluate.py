@@ -33,14 +33,20 @@ Methods = Annotated[
     str | None,
     typer.Option(
         "--methods",
-        help='Comma-separated, or "all". Compressors only when named: mapreduce, for which the model itself writes '
-        "every summary, and lingua2, which needs --lingua2-model.",
+        help='Comma-separated, or "all", or "ablations". Compressors only when named: mapreduce, for which the model '
+        "itself writes every summary, and lingua2, which needs --lingua2-model.",
         show_default="all but compressors",
     ),
 ]
 Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios; compressors keep such a share.")]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions, those of the warm-up among them.")]
 Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
+ChunkTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk-tokens", min=16, help="Longest chunk, about; needs --data.", show_default="as the format has it"
+    ),
+]
 Births = Annotated[
     str,
     typer.Option(
@@ -67,6 +73,7 @@ def evaluate(
     ratios: Ratios = "0.05,0.1,0.15,0.2,0.3",
     limit: Limit = 100,
     passages: Passages = 3,
+    chunk_tokens: ChunkTokens = None,
     births: Births = "unrelated",
     warmup: Warmup = 20,
     answer_tokens: AnswerTokens = 16,
@@ -92,7 +99,7 @@ def evaluate(
     pyplot(EXTRA)  # what is missing is said before the work, not after it
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
     settings = Settings(trials, births=births, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
-    dataset = _dataset(data, format, passages=passages, limit=limit, seed=seed)
+    dataset = _dataset(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
     settings.measured(dataset)
     described, records = _measure(
         settings, dataset, folder, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
@@ -115,12 +122,17 @@ def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
     return [method for method in METHODS.values() if method.compression in wanted]
 
 
-def _dataset(path: Path | None, format: str | None, *, passages: int, limit: int, seed: int) -> Dataset:
+def _dataset(
+    path: Path | None, format: str | None, *, passages: int, limit: int, seed: int, chunk_tokens: int | None
+) -> Dataset:
+    from cachecraft_rag.errors import ConfigError
     from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
 
-    if path is None:
-        return handbook_dataset(passages=passages, limit=limit, seed=seed)
-    return load_dataset(path, format=format, passages=passages, limit=limit, seed=seed)
+    if path is not None:
+        return load_dataset(path, format=format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
+    if format is not None or chunk_tokens is not None:
+        raise ConfigError("--format and --chunk-tokens are for a file of questions: name it with --data")
+    return handbook_dataset(passages=passages, limit=limit, seed=seed)
 
 
 def _measure(

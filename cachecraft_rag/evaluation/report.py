@@ -9,7 +9,7 @@ from typing import Any
 
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, ratio_interval
 from cachecraft_rag.evaluation.measuring import Record, label
-from cachecraft_rag.evaluation.methods import METHODS
+from cachecraft_rag.evaluation.methods import ABLATIONS, METHODS
 from cachecraft_rag.evaluation.metrics import normalised_f1
 
 PAPER = "craft"  # what every method is compared with at its own ratio
@@ -108,7 +108,7 @@ def summarise(records: Sequence[Record]) -> Report:
     columns = {name: [by[question] for question in shared] for name, by in by_label.items()}
     if not shared:
         raise ValueError("no question was answered by every method")
-    places = {name: place for place, name in enumerate(METHODS)}
+    places = {name: place for place, name in enumerate([*METHODS, *ABLATIONS])}
     order = sorted(
         columns, key=lambda name: (places.get(columns[name][0].method, len(places)), columns[name][0].ratio or 0.0)
     )

@@ -87,7 +87,7 @@ class Settings:
             "warmup": self._warmup,
             "answer_tokens": self.answer_tokens,
             "seed": self.seed,
-            "methods": {trial.label: asdict(trial.config) for trial in self.trials},
+            "methods": {trial.label: _plain(trial.config) for trial in self.trials},
         }
 
 
@@ -253,3 +253,7 @@ class _Run:
 
 def _ids(question: Question) -> list[str]:
     return [chunk.chunk_id for chunk in question.passages]
+
+
+def _plain(config: ReuseConfig) -> dict[str, Any]:
+    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(config).items()}
