@@ -79,7 +79,7 @@ class Drift:
         change_k = rotate(keys[self._rows] - merged[0, self._at], *self._back)  # raw: the same at every position
         change_v = values[self._rows] - merged[1, self._at]
         for part, change in enumerate((change_k, change_v)):
-            shifts = (self._mean @ change.flatten(1).float()).to(merged.dtype).unflatten(1, change.shape[1:])
+            shifts = (self._mean @ change.flatten(1).float()).to(merged.dtype).view(-1, *change.shape[1:])
             for number, run in self._runs:
                 span = slice(run.start, run.stop)
                 if part == 0:

@@ -70,7 +70,7 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 
 def _paper(alpha: float, **changes: Any) -> Callable[[float], ReuseConfig]:
     """Cache-Craft as in the paper, CFO deciding how much is recomputed."""
-    settings = {"births": False, "sharing": "chunk", "drift": 0.0, "selector": "craft", "alpha": alpha}
+    settings: dict[str, Any] = {"births": False, "sharing": "chunk", "drift": 0.0, "selector": "craft", "alpha": alpha}
     return _fixed(ReuseConfig(**(settings | changes)))
 
 
