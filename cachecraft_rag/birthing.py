@@ -32,6 +32,7 @@ class BirthContext:
     exact_shares      per segment, see `planner.exact_shares`
     session           whose they are if something private stood before them
     sink_tokens       see `ReuseConfig`
+    primed            see `types.Variant`
     """
 
     segments: Sequence[Segment]
@@ -39,6 +40,7 @@ class BirthContext:
     exact_shares: Sequence[float]
     session: str | None
     sink_tokens: int
+    primed: bool = False
 
 
 class BirthQueue:
@@ -147,6 +149,7 @@ class BirthQueue:
                 cci=found.cci,
                 exact_share=context.exact_shares[birth.segment],
                 session=session,
+                primed=context.primed,
             )
         )
         stored.result()

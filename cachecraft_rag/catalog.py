@@ -79,11 +79,12 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
              DELETE FROM token_scores WHERE variant_id = old.variant_id;
              DELETE FROM token_received WHERE variant_id = old.variant_id; END""",
     ),
+    ("ALTER TABLE variants ADD COLUMN primed INTEGER NOT NULL DEFAULT 0",),
 )
 
 _COLUMNS = """v.chunk_id, v.variant_id, v.birth_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci,
-              v.exact_share, v.session, v.codec, v.nbytes, v.reuse_frequency, v.created"""
-_Row = tuple[str, str, bytes | str, int, str, bytes, float, float, float, str | None, str, int, float, float]
+              v.exact_share, v.session, v.codec, v.nbytes, v.reuse_frequency, v.created, v.primed"""
+_Row = tuple[str, str, bytes | str, int, str, bytes, float, float, float, str | None, str, int, float, float, int]
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, v.file_bytes, {_COLUMNS}
     FROM variants AS v JOIN scopes AS s USING (scope)"""
@@ -91,8 +92,8 @@ _LOOKUP = f"""SELECT {_COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
 _INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra,
-    cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created)
-    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+    cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created, primed)
+    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
 _SCORES = """SELECT asked.value, i.scores, r.scores FROM json_each(?) AS asked
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value
     LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
@@ -191,10 +192,11 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def _variant(namespace: str, fingerprint: str, row: _Row) -> Variant:
-    chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest = row
+    chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest, primed = row
     key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
     scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
-    return Variant(key, variant_id, tokens, tokens_digest, scores, *rest)  # type: ignore[arg-type]  # 8 columns, in order
+    known = (key, variant_id, tokens, tokens_digest, scores, *rest)  # 8 more columns, in order
+    return Variant(*known, primed=bool(primed))  # type: ignore[arg-type]
 
 
 def _unpacked(scores: bytes | None) -> np.ndarray | None:
@@ -445,6 +447,6 @@ def _insert(connection: sqlite3.Connection, variant: Variant, *, file_bytes: int
         variant.tokens_digest,
     )
     scores = (inter, variant.intra, variant.cci, variant.exact_share)
-    rest = (variant.session, variant.codec, variant.nbytes, file_bytes, frequency, variant.created)
+    rest = (variant.session, variant.codec, variant.nbytes, file_bytes, frequency, variant.created, variant.primed)
     connection.execute(_INSERT, (*identity, *scores, *rest))
     return scope

@@ -16,6 +16,8 @@ from cachecraft_rag.scoring import adjusted_overlap, fix_overhead, order_penalty
 from cachecraft_rag.selection import TokenFacts, select, selector_named
 from cachecraft_rag.types import TokenScores, Variant
 
+_PRIMED = 0.5  # what CFO counts when a primed variant is compared with others
+
 Outcome = Literal["exact", "reused", "computed"]
 
 
@@ -107,7 +109,7 @@ def _best(
         scored = _score(variant, prefix=prefix, places=places, config=config)
         if scored.outcome == "exact":
             return scored
-        if best is None or (scored.cfo or 0.0, -variant.exact_share) < (best.cfo or 0.0, -_exact_share(best)):
+        if best is None or _rank(scored) < _rank(best):
             best = scored
     if best is not None and config.scope != "anywhere":
         return SegmentPlan("computed", "stored behind other chunks only")
@@ -162,8 +164,15 @@ def _set_prefix(
     return found
 
 
-def _exact_share(plan: SegmentPlan) -> float:
-    return plan.variant.exact_share if plan.variant is not None else 0.0
+def _rank(plan: SegmentPlan) -> tuple[float, float]:
+    """Lower is better: CFO, halved for a primed variant, then the purer birth.
+
+    A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
+    what it looked at was its own document: reused at another place it loses less than half (docs/fidelity.md).
+    """
+    variant = plan.variant
+    primed, exact_share = (variant.primed, variant.exact_share) if variant is not None else (False, 0.0)
+    return (plan.cfo or 0.0) * (_PRIMED if primed else 1.0), -exact_share
 
 
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:

@@ -38,7 +38,7 @@ class Primer:
             ConfigError: the instruction is private, and what is born behind it belongs to a session.
         """
         self._require_shared()
-        return sum(self._prime_window(window, known) for window, known in self._windows(chunks))
+        return sum(self._prime_window(window, known, primed=True) for window, known in self._windows(chunks))
 
     def bear(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
         """Bear one chunk behind the given ones, and the instruction where that is missing; returns how many were born.
@@ -53,7 +53,7 @@ class Primer:
         room = self._room([segment])
         while _tokens(run) > room:
             del run[0]
-        return self._prime_window(run, len(run) - 1)
+        return self._prime_window(run, len(run) - 1, primed=False)
 
     def _require_shared(self) -> None:
         if self._engine.prompts.system.private:
@@ -69,7 +69,7 @@ class Primer:
             )
         return room
 
-    def _prime_window(self, window: Sequence[Segment], known: int) -> int:
+    def _prime_window(self, window: Sequence[Segment], known: int, *, primed: bool) -> int:
         """Compute one window; its first `known` chunks are there as context and were born in the window before."""
         engine, prompt = self._engine, Prompt((self._engine.prompts.system, *window))
         ids = [segment.segment_id for segment in prompt.segments]
@@ -85,7 +85,7 @@ class Primer:
         with engine.turn:
             output = prefill(engine.decoder, work)
         exact = [1.0] * len(prompt.segments)
-        context = BirthContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens)
+        context = BirthContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens, primed)
         engine.births.submit(output.recorder, output.merged.kv[:, 0], context)
         engine.births.wait_for([ids[index] for index in births])
         present = self._present(ids)  # what a full disk refused was not born

@@ -124,6 +124,7 @@ class Variant:
     session        None when shared; otherwise the only session that may see it (it was born after private text)
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
+    primed         born ahead of questions behind its document's neighbours, the most faithful birth there is
     home           where a look-up found it: in this store's own catalog, or on the remote that several engines share
     """
 
@@ -141,6 +142,7 @@ class Variant:
     reuse_frequency: float
     created: float
     home: Literal["disk", "remote"] = "disk"
+    primed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail
@@ -173,6 +175,7 @@ class Birth:
     cci: float
     exact_share: float
     session: str | None = None
+    primed: bool = False
 
 
 TierName = Literal["device", "host", "disk", "remote"]

@@ -118,6 +118,15 @@ def test_of_equals_the_purer_birth_wins() -> None:
         assert plan_last(prompt_of("a", "c"), *offers).variant == pure
 
 
+def test_a_primed_variant_wins_unless_another_overlaps_twice_as_much() -> None:
+    primed = variant("c", "x", cci=0.7, primed=True)
+    other, third, most = variant("c", "y"), variant("c", "y", "a", "z"), variant("c", "y", "a", "b", "d")
+    assert plan_last(prompt_of("a", "b", "d", "c"), other, primed, third).variant == primed
+    found = plan_last(prompt_of("a", "b", "d", "c"), other, primed, most)
+    assert found.variant == most
+    assert plan_last(prompt_of("a", "c"), primed).cfo == pytest.approx(0.5 * 0.7)  # it is recomputed like any other
+
+
 def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
     assert (found.outcome, found.beta, found.adjusted) == ("reused", 1.0, 0.75)

@@ -62,6 +62,7 @@ def test_each_chunk_is_born_behind_the_chunks_before_it(engine: Engine) -> None:
     assert primer(engine).prime(DOCUMENT) == 7  # and the system segment
     assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[tuple(range(place))] for place in range(6)]
     assert {row.variant.exact_share for row in engine.store.rows()} == {1.0}
+    assert {row.variant.primed for row in engine.store.rows()} == {True}
 
 
 def test_a_second_run_bears_nothing_and_an_interrupted_one_goes_on(engine: Engine) -> None:

@@ -34,6 +34,7 @@ def variant_of(birth: Birth, *, codec: str, created: float) -> Variant:
         nbytes=layout.nbytes(tokens),
         reuse_frequency=0.0,
         created=created,
+        primed=birth.primed,
     )
 
 

@@ -110,6 +110,7 @@ def _require(variant: Variant, payload_bytes: int, token_scores: TokenScores) ->
         and all(isinstance(text, str) for text in texts)
         and all(type(count) is int and count > 0 for count in counts)
         and all(isinstance(number, int | float) and math.isfinite(number) for number in (*numbers, *variant.inter))
+        and type(variant.primed) is bool
         and len(variant.inter) == len(variant.key.birth_prefix)
         and all(
             scores is None or scores.shape == (variant.tokens,)
