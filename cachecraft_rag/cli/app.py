@@ -13,7 +13,7 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import answers, benchmarks, chat, demonstration, evaluate, store
+from cachecraft_rag.cli import answers, benchmarks, chat, demonstration, evaluate, judge_focus, store
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -32,6 +32,7 @@ app.command("index")(answers.index)
 app.command("ask")(answers.ask)
 app.command("chat")(chat.chat)
 app.command("eval")(evaluate.evaluate)
+app.command("judge-focus")(judge_focus.judge_focus)
 app.add_typer(store.app, name="store")
 app.add_typer(benchmarks.app, name="bench")
 

@@ -99,7 +99,7 @@ def evaluate(
     pyplot(EXTRA)  # what is missing is said before the work, not after it
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
     settings = Settings(trials, births=births, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
-    dataset = _dataset(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
+    dataset = dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
     settings.measured(dataset)
     described, records = _measure(
         settings, dataset, folder, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
@@ -122,9 +122,10 @@ def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
     return [method for method in METHODS.values() if method.compression in wanted]
 
 
-def _dataset(
+def dataset_of(
     path: Path | None, format: str | None, *, passages: int, limit: int, seed: int, chunk_tokens: int | None
 ) -> Dataset:
+    """The questions of a file, or the sample handbook's own without one."""
     from cachecraft_rag.errors import ConfigError
     from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
 

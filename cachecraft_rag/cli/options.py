@@ -57,7 +57,9 @@ Ratio = Annotated[
         show_default="CFO decides",
     ),
 ]
-Focus = Annotated[str, typer.Option("--focus", help="Early termination of unfocused chunks: off, share, gap or printed.")]
+Focus = Annotated[
+    str, typer.Option("--focus", help="Early termination of unfocused chunks: off, share, gap or printed.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")]
 
