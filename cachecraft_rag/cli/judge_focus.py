@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,11 +45,12 @@ def judge_focus(
     if condition.behind is None:
         raise ConfigError("judge-focus needs births that stay as they are: unrelated, neighbours, alone or similar")
     dataset = evaluate.dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=None)
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         with waiting("Loading the model"):
-            opening = runner.open_engine(model, Path(folder), dtype=dtype)
-        with opening as engine, progress_bar("Measuring", remaining=True) as move:
-            surroundings = births_of(condition, engine, dataset, seed=seed, answer_tokens=answer_tokens)
+            engine = opened.enter_context(runner.open_engine(model, folder, dtype=dtype))
+        surroundings = births_of(condition, engine, dataset, seed=seed, answer_tokens=answer_tokens)
+        with progress_bar("Measuring", remaining=True) as move:
             found = focus_trial.judge_focus(
                 engine, dataset, surroundings, ratio=recompute_ratio, answer_tokens=answer_tokens, progress=move
             )
