@@ -26,6 +26,8 @@ from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.intervals import mean_interval
 
 SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5)
+# A way of choosing under which the tiny model's quality falls below 1 wherever anything is reused.
+CRUDE = ReuseConfig(sharing="chunk", drift=0.0)
 
 
 def searched(holds: Callable[[float], bool]) -> tuple[float, dict[float, bool]]:
@@ -65,13 +67,15 @@ def test_no_quality_asked_for_is_the_smallest_alpha(evaluation_engine: Engine, t
 
 
 def test_what_only_full_recomputation_holds_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0))
-    chosen, last = found.calibration, found.curve[-1]
-    assert (chosen.alpha, chosen.low, chosen.reached, chosen.recomputed) == (ALPHAS[-1], 1.0, 1.0, 1.0)
+    evaluation_engine.config = CRUDE
+    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24))
+    chosen = found.calibration
+    assert (chosen.low, chosen.reached, chosen.recomputed) == (1.0, 1.0, 1.0)
     assert found.held
     assert not found.pays
-    assert (last.alpha, last.quality.high) == (ALPHAS[-1], 1.0)
-    assert all(point.quality.low < 1.0 for point in found.curve[:-1])
+    below = [point for point in found.curve if point.alpha < chosen.alpha]
+    assert below
+    assert all(point.quality.low < 1.0 and point.recomputed < 1.0 for point in below)
     shares = [point.recomputed for point in found.curve]
     assert shares == sorted(shares)
 
@@ -80,18 +84,22 @@ def test_what_no_alpha_holds_is_said(
     evaluation_engine: Engine, town_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachecraft_rag.evaluation.calibrate.ALPHAS", (0.0, 0.1))
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0))
+    evaluation_engine.config = CRUDE
+    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24))
     assert found.calibration.alpha == 0.1
     assert not found.held
 
 
 def test_the_lower_bound_decides_and_not_the_mean(evaluation_engine: Engine, town_dataset: Dataset) -> None:
-    point = Validation(evaluation_engine, town_dataset, SETTINGS, passes=1).at(0.7)
+    evaluation_engine.config = CRUDE
+    longer = replace(SETTINGS, answer_tokens=24)
+    point = Validation(evaluation_engine, town_dataset, longer, passes=1).at(0.5)
     assert point.quality.low < point.quality.mean < 1.0
     between = (point.quality.low + point.quality.mean) / 2
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=between)).calibration
-    assert found.alpha > 0.7
-    assert found.low >= between
+    found = calibrate(evaluation_engine, town_dataset, replace(longer, quality=between))
+    assert point in found.curve
+    assert found.calibration.alpha > 0.5
+    assert found.calibration.low >= between
 
 
 def test_a_point_is_what_the_engine_does_with_that_alpha(evaluation_engine: Engine, town_dataset: Dataset) -> None:
@@ -125,25 +133,30 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engin
 
 
 def test_the_births_decide_how_much_is_recomputed(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+    strangers = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)).calibration
     births = births_of(condition_named("neighbours"), evaluation_engine, town_dataset, seed=0, answer_tokens=1)
     for question in town_dataset.questions:
         births.before(question)
     variants = evaluation_engine.store.stats().variants
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, births="neighbours", quality=0.0))
     assert evaluation_engine.store.stats().variants == variants  # the same births, and no others while measuring
-    # The first two chunks of a document come back behind what they were born behind.
-    assert found.calibration.recomputed < 0.05
+    # Some chunks come back behind what they were born behind, unlike those born behind strangers.
+    assert found.calibration.recomputed < 0.7 * strangers.recomputed
 
 
 def test_f1_is_relative_to_full_prefill(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+    prefill = ReuseConfig(reuse=False, births=False)
+    evaluation_engine.config = CRUDE
     full = [
-        evaluation_engine.examine(one.text, one.passages, max_new_tokens=5, config=ReuseConfig(reuse=False)).text
+        evaluation_engine.examine(one.text, one.passages, max_new_tokens=24, config=prefill).text
         for one in town_dataset.questions
     ]
     assert any(text.split() for text in full)
     golds = tuple(replace(one, answers=(text,)) for one, text in zip(town_dataset.questions, full, strict=True))
     found = calibrate(
-        evaluation_engine, replace(town_dataset, questions=golds), replace(SETTINGS, metric="f1", quality=1.0)
+        evaluation_engine,
+        replace(town_dataset, questions=golds),
+        replace(SETTINGS, metric="f1", quality=1.0, answer_tokens=24),
     )
     assert found.calibration.reached == 1.0
     assert found.curve[0].quality.mean < 1.0
@@ -163,8 +176,8 @@ def test_f1_is_refused_where_it_means_nothing(evaluation_engine: Engine, town_da
 
 def test_a_check_sees_other_questions(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     first, second = halves(town_dataset, seed=1)
-    assert {*first.questions, *second.questions} == {*town_dataset.questions}
     assert (len(first.questions), len(second.questions)) == (3, 3)
+    assert {one.question_id for part in (first, second) for one in part.questions} == {f"q{i}" for i in range(6)}
     assert first.documents == second.documents == town_dataset.documents
     assert halves(town_dataset, seed=1) == (first, second) != halves(town_dataset, seed=2)
     told: list[tuple[int, int, str]] = []

@@ -136,7 +136,7 @@ def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
         _say(f"No α holds {chosen.metric} ≥ {chosen.quality:g} on these questions; this is the most careful one.")
     if not found.pays:
         _say(
-            f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
+            "Reuse does not pay at this quality: every chunk that lost its neighbours is computed afresh. Ask for less "
             "with --quality."
         )
     if chosen.questions < FEW_QUESTIONS:

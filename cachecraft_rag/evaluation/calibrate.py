@@ -107,7 +107,7 @@ class Calibrated:
     """What was chosen, and every α that was tried, ascending.
 
     held  False where no α reached the quality, not even the largest, which was chosen then
-    pays  False where the largest had to be chosen: what lost its neighbours is computed afresh, nothing is spared there
+    pays  False where every chunk token is computed then, so that nothing is spared
     """
 
     calibration: Calibration
@@ -121,7 +121,7 @@ class Calibrated:
     @property
     def pays(self) -> bool:
         """See above."""
-        return self.calibration.alpha < ALPHAS[-1]
+        return self.calibration.recomputed < 1.0
 
 
 def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool]) -> float:
