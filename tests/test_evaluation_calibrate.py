@@ -166,9 +166,7 @@ def test_f1_is_refused_where_it_means_nothing(evaluation_engine: Engine, town_da
     settings = replace(SETTINGS, metric="f1")
     bare = tuple(replace(one, answers=()) for one in town_dataset.questions[:2])
     with pytest.raises(ConfigError, match=r"2 of 6 questions have none; choose the metric rouge_l"):
-        calibrate(
-            evaluation_engine, replace(town_dataset, questions=bare + town_dataset.questions[2:]), settings
-        )
+        calibrate(evaluation_engine, replace(town_dataset, questions=bare + town_dataset.questions[2:]), settings)
     unknown = tuple(replace(one, answers=("unsaid words",)) for one in town_dataset.questions[:2])
     with pytest.raises(ConfigError, match="full prefill answers none of these questions"):
         calibrate(evaluation_engine, replace(town_dataset, questions=unknown), settings)
