@@ -150,7 +150,9 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
         assert ("← chosen" in line) == (point["alpha"] == report["alpha"])
     assert len(report["curve"]) > 2
     assert (report["recomputed"], report["pays"], report["held"]) == (1.0, False, True)
-    assert "Reuse does not pay at this quality: every chunk that lost its neighbours is computed afresh." in shown
+    assert (
+        "Reuse does not pay at this quality: 100% of chunk tokens are recomputed. Ask for less with --quality" in shown
+    )
     assert "6 questions are few" in shown
     assert f"written to {home / 'table' / 'calibration.json'}" in shown
     assert "ReuseConfig(alpha=…) goes before it" in shown

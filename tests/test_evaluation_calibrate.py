@@ -13,7 +13,9 @@ from cachecraft_rag.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.calibrate import (
     ALPHAS,
+    HARDLY_PAYS,
     METRICS,
+    Calibrated,
     CalibrationSettings,
     Validation,
     calibrate,
@@ -78,6 +80,12 @@ def test_what_only_full_recomputation_holds_does_not_pay(evaluation_engine: Engi
     assert all(point.quality.low < 1.0 and point.recomputed < 1.0 for point in below)
     shares = [point.recomputed for point in found.curve]
     assert shares == sorted(shares)
+
+
+def test_what_spares_next_to_nothing_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0))
+    for recomputed, pays in ((HARDLY_PAYS, True), (HARDLY_PAYS + 0.01, False)):
+        assert Calibrated(replace(found.calibration, recomputed=recomputed), found.curve).pays == pays
 
 
 def test_what_no_alpha_holds_is_said(

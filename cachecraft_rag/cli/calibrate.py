@@ -136,8 +136,9 @@ def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
         _say(f"No α holds {chosen.metric} ≥ {chosen.quality:g} on these questions; this is the most careful one.")
     if not found.pays:
         _say(
-            "Reuse does not pay at this quality: every chunk that lost its neighbours is computed afresh. Ask for less "
-            "with --quality."
+            f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
+            "with --quality, or make chunks be born behind their neighbours (cachecraft index --prime) and calibrate "
+            "for that with --births neighbours."
         )
     if chosen.questions < FEW_QUESTIONS:
         err.print(f"{chosen.questions} questions are few to promise anything on; raise --limit", style="yellow")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Ascending. CCI is never below 0.5: from α = 2 on, a chunk whose old neighbours are all gone is computed afresh.
 ALPHAS = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1.0, 1.3, 1.6, 2.0)
+HARDLY_PAYS = 0.9  # more of the chunk tokens than that recomputed spares too little; a judgement, not a measurement
 LEVEL = 0.90  # two-sided, so that the lower end alone is a one-sided 95 % bound
 
 
@@ -107,7 +108,7 @@ class Calibrated:
     """What was chosen, and every α that was tried, ascending.
 
     held  False where no α reached the quality, not even the largest, which was chosen then
-    pays  False where every chunk token is computed then, so that nothing is spared
+    pays  False where more than `HARDLY_PAYS` of the chunk tokens are recomputed then
     """
 
     calibration: Calibration
@@ -121,7 +122,7 @@ class Calibrated:
     @property
     def pays(self) -> bool:
         """See above."""
-        return self.calibration.recomputed < 1.0
+        return self.calibration.recomputed <= HARDLY_PAYS
 
 
 def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool]) -> float:
