@@ -27,7 +27,7 @@ class Calibration:
     alpha                     α* of eq. 13
     metric, quality           what was asked for: a mean of at least `quality`
     reached, low              the mean on the validation set, and the lower end of its interval
-    recomputed                share of reused tokens that were recomputed, on average (E[CFO])
+    recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
     dataset, questions        on which it was found
     selector, sharing, drift  with which it was found
     """
@@ -79,6 +79,12 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
         logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
         return None
     return known
+
+
+def all_calibrations(store: Path) -> dict[str, Calibration]:
+    """What was found for each model, by its fingerprint; what is damaged is left out, with a warning."""
+    found = {fingerprint: load_calibration(store, fingerprint) for fingerprint in _known(store / CALIBRATION_FILE)}
+    return {fingerprint: one for fingerprint, one in found.items() if one is not None}
 
 
 def _known(path: Path) -> dict[str, dict[str, object]]:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.calibration import CALIBRATION_FILE, Calibration, load_calibration, save_calibration
+from cachecraft_rag.calibration import (
+    CALIBRATION_FILE,
+    Calibration,
+    all_calibrations,
+    load_calibration,
+    save_calibration,
+)
 from cachecraft_rag.config import DEFAULT_ALPHA, ReuseConfig
 from cachecraft_rag.engine import Engine
 from cachecraft_rag.errors import StoreError
@@ -43,6 +49,14 @@ def test_each_model_has_its_own(tmp_path: Path) -> None:
     assert load_calibration(tmp_path / "new folder", "b") == replace(FOUND, alpha=0.4)
     assert load_calibration(tmp_path / "new folder", "c") is None
     assert [path.name for path in (tmp_path / "new folder").iterdir()] == [CALIBRATION_FILE]
+
+
+def test_all_are_listed_but_for_the_damaged(tmp_path: Path) -> None:
+    assert all_calibrations(tmp_path) == {}
+    save_calibration(tmp_path, "a", FOUND)
+    save_calibration(tmp_path, "b", replace(FOUND, alpha=-1.0))
+    save_calibration(tmp_path, "c", replace(FOUND, alpha=0.4))
+    assert all_calibrations(tmp_path) == {"a": FOUND, "c": replace(FOUND, alpha=0.4)}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": {"alpha": 1}}', '{"a": 3}', '{"a": null}'])

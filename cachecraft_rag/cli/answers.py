@@ -161,6 +161,7 @@ def ask(
             print_stream(stream)
             print_sources(stream)
             print_stats(stream.stats)
+            print_calibration(rag)
 
 
 def print_stream(stream: AnswerStream) -> None:
@@ -195,6 +196,14 @@ def print_sources(stream: AnswerStream) -> None:
             chunk.tier or "",
         )
     out.print(table)
+
+
+def print_calibration(rag: CacheCraft) -> None:
+    """One line where a calibrated α decides how much is recomputed."""
+    config, found = rag.engine.config, rag.engine.calibration
+    decides = config.reuse and config.recompute_ratio is None and config.alpha is None
+    if decides and found is not None and found.fits(config):
+        out.print(str(found), style="dim", markup=False, highlight=False)
 
 
 def print_stats(stats: RequestStats) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import answers, benchmarks, chat, demonstration, evaluate, judge_focus, store
+from cachecraft_rag.cli import answers, benchmarks, calibrate, chat, demonstration, evaluate, judge_focus, store
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -31,6 +31,7 @@ app.command("demo")(demonstration.demo)
 app.command("index")(answers.index)
 app.command("ask")(answers.ask)
 app.command("chat")(chat.chat)
+app.command("calibrate")(calibrate.calibrate)
 app.command("eval")(evaluate.evaluate)
 app.command("judge-focus")(judge_focus.judge_focus)
 app.add_typer(store.app, name="store")

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.answers import load, print_sources, print_stats, print_stream, require_index
+from cachecraft_rag.cli.answers import load, print_calibration, print_sources, print_stats, print_stream, require_index
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
 from cachecraft_rag.config import SamplingParams
 from cachecraft_rag.errors import ContextLengthError
@@ -48,6 +48,7 @@ def chat(
         with suppress(ImportError):
             import_module("readline")  # where the system has it, `input` then knows the arrow keys and earlier lines
         err.print(HELP, style="dim")
+        print_calibration(rag)
         while True:
             try:
                 typed = input("> ").strip()

@@ -95,10 +95,13 @@ def ls(
 @app.command()
 def stats(store: options.Store = DEFAULT_STORE, remote: options.Remote = None, as_json: options.Json = False) -> None:
     """How many, how large, and within which budgets; with --remote also what all engines together have there."""
+    from cachecraft_rag.calibration import all_calibrations
+
     with opened(store, remote) as found:
         numbers = found.stats()
+    calibrated = all_calibrations(store)
     if as_json:
-        print_json(asdict(numbers))
+        print_json(asdict(numbers) | {"calibrations": {name: asdict(one) for name, one in calibrated.items()}})
         return
     out.print(f"{numbers.variants} variants of {numbers.chunks} chunks")
     out.print(f"disk {megabytes(numbers.disk_bytes)} of {megabytes(numbers.disk_budget)}")
@@ -107,6 +110,8 @@ def stats(store: options.Store = DEFAULT_STORE, remote: options.Remote = None, a
         if shared.variants is not None and shared.nbytes is not None:
             sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)} of {megabytes(shared.budget)}"
         out.print(f"remote {shared.url}: {sizes}", markup=False, highlight=False, soft_wrap=True)
+    for fingerprint, one in calibrated.items():
+        out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

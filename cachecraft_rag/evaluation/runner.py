@@ -125,7 +125,9 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
         made = Path(tempfile.mkdtemp(prefix=_CACHES, dir=folder))
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error}); choose another folder with --out") from error
+        raise ConfigError(
+            f"{folder} cannot be written ({error}); choose another folder with --out, or --store of calibrate"
+        ) from error
     try:
         yield made
     finally:

@@ -1,0 +1,158 @@
+"""`cachecraft calibrate`: how much to recompute, found on a model and data of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+
+if TYPE_CHECKING:
+    from cachecraft_rag.evaluation.calibrate import Calibrated, CalibrationSettings, Point
+    from cachecraft_rag.evaluation.dataset import Dataset
+
+FEW_QUESTIONS = 20  # with fewer, the bootstrap's intervals are too narrow by more than a little
+
+Data = Annotated[Path, typer.Option("--data", "-d", help="File of questions like those you expect.")]
+Format = Annotated[
+    str | None,
+    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised by the first record"),
+]
+Quality = Annotated[float, typer.Option("--quality", "-q", help="The mean to hold; full prefill has 1.")]
+Metric = Annotated[
+    str,
+    typer.Option(
+        "--metric",
+        help="rouge_l of the answer against full prefill's; top1: share of equal most likely tokens; f1 against gold "
+        "answers, relative to full prefill's.",
+    ),
+]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions; with --check, of both halves together.")]
+Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
+Births = Annotated[
+    str, typer.Option("--births", help="What chunks are born behind: unrelated, neighbours, alone, similar.")
+]
+AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of questions, passages, births and halves.")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Calibrate on one half of the questions, see on the other whether it holds.")
+]
+
+
+def calibrate(
+    data: Data,
+    format: Format = None,
+    model: options.Model = "demo",
+    store: options.Store = DEFAULT_STORE,
+    quality: Quality = 0.95,
+    metric: Metric = "rouge_l",
+    limit: Limit = 50,
+    passages: Passages = 3,
+    births: Births = "unrelated",
+    answer_tokens: AnswerTokens = 16,
+    check: Check = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    seed: Seed = 0,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the least recomputation that holds a quality, with 95 % confidence, and keep it beside the store.
+
+    Every engine opened on that store with that model then recomputes so much. Nothing else in the store changes.
+    """
+    options.set_threads(threads)
+    from cachecraft_rag.calibration import CALIBRATION_FILE
+    from cachecraft_rag.evaluation.calibrate import CalibrationSettings, halves
+    from cachecraft_rag.evaluation.dataset import load_dataset
+    from cachecraft_rag.evaluation.metrics import rouge_l
+
+    rouge_l("one", "two")  # a missing package is said before the work, not after it
+    settings = CalibrationSettings(quality, metric, births, answer_tokens, seed)
+    dataset = load_dataset(data, format=format, passages=passages, limit=limit, seed=seed)
+    settings.require(dataset)
+    parts = halves(dataset, seed=seed) if check else (dataset,)
+    found, checked = _measure(parts, settings, store, model=model, dtype=dtype, device=device)
+    path = store / CALIBRATION_FILE
+    if as_json:
+        print_json(_plain(found, checked, path))
+    else:
+        _print(found, checked, path)
+
+
+def _measure(
+    parts: tuple[Dataset, ...], settings: CalibrationSettings, store: Path, *, model: str, dtype: str, device: str
+) -> tuple[Calibrated, Point | None]:
+    """Calibrate on the first part, keep the result, and check it on the second part, if there is one."""
+    from contextlib import ExitStack
+
+    from cachecraft_rag.calibration import save_calibration
+    from cachecraft_rag.evaluation import calibrate as calibrating
+    from cachecraft_rag.evaluation.runner import open_engine
+
+    options.quiet_libraries()
+    checked = None
+    with ExitStack() as opened:
+        with waiting("Loading the model"):
+            engine = opened.enter_context(open_engine(model, store, dtype=dtype, device=device))
+        with progress_bar("Calibrating", remaining=True) as move:
+            found = calibrating.calibrate(engine, parts[0], settings, progress=move)
+        save_calibration(store, engine.decoder.fingerprint, found.calibration)
+        if len(parts) > 1:
+            with progress_bar("Checking", remaining=True) as move:
+                checked = calibrating.check(engine, parts[1], settings, found.calibration.alpha, progress=move)
+    return found, checked
+
+
+def _plain(found: Calibrated, checked: Point | None, path: Path) -> dict[str, Any]:
+    target = found.calibration.quality
+    return {
+        **asdict(found.calibration),
+        "held": found.held,
+        "pays": found.pays,
+        "curve": [asdict(point) for point in found.curve],
+        "check": None if checked is None else asdict(checked) | {"held": checked.quality.mean >= target},
+        "file": str(path),
+    }
+
+
+def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
+    chosen = found.calibration
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("α", "recomputed", chosen.metric, "90 % interval", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for point in found.curve:
+        mark = "← chosen" if point.alpha == chosen.alpha else ""
+        table.add_row(f"{point.alpha:g}", f"{point.recomputed:.0%}", *_shown(point), mark)
+    out.print(table)
+    _say(str(chosen))
+    if not found.held:
+        _say(f"No α holds {chosen.metric} ≥ {chosen.quality:g} on these questions; this is the most careful one.")
+    if not found.pays:
+        _say(
+            f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
+            "with --quality, or make chunks be born behind their neighbours (cachecraft index --prime) and calibrate "
+            "for that with --births neighbours."
+        )
+    if chosen.questions < FEW_QUESTIONS:
+        err.print(f"{chosen.questions} questions are few to promise anything on; raise --limit", style="yellow")
+    if checked is not None:
+        mean, interval = _shown(checked)
+        verdict = "held" if checked.quality.mean >= chosen.quality else "not held"
+        _say(f"on the other half: {chosen.metric} {mean} ({interval}), {checked.recomputed:.0%} recomputed: {verdict}")
+    _say(f"written to {path}: every engine opened on this store with this model takes it up;")
+    _say("ReuseConfig(alpha=…) goes before it, and removing the file undoes it")
+
+
+def _shown(point: Point) -> tuple[str, str]:
+    return f"{point.quality.mean:.3f}", f"{point.quality.low:.3f} to {point.quality.high:.3f}"
+
+
+def _say(line: str) -> None:
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
