@@ -29,6 +29,7 @@ class Calibration:
     reached, low              the mean on the validation set, and the lower end of its interval
     recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
     dataset, questions        on which it was found
+    births                    what the chunks were born behind, a name of `evaluation.conditions`
     selector, sharing, drift  with which it was found
     """
 
@@ -40,6 +41,7 @@ class Calibration:
     recomputed: float
     dataset: str
     questions: int
+    births: str
     selector: str
     sharing: str
     drift: float

@@ -196,7 +196,7 @@ def _variant(namespace: str, fingerprint: str, row: _Row) -> Variant:
     key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
     scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
     known = (key, variant_id, tokens, tokens_digest, scores, *rest)  # 8 more columns, in order
-    return Variant(*known, primed=bool(primed))  # type: ignore[arg-type]
+    return Variant(*known, primed=bool(primed))  # type: ignore[arg-type,misc]
 
 
 def _unpacked(scores: bytes | None) -> np.ndarray | None:

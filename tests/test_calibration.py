@@ -34,6 +34,7 @@ FOUND = Calibration(
     recomputed=0.6,
     dataset="own.jsonl",
     questions=50,
+    births="unrelated",
     selector=DEFAULT.selector,
     sharing=DEFAULT.sharing,
     drift=DEFAULT.drift,

@@ -67,5 +67,5 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as leaving:
         if leaving.code == INTERRUPTED:  # what typer makes of Ctrl-C
-            err.print("interrupted; what was finished is kept: the same command goes on from there")
+            err.print("interrupted; what was finished is kept")
         raise

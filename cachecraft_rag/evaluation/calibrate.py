@@ -189,6 +189,7 @@ def calibrate(
         recomputed=found.recomputed,
         dataset=dataset.name,
         questions=len(dataset.questions),
+        births=settings.births,
         selector=config.selector,
         sharing=config.sharing,
         drift=config.drift,
