@@ -58,7 +58,7 @@ class ReuseConfig:
     alpha: float | None = None
     recompute_ratio: float | None = None
     selector: str = "question"
-    scout_from: int = 256
+    scout_from: int = 128
     sharing: Sharing = "shared"
     drift: float = 0.4
     focus: Focus = "off"

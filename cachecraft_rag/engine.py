@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.loading.cake import TwoEnds
 from cachecraft_rag.loading.loader import Loader
 from cachecraft_rag.loading.speeds import ComputeSpeed
+from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
@@ -376,14 +377,7 @@ class Engine(Closing):
         request.tiers = {
             name: held.tier for held_by in (request.loaded, request.stored) for name, held in held_by.items()
         }
-        segments = list((scout or request).plan.segments)
-        for index, one in stored.items():
-            lost = tail.lost(one)
-            reason = lost.reason if lost is not None else "computing it was sooner than loading it"
-            if lost is None and segments[index].outcome == "exact":  # the same is stored already
-                output.recorder.forget(index)
-            segments[index] = with_taken(segments[index], tail.taken(one), reason)
-        request.plan = Plan(tuple(segments))
+        request.plan = _as_it_went((scout or request).plan, stored, tail, output)
         return output
 
     def _logits_along(self, request: Request, output: PrefillOutput, answer: Sequence[int]) -> Tensor:
@@ -438,3 +432,15 @@ class Engine(Closing):
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
         context = BirthContext(prompt.segments, prompt.bounds, shares, request.session, request.config.sink_tokens)
         self.births.submit(output.recorder, output.merged.kv[:, 0], context)
+
+
+def _as_it_went(plan: Plan, stored: Mapping[int, StoredVariant], tail: Tail, output: PrefillOutput) -> Plan:
+    """The plan with what was computed instead of loaded; births of which the same is stored already are forgotten."""
+    segments = list(plan.segments)
+    for index, one in stored.items():
+        lost = tail.lost(one)
+        reason = lost.reason if lost is not None else "computing it was sooner than loading it"
+        if lost is None and segments[index].outcome == "exact":
+            output.recorder.forget(index)
+        segments[index] = with_taken(segments[index], tail.taken(one), reason)
+    return Plan(tuple(segments))

@@ -30,14 +30,16 @@ Turn = tuple[Literal["user", "assistant"], str]
 class Segment:
     """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
 
-    `tokens_digest` is a digest of the token ids: a stored chunk-cache fits a segment only where these agree. Made here
-    and not when it is asked for: asked for at every plan, it was a third of planning.
+    `closing` last tokens are the template's, the same for every question. `tokens_digest` is a digest of the token ids:
+    a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked for at
+    every plan, it was a third of planning.
     """
 
     kind: Literal["system", "chunk", "question"]
     segment_id: str
     token_ids: tuple[int, ...]
     private: bool = False
+    closing: int = 0
     tokens_digest: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -159,9 +161,11 @@ class PromptBuilder:
         behind_line_end = True
         for piece, special in pieces:
             before = _LINE_END if behind_line_end and not special else ""
-            ids.extend(self._encode(piece, special=special, before=before))
+            closing = self._encode(piece, special=special, before=before)
+            ids.extend(closing)
             behind_line_end = piece.endswith(_LINE_END) or (behind_line_end and not piece)
-        return Segment("question", digest("question", " ".join(map(str, ids))), tuple(ids), private=True)
+        name = digest("question", " ".join(map(str, ids)))
+        return Segment("question", name, tuple(ids), private=True, closing=len(closing))
 
     def _cut(self, turns: Sequence[str]) -> tuple[str, list[tuple[str, bool]]]:
         """Render the template with marks; returns the text before the chunks and the pieces behind them.

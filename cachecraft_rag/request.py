@@ -67,9 +67,12 @@ def scout_of(request: Request) -> Scout | None:
     new = sum(n for n, planned in zip(lengths, request.plan.segments, strict=True) if planned.variant is None)
     if kind is None or not fixed or fixed + new < request.config.scout_from:
         return None
+    bounds = request.prompt.bounds
+    closing = request.prompt.segments[-1].closing  # says nothing of what is asked
     return SCOUTS[kind](
         request.plan,
-        request.prompt.bounds,
+        bounds,
+        range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1)),
         lambda seen, recomputed, gone: with_selection(
             request.plan, request.token_scores, request.config, scouted=seen, recomputed=recomputed, gone=gone
         ),

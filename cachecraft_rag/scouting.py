@@ -32,12 +32,13 @@ class Scout(ABC):
     Args:
         plan: what was planned without it.
         bounds: `[segments + 1]` of the prompt.
+        question: the positions of the question's own text.
         choose: makes the new plan from what was seen of each reused segment (float32 `[tokens]`), what of it is
             recomputed already and what is computed for another reason.
     """
 
-    def __init__(self, plan: Plan, bounds: Sequence[int], choose: Choose) -> None:
-        self.plan, self._bounds, self._choose = plan, bounds, choose
+    def __init__(self, plan: Plan, bounds: Sequence[int], question: range, choose: Choose) -> None:
+        self.plan, self._bounds, self._question, self._choose = plan, bounds, question, choose
 
     def look(
         self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]
@@ -88,7 +89,7 @@ class QuestionScout(Scout):
 
     def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
         """See `Scout.positions`."""
-        return range(max(self._bounds[-2], self._bounds[-1] - QUESTION_ROWS), self._bounds[-1])
+        return self._question[-QUESTION_ROWS:]
 
     def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
         positions = self.positions(rows, done)

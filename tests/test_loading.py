@@ -284,7 +284,7 @@ def scout_of(kind: str) -> Scout:
         return Plan(tuple(plans))
 
     plan = Plan((SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")))
-    return SCOUTS[kind](plan, BOUNDS, choose)
+    return SCOUTS[kind](plan, BOUNDS, QUESTION, choose)
 
 
 @pytest.mark.gate

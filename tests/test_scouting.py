@@ -60,7 +60,7 @@ def look(
 ) -> tuple[dict[int, int], Chooser]:
     chooser = Chooser()
     passes = PartialPrefill(decoder, IDS, BOUNDS)
-    found = scout(PLAN, BOUNDS, chooser).look(passes, AtHand(reused), rows, {})
+    found = scout(PLAN, BOUNDS, QUESTION, chooser).look(passes, AtHand(reused), rows, {})
     return found, chooser
 
 
@@ -96,7 +96,7 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(decoder: Decod
         chooser = Chooser()
         passes = PartialPrefill(decoder, IDS, BOUNDS)
         passes.merged.kv[:] = garbage
-        QuestionScout(plan, BOUNDS, chooser).look(passes, AtHand(reused[:2]), rows, {})
+        QuestionScout(plan, BOUNDS, QUESTION, chooser).look(passes, AtHand(reused[:2]), rows, {})
         assert list(chooser.seen) == [1]
         seen.append(chooser.seen[1])
     assert np.isfinite(seen[1]).all()
@@ -110,7 +110,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(de
     rows = dict.fromkeys([40, 41, *QUESTION], -1) | {60: 2}
     done = {13: 1, 14: 1, 15: -1}
     passes.compute([13, 14, 15], AtHand(stored(decoder)))
-    SCOUTS[kind](PLAN, BOUNDS, chooser).look(passes, AtHand(stored(decoder)), rows, done)
+    SCOUTS[kind](PLAN, BOUNDS, QUESTION, chooser).look(passes, AtHand(stored(decoder)), rows, done)
     assert chooser.recomputed == {1: frozenset({1, 2}), 2: frozenset()}
     assert chooser.gone == {1: frozenset({3, 28, 29}), 2: frozenset()}
 
@@ -120,7 +120,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(de
 def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder, kind: str) -> None:
     passes = PartialPrefill(decoder, IDS, BOUNDS)
     supply = AtHand(stored(decoder))
-    rows = SCOUTS[kind](PLAN, BOUNDS, Chooser()).look(passes, supply, dict.fromkeys(QUESTION, -1), {})
+    rows = SCOUTS[kind](PLAN, BOUNDS, QUESTION, Chooser()).look(passes, supply, dict.fromkeys(QUESTION, -1), {})
     assert len(rows) == len(QUESTION) + 6
     output = passes.finish(sorted(rows), supply, owners=rows)
     assert (output.logits - decoder.own_logits(IDS)[0]).abs().max() <= 1e-3

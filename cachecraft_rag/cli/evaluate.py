@@ -72,7 +72,7 @@ def evaluate(
     methods: Methods = None,
     ratios: Ratios = "0.05,0.1,0.15,0.2,0.3",
     limit: Limit = 100,
-    passages: Passages = 3,
+    passages: Passages = 5,
     chunk_tokens: ChunkTokens = None,
     births: Births = "unrelated",
     warmup: Warmup = 20,
