@@ -1,7 +1,7 @@
 """Priming: bear a document's chunks ahead of the first question, each behind the chunks before it in the document.
 
-Neighbours from the same document are the most faithful birth prefix measured: reuse of such a chunk at another place
-loses less than half of what it loses after a birth behind unrelated chunks in a first prototype (docs/log.md).
+Neighbours from the same document lose less than unrelated chunks on most questions when the chunk is reused elsewhere
+(median KL 0.67 of it), and one pass over a document bears all its chunks. What other births do: docs/fidelity.md.
 """
 
 from __future__ import annotations

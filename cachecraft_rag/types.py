@@ -124,7 +124,7 @@ class Variant:
     session        None when shared; otherwise the only session that may see it (it was born after private text)
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
-    primed         born ahead of questions behind its document's neighbours, the most faithful birth there is
+    primed         born ahead of questions, behind its document's neighbours
     home           where a look-up found it: in this store's own catalog, or on the remote that several engines share
     """
 
