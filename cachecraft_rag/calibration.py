@@ -47,8 +47,9 @@ class Calibration:
     drift: float
 
     def fits(self, config: ReuseConfig) -> bool:
-        """Whether it was found with this way of choosing tokens."""
-        return (self.selector, self.sharing, self.drift) == (config.selector, config.sharing, config.drift)
+        """Whether it was found with this way of choosing tokens, and nothing else makes quality another."""
+        plain = config.focus == "off" and config.scope == "anywhere" and not config.without
+        return plain and (self.selector, self.sharing, self.drift) == (config.selector, config.sharing, config.drift)
 
     def __str__(self) -> str:
         return (
@@ -76,7 +77,9 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
         return None
     try:
         known = Calibration(**found)  # type: ignore[arg-type]  # JSON says nothing about types
-        ReuseConfig(alpha=float(known.alpha))
+        if not all(isinstance(number, int | float) for number in (known.alpha, known.quality, known.questions)):
+            raise TypeError("a number is none")
+        ReuseConfig(alpha=known.alpha)
     except (TypeError, ValueError, ConfigError) as error:
         logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
         return None

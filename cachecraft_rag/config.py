@@ -36,7 +36,7 @@ class ReuseConfig:
                      DEFAULT_ALPHA: a chunk whose old neighbours are all gone recomputes some 15 % of its tokens
     recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
     selector         which tokens those are, a name of `selection.SELECTORS`
-    scout_from       so many rows the last pass must have for a selector's scout to go ahead of it; with fewer the
+    scout_from       so many rows must be computed for a selector's scout to go ahead of it; with fewer the
                      selector does without: reading half of the weights once more would take too much of the time
     sharing          whether each chunk keeps to its own budget ("chunk", as in the paper) or all are put together and
                      go to the best tokens of the whole prompt ("shared")
@@ -48,7 +48,7 @@ class ReuseConfig:
     loading          what is not in memory: "cake" loads from the back while the front is computed; "layerwise" computes
                      nothing that is stored, and loads ahead of the layer that needs it; "whole" loads, then computes
     without          parts of the method to leave out, for ablations: "overlap" (β′ counts as 0, eq. 12) or
-                     "positions" (keys of reused chunks stay as they are right behind the instruction)
+                     "positions" (keys of reused chunks in memory stay as they are right behind the instruction)
     sink_tokens      so many first tokens of the prompt are left out of every attention sum: they are attention sinks
     """
 

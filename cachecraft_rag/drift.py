@@ -4,7 +4,8 @@ A chunk-cache that stands behind other chunks than at its birth is wrong in many
 tokens share: keys and values moved, in each layer, in about the same direction. The tokens that are recomputed show
 that direction. So each of the others is moved by a part of their mean change, which costs two additions a token.
 
-Cache-Craft leaves those tokens as they are. What it brings, and how the strength was found, is in docs/fidelity.md.
+Cache-Craft leaves those tokens as they are. What it brings is in docs/fidelity.md, how the strength was found in
+docs/log.md.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ class Drift:
         self._chunks, self._owners, self._strength = chunks, owners, strength
         self._cos, self._sin = cos, sin
         self._runs: list[tuple[int, range]] = []
+        self._evidence: list[int] = []
 
     def locate(self, positions: Tensor) -> None:
         """Go on with rows at these ascending positions `[rows]`."""
+        self._positions = positions
         found: dict[int, list[int]] = {chunk.segment: [] for chunk in self._chunks}
         for row, position in enumerate(positions.tolist()):
             segment = self._owners.get(position, -1)
@@ -63,6 +66,7 @@ class Drift:
         member = numbers[:, None] == numbers.repeat_interleave(counts)[None, :]
         self._mean = member.float() * (self._strength / counts.float())[:, None]
         self._at = positions[self._rows]
+        self._evidence = self._at.tolist()
         cos, sin = self._cos[self._at], self._sin[self._at]
         length = cos.square() + sin.square()  # 1, but for rope scalings that stretch what they rotate
         self._back = (cos / length, -sin / length)
@@ -74,6 +78,8 @@ class Drift:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
             keys, values: `[rows, kv_heads, head_dim]`, of the rows, keys rotated.
         """
+        if any(self._owners.get(position, -1) < 0 for position in self._evidence):
+            self.locate(self._positions)  # what was stored of a row that runs already did not come in this layer
         if not self._runs:
             return
         change_k = rotate(keys[self._rows] - merged[0, self._at], *self._back)  # raw: the same at every position

@@ -382,7 +382,9 @@ class Engine(Closing):
 
     def _logits_along(self, request: Request, output: PrefillOutput, answer: Sequence[int]) -> Tensor:
         """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
-        request.first_token_s = request.first_token_s or request.clock()
+        if not request.first_token_s:
+            int(output.logits.argmax())  # as drawing the first token would wait for a GPU
+            request.first_token_s = request.clock()
         if len(answer) == 1:
             return output.logits[None]
         with self.turn:

@@ -164,15 +164,16 @@ def _set_prefix(
     return found
 
 
-def _rank(plan: SegmentPlan) -> tuple[float, float]:
-    """Lower is better: CFO, less for a primed variant, then the purer birth.
+def _rank(plan: SegmentPlan) -> tuple[bool, float, float]:
+    """Lower is better: what can be fixed at all, then CFO, less for a primed variant, then the purer birth.
 
     A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
     what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
     """
     variant = plan.variant
     primed, exact_share = (variant.primed, variant.exact_share) if variant is not None else (False, 0.0)
-    return (plan.cfo or 0.0) * (_PRIMED if primed else 1.0), -exact_share
+    cfo = plan.cfo or 0.0
+    return cfo >= 1.0, cfo * (_PRIMED if primed else 1.0), -exact_share
 
 
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
@@ -219,11 +220,13 @@ def with_selection(
         scores, seen = token_scores.get(variant.variant_id, TokenScores()), scouted.get(index)
         seed = int(variant.key.chunk_id[:8], 16)
         facts.append(TokenFacts(variant.tokens, seed, scores.inter, seen, scores.received))
-        budgets.append(math.ceil((share or 0.0) * variant.tokens) - len(recomputed.get(index, ())))
+        budgets.append(math.ceil((share or 0.0) * variant.tokens))
         reused.append(index)
     nothing: frozenset[int] = frozenset()
     done = [recomputed.get(index, nothing) | gone.get(index, nothing) for index in reused]
-    found = select(facts, budgets, selector_named(config.selector), sharing=config.sharing, done=done)
+    spent = [len(recomputed.get(index, nothing)) for index in reused]
+    selector = selector_named(config.selector)
+    found = select(facts, budgets, selector, sharing=config.sharing, done=done, spent=spent)
     segments = list(plan.segments)
     for index, chosen in zip(reused, found, strict=True):
         tokens = sorted({*chosen.tolist(), *recomputed.get(index, nothing)})

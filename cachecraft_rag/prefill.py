@@ -101,8 +101,8 @@ class RowPass:
         drift: Drift | None = None,
         absent: Tensor | None = None,
     ) -> None:
-        self._merged, self._recorder, self._watcher = merged, recorder, watcher
-        self._drift, self._absent = drift, absent
+        self._merged, self.recorder, self._watcher = merged, recorder, watcher
+        self._drift, self.absent = drift, absent
         self.move_to(positions)
 
     def move_to(self, positions: Tensor) -> None:
@@ -110,7 +110,7 @@ class RowPass:
         self.positions = positions
         self._cos, self._sin = self._merged.cos[positions], self._merged.sin[positions]
         self._blocks: dict[int | None, tuple[RowBlock, ...]] = {}
-        self._births = self._recorder.locate(positions) if self._recorder is not None else []
+        self._births = self.recorder.locate(positions) if self.recorder is not None else []
         if self._drift is not None:
             self._drift.locate(positions)
 
@@ -119,14 +119,14 @@ class RowPass:
     ) -> Tensor:
         """See `models.LayerPass`."""
         if window not in self._blocks:
-            self._blocks[window] = row_blocks(self.positions, window=window, absent=self._absent)
+            self._blocks[window] = row_blocks(self.positions, window=window, absent=self.absent)
         merged, settings = self._merged.kv[layer], AttentionSettings(scale, window, softcap)
         queries, keys = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
         if self._drift is not None:
             self._drift.correct(merged, keys, v)
         scatter_rows(merged, keys, v, self.positions)
-        if self._recorder is not None:
-            self._recorder.record(layer, self._births, (queries, k, v), settings)
+        if self.recorder is not None:
+            self.recorder.record(layer, self._births, (queries, k, v), settings)
         if self._watcher is not None:
             self._watcher.observe(layer, queries, merged[0], settings)
         return attention(queries, merged[0], merged[1], self._blocks[window], scale=scale, softcap=softcap)
@@ -310,7 +310,7 @@ class PartialPrefill:
         In the layers below, everything is at hand, or the pass would not have come to this one.
         """
         where = self._where(late)
-        catching_up = RowPass(self.merged, where, recorder=self.recorder)
+        catching_up = RowPass(self.merged, where, recorder=rows.recorder, absent=rows.absent)
         more = self._decoder.embed(self._ids[where])
         for below in range(layer):
             more = self._layer(below, more, catching_up)

@@ -116,7 +116,8 @@ class _Attention:
         hidden = torch.tensor(self._absent, device=q.device) if self._absent else None
         positions = torch.tensor(self._positions, device=q.device)
         blocks = row_blocks(positions, window=settings.window, absent=hidden)
-        received = attention_received(q, k, blocks, positions, scale=settings.scale, softcap=settings.softcap)
+        own = q[-len(positions) :]  # behind rows that may have joined
+        received = attention_received(own, k, blocks, positions, scale=settings.scale, softcap=settings.softcap)
         self.received = received if self.received is None else self.received + received
 
 
@@ -138,8 +139,9 @@ class ValueScout(Scout):
 
     def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
         remembered = _Remembered(supply)
-        passes.look(self.positions(rows, done), remembered, layers=_VALUE_LAYER + 1, watcher=_Blind())
-        moved = passes.merged.kv[_VALUE_LAYER, 1].float() - remembered.values.float()
+        layers = min(_VALUE_LAYER + 1, passes.layers)
+        passes.look(self.positions(rows, done), remembered, layers=layers, watcher=_Blind())
+        moved = passes.merged.kv[layers - 1, 1].float() - remembered.values.float()
         return moved.square().sum((1, 2))
 
 
@@ -160,7 +162,7 @@ class _Remembered:
     def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
         """See `prefill.Supply`."""
         late = self._supply.place(layer, merged)
-        if layer == _VALUE_LAYER:
+        if layer <= _VALUE_LAYER:
             self.values = merged.kv[layer, 1].clone()
         return late
 

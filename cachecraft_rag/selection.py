@@ -94,7 +94,7 @@ def question(facts: TokenFacts) -> np.ndarray:
     """What the token looked at when the chunk was born, and how much the question looks at it now.
 
     Eq. 14's score (a falling one where nothing stood before the chunk) plus a quarter of the question's attention, each
-    divided by its mean. The question alone is better on most questions and fails badly on some: docs/fidelity.md.
+    divided by its mean. The question alone is better on most questions and fails badly on some: docs/log.md.
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), scouted=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
@@ -132,6 +132,7 @@ def select(
     *,
     sharing: Sharing = "chunk",
     done: Sequence[frozenset[int]] = (),
+    spent: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """The tokens to recompute of each reused chunk, ascending (int64).
 
@@ -142,6 +143,7 @@ def select(
             to its CFO), so a chunk that needs no fixing gets none. Chunks of which the selector has nothing to say
             keep their own.
         done: for each chunk, tokens that are not to be chosen.
+        spent: for each chunk, how much of its budget is gone.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]
@@ -153,17 +155,19 @@ def select(
     chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)
     pool: list[tuple[int, np.ndarray]] = []
     for index, (known, budget) in enumerate(zip(facts, budgets, strict=True)):
-        if budget <= 0:
+        left = budget - (spent[index] if spent else 0)
+        if budget <= 0 or (sharing == "chunk" and left <= 0):
             continue
         scores = selector.score(known)
         own = leading(known) if scores is None else scores.astype(np.float64)
         own[sorted(done[index]) if done else []] = -np.inf
         if scores is None or sharing == "chunk":
-            chosen[index] = _best(own, budget)
+            chosen[index] = _best(own, max(0, left))
         else:
             pool.append((index, own * (budget / known.tokens)))
     if pool:
-        best = _best(np.concatenate([scores for _, scores in pool]), sum(budgets[index] for index, _ in pool))
+        left = sum(budgets[index] - (spent[index] if spent else 0) for index, _ in pool)
+        best = _best(np.concatenate([scores for _, scores in pool]), max(0, left))
         edges = np.cumsum([0, *(len(scores) for _, scores in pool)])
         for (index, _), start, stop in zip(pool, edges, edges[1:], strict=False):
             chosen[index] = best[(best >= start) & (best < stop)] - start

@@ -89,7 +89,8 @@ def attention(
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     out = torch.empty_like(q)
-    if rows == 1 and softcap is None:  # decode: a group's queries are rows of their common key/value head
+    # A decode step: a group's queries are rows of their common key/value head.
+    if rows == 1 and softcap is None and blocks[0].mask is None:
         block = blocks[0]
         span = slice(block.first_key, block.last_key)
         folded = q.view(kv_heads, heads // kv_heads, head_dim)

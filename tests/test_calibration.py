@@ -66,7 +66,7 @@ def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, text: str) -
     assert load_calibration(tmp_path, "a") is None
 
 
-@pytest.mark.parametrize("alpha", [-1, "much", None])
+@pytest.mark.parametrize("alpha", [-1, "much", "0.5", None])
 def test_an_impossible_alpha_is_not_used(tmp_path: Path, alpha: object, caplog: pytest.LogCaptureFixture) -> None:
     save_calibration(tmp_path, "a", FOUND)
     path = tmp_path / CALIBRATION_FILE
@@ -106,3 +106,4 @@ def test_an_engine_takes_it_up_and_says_so(
     assert "calibrated for rouge_l ≥ 0.95 on 50 questions of own.jsonl" in caplog.text
     assert recomputed(replace(as_always, alpha=DEFAULT_ALPHA)) == plain  # what is given goes before
     assert recomputed(replace(as_always, drift=0.0)) == plain  # it was found with another way of choosing
+    assert not FOUND.fits(replace(as_always, focus="gap"))  # which would recompute less than was promised

@@ -104,3 +104,18 @@ def test_what_an_earlier_pass_computed_stays(decoder: Decoder) -> None:
     drift.correct(merged, layer.new[0, rows], layer.new[1, rows])
     assert torch.equal(merged[:, done], layer.merged[:, done])
     assert torch.allclose(merged[:, done - 1 : done + 2 : 2], layer.new[:, done - 1 : done + 2 : 2], atol=1e-4)
+
+
+def test_evidence_that_does_not_come_is_none_from_then_on(decoder: Decoder) -> None:
+    """A row that runs already, and whose stored values were lost on the way: memory holds anything there."""
+    layer = Layer(decoder)
+    owners = dict.fromkeys(RECOMPUTED, 1)
+    drift = Drift([Stale(1, [SPAN])], owners, strength=1.0, cos=layer.cos, sin=layer.sin)
+    rows = torch.tensor(RECOMPUTED)
+    drift.locate(rows)
+    owners[RECOMPUTED[0]] = -1
+    merged = layer.merged.clone()
+    merged[:, RECOMPUTED[0]] = float("nan")
+    drift.correct(merged, layer.new[0, rows], layer.new[1, rows])
+    stale = [p for p in SPAN if p not in RECOMPUTED]
+    assert torch.allclose(merged[:, stale], layer.new[:, stale], atol=1e-4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -172,11 +174,15 @@ def test_compressors_are_made_where_they_are_needed(evaluation_engine: Engine) -
 
 
 def test_scratch_folders_go_with_what_killed_processes_left(tmp_path: Path) -> None:
-    with scratch_folder(tmp_path / "out") as first:  # as if killed: the next one finds it
-        (first / "file").write_text("x", encoding="utf-8")
-        with scratch_folder(tmp_path / "out") as second:
-            assert not first.exists()
-        assert not second.exists()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead = tmp_path / "out" / f".caches-{ended.pid}-x"
+    dead.mkdir(parents=True)
+    (dead / "file").write_text("x", encoding="utf-8")
+    with scratch_folder(tmp_path / "out") as first, scratch_folder(tmp_path / "out") as second:
+        assert not dead.exists()
+        assert first.exists()  # whoever lives keeps theirs
+        assert first != second
     assert list((tmp_path / "out").iterdir()) == []
 
 

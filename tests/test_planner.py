@@ -126,6 +126,12 @@ def test_a_primed_variant_wins_unless_another_really_overlaps() -> None:
     assert plan_last(prompt_of("a", "c"), primed).cfo == pytest.approx(0.5 * 0.7)  # it is recomputed like any other
 
 
+def test_a_primed_variant_that_cannot_be_fixed_does_not_win() -> None:
+    primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y")
+    found = plan_last(prompt_of("a", "c"), primed, other, config=ReuseConfig(alpha=1.5))  # CFO 1 and 0.9
+    assert (found.outcome, found.variant) == ("reused", other)
+
+
 def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
     assert (found.outcome, found.beta, found.adjusted) == ("reused", 1.0, 0.75)

@@ -10,7 +10,7 @@ import torch
 
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, SegmentPlan
-from cachecraft_rag.prefill import AtHand, PartialPrefill, PrefillInput, Reused, prefill
+from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillInput, Reused, prefill
 from cachecraft_rag.scouting import SCOUTS, QuestionScout, Scout, Tokens, ValueScout
 
 MakeDecoder = Callable[..., Decoder]
@@ -124,3 +124,29 @@ def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder, kind: str) -
     assert len(rows) == len(QUESTION) + 6
     output = passes.finish(sorted(rows), supply, owners=rows)
     assert (output.logits - decoder.own_logits(IDS)[0]).abs().max() <= 1e-3
+
+
+class Late:
+    """A supply that finds in the second layer that some positions will not come."""
+
+    def __init__(self, reused: list[Reused], late: Sequence[int]) -> None:
+        self._there, self._late = AtHand(reused), late
+
+    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
+        self._there.place(layer, merged)
+        if layer < 1:
+            return ()
+        merged.kv[layer, :, self._late] = float("nan")
+        late, self._late = self._late, ()
+        return late
+
+
+def test_rows_that_join_a_look_are_not_taken_for_the_question(decoder: Decoder) -> None:
+    """With exact caches it makes no difference to what the question sees whether a token was stored or computed."""
+    rows = dict.fromkeys(QUESTION, -1)
+    _, plain = look(QuestionScout, decoder, stored(decoder), rows)
+    chooser = Chooser()
+    passes = PartialPrefill(decoder, IDS, BOUNDS)
+    QuestionScout(PLAN, BOUNDS, QUESTION, chooser).look(passes, Late(stored(decoder), range(60, 70)), rows, {})
+    for segment in (1, 2):
+        assert np.allclose(chooser.seen[segment], plain.seen[segment], rtol=1e-3, atol=1e-5)

@@ -70,6 +70,15 @@ def test_what_is_done_is_not_chosen_again() -> None:
     assert [chosen.tolist() for chosen in shared] == [[2, 3], [1]]
 
 
+def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
+    facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4, 0.3, 0.2])]
+    done = [frozenset({0, 1, 2}), frozenset()]
+    shared = select(facts, [2, 2], SELECTORS["craft"], sharing="shared", done=done, spent=[3, 0])
+    assert [chosen.tolist() for chosen in shared] == [[3], []]  # four in all, three are gone
+    own = select(facts, [2, 2], SELECTORS["craft"], done=done, spent=[3, 0])
+    assert [chosen.tolist() for chosen in own] == [[], [0, 1]]
+
+
 def test_ties_go_to_the_earlier_token() -> None:
     assert chosen_of(facts_of([1.0] * 4), 2, "craft") == [0, 1]
     assert chosen_of(received_of([1.0] * 4), 2, "h2o") == [0, 1]

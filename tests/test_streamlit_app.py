@@ -309,8 +309,8 @@ def test_switches_do_what_they_say(open_app: Open) -> None:
     assert len(app.session_state.turns[-1].answer.sources) == 2
     moved = [one for one in stats.chunks if one.outcome == "reused"]
     assert moved
-    for one in moved:
-        assert one.recomputed == pytest.approx(0.4 * one.tokens, abs=1)
+    fixed, tokens = sum(one.recomputed for one in moved), sum(one.tokens for one in moved)
+    assert fixed == pytest.approx(0.4 * tokens, abs=len(moved))  # one budget for all of them
     arguments = app.session_state.turns[-1].arguments
     assert [role for role, _ in arguments["history"]] == ["user", "assistant"] * 2
 

@@ -53,7 +53,7 @@ Ratio = Annotated[
         "--recompute-ratio",
         min=0.0,
         max=1.0,
-        help="Recompute this share of each moved chunk.",
+        help="Recompute this share of the moved chunks.",
         show_default="CFO decides",
     ),
 ]

@@ -86,7 +86,7 @@ def judge_focus(
         births.before(question)
         reference = reference_of(engine, question, answer_tokens=answer_tokens)
         for method in methods:
-            config = METHODS[method].config(ratio)
+            config = replace(METHODS[method].config(ratio), scout_from=0)  # all three with a scout, whatever is left
             for rule, trial in _trials(engine, reference, config, ratio):
                 found.setdefault((method, rule), []).append(trial)
     return [_judgement(method, rule, trials) for (method, rule), trials in found.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
@@ -122,8 +123,9 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_CACHES}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix=_CACHES, dir=folder))
+            if not _lives(left.name.removeprefix(_CACHES).partition("-")[0]):
+                shutil.rmtree(left, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{_CACHES}{os.getpid()}-", dir=folder))
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written ({error}); choose another folder with --out, or --store of calibrate"
@@ -132,6 +134,17 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _lives(pid: str) -> bool:
+    """Whether a process of this number is there, on this machine."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    return True
 
 
 def compressors_of(
