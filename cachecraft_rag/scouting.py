@@ -39,6 +39,7 @@ class Scout(ABC):
 
     def __init__(self, plan: Plan, bounds: Sequence[int], question: range, choose: Choose) -> None:
         self.plan, self._bounds, self._question, self._choose = plan, bounds, question, choose
+        self.intact_layers = 0  # in so many first ones all chunk-caches lie where they were placed for the look
 
     def look(
         self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]
@@ -98,6 +99,7 @@ class QuestionScout(Scout):
         layers = range(first, max(int(0.5 * passes.layers), first + 1))
         watcher = _Attention(layers, positions, absent)
         passes.look(positions, supply, layers=layers.stop, watcher=watcher, absent=absent)
+        self.intact_layers = layers.stop
         assert watcher.received is not None, "the range of layers is never empty"
         return watcher.received
 

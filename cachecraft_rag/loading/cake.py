@@ -156,6 +156,7 @@ class TwoEnds:
             self._looking = frozenset(self._scout.positions(self._rows, self._done))
             self._rows = self._scout.look(self._passes, supply, self._rows, self._done)
             self._looking = None
+            supply.intact_layers = self._scout.intact_layers
         rows = sorted(self._rows)
         waited, started = self.waited_s, time.perf_counter()
         drift = self._correction(math.inf)
@@ -270,11 +271,14 @@ class _LastPiece:
     def __init__(self, here: AtHand, tail: Tail, ends: TwoEnds) -> None:
         self._here, self._tail, self._ends = here, tail, ends
         self.joined = False
+        self.intact_layers = 0  # placed already
 
     def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
         """See `Supply.place`."""
-        self._here.place(layer, merged)
+        if layer >= self.intact_layers:
+            self._here.place(layer, merged)
         late = self._ends.late(layer)
-        self._tail.place(layer, merged)
+        if layer >= self.intact_layers:
+            self._tail.place(layer, merged)
         self.joined |= bool(late)
         return late
