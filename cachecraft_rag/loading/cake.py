@@ -193,8 +193,10 @@ class TwoEnds:
                 continue
             if reads != self._tail.reads:
                 reads, moved = self._tail.reads, time.perf_counter()
-            stalled = time.perf_counter() - moved > _STALL_S
-            late += self._tail.take(math.inf) if stalled else self._take_over(layer, late)
+            if time.perf_counter() - moved > _STALL_S:
+                late += self._tail.take(math.inf)
+            elif self._looking is None:  # a scout waits: what it took would have to be computed twice
+                late += self._take_over(layer, late)
         rows = sorted(position for position in set(late) if not self._is_running(position))
         self._rows.update(dict.fromkeys(late, -1))
         return rows
