@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import attention_sums, row_blocks
+from cachecraft_rag.kernels.attention import attention_mass, row_blocks
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.scoring import context_impact
 from cachecraft_rag.types import KVLayout, TokenScores
@@ -146,7 +146,7 @@ class BirthDescriber:
         """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the birth's end."""
         use = self._settings[layer]
         blocks = row_blocks(self._positions, window=use.window)
-        mass, received = attention_sums(
+        mass, received = attention_mass(
             self._birth.queries[layer],
             keys[: self._birth.stop],
             blocks,

@@ -2,7 +2,7 @@
 
 A chunk-cache that stands behind other chunks than at its birth is wrong in many small ways and in one that all its
 tokens share: keys and values moved, in each layer, in about the same direction. The tokens that are recomputed show
-that direction. So each of the others is moved by a part of their mean change, which costs two additions a token.
+that direction. So each of the others is moved by a part of their mean change: a rotation and an addition a token.
 
 Cache-Craft leaves those tokens as they are. What it brings is in docs/fidelity.md, how the strength was found in
 docs/log.md.

@@ -76,7 +76,7 @@ class FocusWatcher:
             return
         if settings.window not in self._blocks:
             self._blocks[settings.window] = row_blocks(self._positions, window=settings.window)
-        mass = attention_mass(
+        mass, _ = attention_mass(
             q[-len(self._positions) :],
             k,
             self._blocks[settings.window],
@@ -237,9 +237,15 @@ class PartialPrefill:
 
     @torch.inference_mode()
     def look(
-        self, positions: Sequence[int], supply: Supply, *, layers: int, watcher: Watcher, absent: Sequence[int] = ()
+        self,
+        positions: Sequence[int],
+        supply: Supply,
+        *,
+        layers: int,
+        watcher: Watcher | None = None,
+        absent: Sequence[int] = (),
     ) -> None:
-        """Run rows through the first `layers` layers only, for what `watcher` sees; a later pass computes them again.
+        """Run rows through the first `layers` layers only, to see something; a later pass computes them again.
 
         `absent` are positions that hold nothing yet: no row sees them.
         """

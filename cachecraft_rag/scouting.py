@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.births import AttentionSettings
-from cachecraft_rag.kernels.attention import attention_received, row_blocks
+from cachecraft_rag.kernels.attention import attention_mass, row_blocks
 from cachecraft_rag.planner import Plan
 from cachecraft_rag.prefill import MergedKV, PartialPrefill, Supply
 
@@ -42,18 +42,25 @@ class Scout(ABC):
         self.intact_layers = 0  # in so many first ones all chunk-caches lie where they were placed for the look
 
     def look(
-        self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]
+        self,
+        passes: PartialPrefill,
+        supply: Supply,
+        positions: Sequence[int],
+        *,
+        rows: Mapping[int, int],
+        done: Mapping[int, int],
     ) -> dict[int, int]:
         """Look, and choose.
 
         Args:
+            positions: of `positions`, with the same rows.
             rows: position → owner (see `TwoEnds`) of what the last pass would compute.
             done: the same of what earlier passes have computed.
 
         Returns:
             `rows` with the recomputed tokens chosen anew.
         """
-        seen = self._see(passes, supply, rows, done).cpu().numpy()
+        seen = self._see(passes, supply, positions, rows).cpu().numpy()
         spans = {
             index: (self._bounds[index], self._bounds[index + 1])
             for index, planned in enumerate(self.plan.segments)
@@ -77,7 +84,7 @@ class Scout(ABC):
         """The ascending positions that it runs, to see something; arguments as in `look`."""
 
     @abstractmethod
-    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
+    def _see(self, passes: PartialPrefill, supply: Supply, positions: Sequence[int], rows: Mapping[int, int]) -> Tensor:
         """float32 `[positions]`: more = sooner recomputed."""
 
 
@@ -92,8 +99,7 @@ class QuestionScout(Scout):
         """See `Scout.positions`."""
         return self._question[-QUESTION_ROWS:]
 
-    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
-        positions = self.positions(rows, done)
+    def _see(self, passes: PartialPrefill, supply: Supply, positions: Sequence[int], rows: Mapping[int, int]) -> Tensor:
         absent = sorted(position for position, owner in rows.items() if owner < 0 and position < positions[0])
         first = int(0.4 * passes.layers)
         layers = range(first, max(int(0.5 * passes.layers), first + 1))
@@ -119,7 +125,10 @@ class _Attention:
         positions = torch.tensor(self._positions, device=q.device)
         blocks = row_blocks(positions, window=settings.window, absent=hidden)
         own = q[-len(positions) :]  # behind rows that may have joined
-        received = attention_received(own, k, blocks, positions, scale=settings.scale, softcap=settings.softcap)
+        everything = torch.tensor([0, len(k)], device=q.device)
+        _, received = attention_mass(
+            own, k, blocks, positions, everything, scale=settings.scale, softcap=settings.softcap
+        )
         self.received = received if self.received is None else self.received + received
 
 
@@ -139,19 +148,12 @@ class ValueScout(Scout):
         }
         return [p for p in range(self._bounds[-1]) if p not in done and (p not in exact or p in rows)]
 
-    def _see(self, passes: PartialPrefill, supply: Supply, rows: Mapping[int, int], done: Mapping[int, int]) -> Tensor:
+    def _see(self, passes: PartialPrefill, supply: Supply, positions: Sequence[int], rows: Mapping[int, int]) -> Tensor:
         remembered = _Remembered(supply)
         layers = min(_VALUE_LAYER + 1, passes.layers)
-        passes.look(self.positions(rows, done), remembered, layers=layers, watcher=_Blind())
+        passes.look(positions, remembered, layers=layers)
         moved = passes.merged.kv[layers - 1, 1].float() - remembered.values.float()
         return moved.square().sum((1, 2))
-
-
-class _Blind:
-    """Watches nothing."""
-
-    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
-        """See `prefill.Watcher`."""
 
 
 class _Remembered:

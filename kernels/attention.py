@@ -134,12 +134,12 @@ def attention_mass(
     *,
     scale: float,
     softcap: float | None = None,
-) -> Tensor:
-    """The share of each row's attention that falls on each segment, averaged over heads; a row's own position is left
-    out.
+) -> tuple[Tensor, Tensor]:
+    """Where the rows' attention falls: on which segment, row by row, and on which key, from all rows together.
 
-    Leaving out the own position makes the sum over a chunk's rows exactly eq. 3 (other segments) and eq. 4 (its own)
-    of Cache-Craft.
+    Averaged over heads; a row's own position is left out, which makes the sum of the first over a chunk's rows exactly
+    eq. 3 (other segments) and eq. 4 (its own) of Cache-Craft. The second is H2O's accumulated attention (its §4), from
+    these rows only; it costs 1 % of the whole.
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.
@@ -150,36 +150,10 @@ def attention_mass(
         scale, softcap: as in `attention`.
 
     Returns:
-        float32 `[rows, segments]`.
-    """
-    mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
-    for block, weights in _mean_weights(q, k, blocks, positions, scale=scale, softcap=softcap):
-        mass[block.start : block.stop] = _by_segment(weights, block, bounds)
-    return mass
-
-
-def attention_sums(
-    q: Tensor,
-    k: Tensor,
-    blocks: tuple[RowBlock, ...],
-    positions: Tensor,
-    bounds: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`attention_mass`, and from the same weights what each key receives from the rows together.
-
-    The second is H2O's accumulated attention (its §4), from these rows only and without what a row gives itself.
-
-    Args:
-        q, k, blocks, positions, bounds, scale, softcap: as in `attention_mass`.
-
-    Returns:
         float32 `[rows, segments]` and float32 `[keys]`.
 
     >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
-    >>> mass, received = attention_sums(q, k, row_blocks(rows), rows, torch.tensor([0, 3]), scale=1.0)
+    >>> mass, received = attention_mass(q, k, row_blocks(rows), rows, torch.tensor([0, 3]), scale=1.0)
     >>> [round(float(row), 3) for row in mass[:, 0]], [round(float(key), 3) for key in received]  # 1/2 + 1/3, 1/3, 0
     ([0.0, 0.5, 0.667], [0.833, 0.333, 0.0])
     """
@@ -189,29 +163,6 @@ def attention_sums(
         mass[block.start : block.stop] = _by_segment(weights, block, bounds)
         received[block.first_key : block.last_key] += weights.sum(0)
     return mass, received
-
-
-def attention_received(
-    q: Tensor,
-    k: Tensor,
-    blocks: tuple[RowBlock, ...],
-    positions: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """How much attention the rows together give to each key, averaged over heads, but for what a row gives itself.
-
-    Args:
-        q, k, blocks, positions, scale, softcap: as in `attention_mass`.
-
-    Returns:
-        float32 `[keys]`.
-    """
-    received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
-    for block, weights in _mean_weights(q, k, blocks, positions, scale=scale, softcap=softcap):
-        received[block.first_key : block.last_key] += weights.sum(0)
-    return received
 
 
 def _mean_weights(

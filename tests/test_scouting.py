@@ -10,7 +10,7 @@ import torch
 
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, SegmentPlan
-from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillInput, Reused, prefill
+from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillInput, Reused, Supply, prefill
 from cachecraft_rag.scouting import SCOUTS, QuestionScout, Scout, Tokens, ValueScout
 
 MakeDecoder = Callable[..., Decoder]
@@ -55,12 +55,20 @@ def stored(decoder: Decoder, *, moved: Sequence[int] = ()) -> list[Reused]:
     return reused
 
 
+def seen_by(
+    scout: Scout, passes: PartialPrefill, supply: Supply, rows: dict[int, int], done: dict[int, int] | None = None
+) -> dict[int, int]:
+    """Let it look, as the last pass does."""
+    done = done or {}
+    return scout.look(passes, supply, scout.positions(rows, done), rows=rows, done=done)
+
+
 def look(
     scout: type[Scout], decoder: Decoder, reused: list[Reused], rows: dict[int, int]
 ) -> tuple[dict[int, int], Chooser]:
     chooser = Chooser()
     passes = PartialPrefill(decoder, IDS, BOUNDS)
-    found = scout(PLAN, BOUNDS, QUESTION, chooser).look(passes, AtHand(reused), rows, {})
+    found = seen_by(scout(PLAN, BOUNDS, QUESTION, chooser), passes, AtHand(reused), rows)
     return found, chooser
 
 
@@ -96,7 +104,7 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(decoder: Decod
         chooser = Chooser()
         passes = PartialPrefill(decoder, IDS, BOUNDS)
         passes.merged.kv[:] = garbage
-        QuestionScout(plan, BOUNDS, QUESTION, chooser).look(passes, AtHand(reused[:2]), rows, {})
+        seen_by(QuestionScout(plan, BOUNDS, QUESTION, chooser), passes, AtHand(reused[:2]), rows)
         assert list(chooser.seen) == [1]
         seen.append(chooser.seen[1])
     assert np.isfinite(seen[1]).all()
@@ -110,7 +118,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(de
     rows = dict.fromkeys([40, 41, *QUESTION], -1) | {60: 2}
     done = {13: 1, 14: 1, 15: -1}
     passes.compute([13, 14, 15], AtHand(stored(decoder)))
-    SCOUTS[kind](PLAN, BOUNDS, QUESTION, chooser).look(passes, AtHand(stored(decoder)), rows, done)
+    seen_by(SCOUTS[kind](PLAN, BOUNDS, QUESTION, chooser), passes, AtHand(stored(decoder)), rows, done)
     assert chooser.recomputed == {1: frozenset({1, 2}), 2: frozenset()}
     assert chooser.gone == {1: frozenset({3, 28, 29}), 2: frozenset()}
 
@@ -120,7 +128,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(de
 def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder, kind: str) -> None:
     passes = PartialPrefill(decoder, IDS, BOUNDS)
     supply = AtHand(stored(decoder))
-    rows = SCOUTS[kind](PLAN, BOUNDS, QUESTION, Chooser()).look(passes, supply, dict.fromkeys(QUESTION, -1), {})
+    rows = seen_by(SCOUTS[kind](PLAN, BOUNDS, QUESTION, Chooser()), passes, supply, dict.fromkeys(QUESTION, -1))
     assert len(rows) == len(QUESTION) + 6
     output = passes.finish(sorted(rows), supply, owners=rows)
     assert (output.logits - decoder.own_logits(IDS)[0]).abs().max() <= 1e-3
@@ -147,6 +155,6 @@ def test_rows_that_join_a_look_are_not_taken_for_the_question(decoder: Decoder) 
     _, plain = look(QuestionScout, decoder, stored(decoder), rows)
     chooser = Chooser()
     passes = PartialPrefill(decoder, IDS, BOUNDS)
-    QuestionScout(PLAN, BOUNDS, QUESTION, chooser).look(passes, Late(stored(decoder), range(60, 70)), rows, {})
+    seen_by(QuestionScout(PLAN, BOUNDS, QUESTION, chooser), passes, Late(stored(decoder), range(60, 70)), rows)
     for segment in (1, 2):
         assert np.allclose(chooser.seen[segment], plain.seen[segment], rtol=1e-3, atol=1e-5)

@@ -153,8 +153,9 @@ class TwoEnds:
         self._rows.update(dict.fromkeys(taken, -1))
         supply = _LastPiece(AtHand(self._reused), self._tail, self)
         if self._scout is not None:
-            self._looking = frozenset(self._scout.positions(self._rows, self._done))
-            self._rows = self._scout.look(self._passes, supply, self._rows, self._done)
+            looking = self._scout.positions(self._rows, self._done)
+            self._looking = frozenset(looking)
+            self._rows = self._scout.look(self._passes, supply, looking, rows=self._rows, done=self._done)
             self._looking = None
             supply.intact_layers = self._scout.intact_layers
         rows = sorted(self._rows)
