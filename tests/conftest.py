@@ -152,3 +152,14 @@ def evaluation_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> I
         Engine(tiny_decoder("Llama"), store, best_last=False) as engine,
     ):
         yield engine
+
+
+@pytest.fixture(scope="module")
+def as_loud_as_before() -> Iterator[None]:
+    """The command silences transformers; other tests of this process may listen to it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()

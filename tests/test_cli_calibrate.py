@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 from cachecraft_rag import Engine
@@ -23,6 +22,8 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.types import Chunk
+
+pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +69,6 @@ def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPath
             paragraph["qas"][0]["answers"] = []  # type: ignore[index]
     (folder / "bare.json").write_text(json.dumps({"version": "1.1", "data": squad}), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_loud_as_before() -> Iterator[None]:
-    """The command silences transformers; other tests of this process may listen to it."""
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
 
 
 def run(home: Path, *arguments: str | Path, data: str = "squad.json") -> str:

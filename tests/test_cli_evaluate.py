@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli.evaluate import evaluate
@@ -21,6 +20,8 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.models import Decoder
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
+
+pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +52,6 @@ def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPath
     ]
     (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_loud_as_before() -> Iterator[None]:
-    """The command silences transformers; other tests of this process may listen to it."""
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
 
 
 def arguments_of(home: Path, *arguments: str | Path) -> list[str]:
