@@ -34,7 +34,9 @@ class ReuseConfig:
                      recomputed (SET-CACHE, both of Cache-Craft §5.1.4)
     alpha            α of eq. 12. None = as `cachecraft calibrate` found it for this model and store, or else
                      DEFAULT_ALPHA: a chunk whose old neighbours are all gone recomputes some 15 % of its tokens
-    recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides
+    recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides. With a ratio α
+                     plays no part: CFO, at DEFAULT_ALPHA, only says which variant of a chunk is the best, and no chunk
+                     is computed because fixing it would cost as much
     selector         which tokens those are, a name of `selection.SELECTORS`
     scout_from       so many rows must be computed for a selector's scout to go ahead of it; with fewer the
                      selector does without: reading half of the weights once more would take too much of the time

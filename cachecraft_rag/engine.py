@@ -325,7 +325,7 @@ class Engine(Closing):
                         request.stored[variant.variant_id] = stored
                     case Unavailable() as unavailable:
                         lost[variant.variant_id] = unavailable.reason
-        reused = [s.variant.variant_id for s in plan.segments if s.outcome == "reused" and s.variant is not None]
+        reused = [s.variant.variant_id for s in plan.segments if s.to_fix and s.variant is not None]
         request.token_scores = self.store.token_scores(reused)
         request.plan = with_selection(plan, request.token_scores, request.config)
         request.planned_s = request.clock()
@@ -346,7 +346,7 @@ class Engine(Closing):
                 continue
             rows.update((start + offset, index) for offset in planned.recompute)
             if (loaded := request.loaded.get(planned.variant.variant_id)) is not None:
-                unmoved = planned.outcome == "reused" and "positions" in request.config.without
+                unmoved = planned.to_fix and "positions" in request.config.without
                 reused.append(Reused(start, loaded.kv, rotated_from=bounds[1] if unmoved else None))
             else:
                 stored[index] = request.stored[planned.variant.variant_id]
@@ -442,7 +442,7 @@ def _as_it_went(plan: Plan, stored: Mapping[int, StoredVariant], tail: Tail, out
     for index, one in stored.items():
         lost = tail.lost(one)
         reason = lost.reason if lost is not None else "computing it was sooner than loading it"
-        if lost is None and segments[index].outcome == "exact":
+        if lost is None and not segments[index].to_fix:
             output.recorder.forget(index)
         segments[index] = with_taken(segments[index], tail.taken(one), reason)
     return Plan(tuple(segments))

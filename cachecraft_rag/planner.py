@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from cachecraft_rag.codecs import is_lossless
 from cachecraft_rag.config import DEFAULT_ALPHA, ReuseConfig
 from cachecraft_rag.prompt import Prompt, Segment
 from cachecraft_rag.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
@@ -17,6 +18,9 @@ from cachecraft_rag.selection import TokenFacts, select, selector_named
 from cachecraft_rag.types import TokenScores, Variant
 
 _PRIMED = 0.8  # what CFO counts when a primed variant is compared with others
+# The exact share of context that a lossy codec has kept: below 1, so that nothing computed behind it is called exact;
+# little below, because what a codec loses is far less than what other neighbours change.
+_LOSSY_SHARE = 0.99
 
 Outcome = Literal["exact", "reused", "computed"]
 
@@ -25,13 +29,14 @@ Outcome = Literal["exact", "reused", "computed"]
 class SegmentPlan:
     """What happens to one segment.
 
-    outcome      exact: stored under the very same prefix, nothing to fix; reused: moved and partly recomputed;
-                 computed: afresh
+    outcome      exact: stored under the very same prefix by a lossless codec, nothing to fix; reused: moved and partly
+                 recomputed, or as born but kept by a lossy codec; computed: afresh
     reason       why it was not reused as it is, in words
     variant      the chosen variant of a reused or exact segment
     beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
     recompute    tokens to recompute, as offsets in the segment, ascending
     taken        so many tokens were computed because that was sooner than loading them
+    as_born      reused behind the very same prefix: only a lossy codec keeps it from being exact, and nothing is fixed
     """
 
     outcome: Outcome
@@ -43,6 +48,12 @@ class SegmentPlan:
     cfo: float | None = None
     recompute: tuple[int, ...] = ()
     taken: int = 0
+    as_born: bool = False
+
+    @property
+    def to_fix(self) -> bool:
+        """Whether it was moved, so that some of its tokens may have to be recomputed."""
+        return self.outcome == "reused" and not self.as_born
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +122,12 @@ def _best(
             return scored
         if best is None or _rank(scored) < _rank(best):
             best = scored
-    if best is not None and config.scope != "anywhere":
+    if best is not None and config.scope != "anywhere" and not best.as_born:
         return SegmentPlan("computed", "stored behind other chunks only")
     if best is None:
         reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
         return SegmentPlan("computed", reason)
-    if (best.cfo or 0.0) >= 1.0:
+    if config.recompute_ratio is None and (best.cfo or 0.0) >= 1.0:
         reason = "CFO is 1: fixing it costs as much as computing it"
         return replace(best, outcome="computed", reason=reason, variant=None)
     return best
@@ -137,7 +148,7 @@ def _set_prefix(
         for variant in stored.get(segment.segment_id, ())
         if variant.key.birth_prefix
         and variant.tokens_digest == segment.tokens_digest
-        and variant.exact_share >= 1.0
+        and _as_born(variant) is not None
         and variant.variant_id not in lost
     }
     places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
@@ -150,22 +161,26 @@ def _set_prefix(
         chain = [offers.get((name, (system, *order[:place]))) for place, name in enumerate(order)]
         if any(variant is None for variant in chain):
             continue
-        found = {
-            places[name]: SegmentPlan(
-                "exact" if list(order[:place]) == here[1 : places[name]] else "reused",
-                variant=variant,
-                beta=1.0,
-                gamma=0.0,
-                adjusted=1.0,
-                cfo=0.0,
-            )
-            for place, (name, variant) in enumerate(zip(order, chain, strict=True))
-        }
+        found = {}
+        for place, (name, variant) in enumerate(zip(order, chain, strict=True)):
+            unmoved = _as_born(variant) if list(order[:place]) == here[1 : places[name]] else None
+            found[places[name]] = unmoved or SegmentPlan("reused", "", variant, 1.0, 0.0, 1.0, 0.0)
     return found
 
 
-def _rank(plan: SegmentPlan) -> tuple[bool, float, float]:
-    """Lower is better: what can be fixed at all, then CFO, less for a primed variant, then the purer birth.
+def _as_born(variant: Variant) -> SegmentPlan | None:
+    """What a variant is behind the very prefix it was born behind; None where its birth was impure and needs fixing."""
+    if is_lossless(variant.codec):
+        return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0) if variant.exact_share >= 1.0 else None
+    if variant.exact_share < _LOSSY_SHARE:
+        return None
+    reason = f"as it was born, but for what the codec {variant.codec} loses"
+    return SegmentPlan("reused", reason, variant, 1.0, 0.0, 1.0, 0.0, as_born=True)
+
+
+def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
+    """Lower is better: what can be fixed at all, what needs no fixing, then CFO, less for a primed variant, then the
+    purer birth.
 
     A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
     what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
@@ -173,14 +188,14 @@ def _rank(plan: SegmentPlan) -> tuple[bool, float, float]:
     variant = plan.variant
     primed, exact_share = (variant.primed, variant.exact_share) if variant is not None else (False, 0.0)
     cfo = plan.cfo or 0.0
-    return cfo >= 1.0, cfo * (_PRIMED if primed else 1.0), -exact_share
+    return cfo >= 1.0, not plan.as_born, cfo * (_PRIMED if primed else 1.0), -exact_share
 
 
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
     """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
     born = variant.key.birth_prefix
-    if born == prefix and variant.exact_share >= 1.0:
-        return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0)
+    if born == prefix and (unmoved := _as_born(variant)) is not None:
+        return unmoved
     if born[:1] != prefix[:1]:  # another instruction stood in front of everything: nothing of the old context returns
         beta, gamma = 0.0, 0.0
     else:
@@ -188,7 +203,8 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
         gamma = order_penalty(born[1:], places)
     # An impure birth looked at neighbours that were approximations themselves: its overlap counts for the exact share.
     adjusted = 0.0 if "overlap" in config.without else adjusted_overlap(beta, gamma) * variant.exact_share
-    alpha = DEFAULT_ALPHA if config.alpha is None else config.alpha
+    fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
+    alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
 
@@ -214,7 +230,7 @@ def with_selection(
     facts, budgets, reused = [], [], []
     for index, segment in enumerate(plan.segments):
         variant = segment.variant
-        if segment.outcome != "reused" or variant is None:
+        if not segment.to_fix or variant is None:
             continue
         share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
         scores, seen = token_scores.get(variant.variant_id, TokenScores()), scouted.get(index)
@@ -239,7 +255,7 @@ def with_taken(planned: SegmentPlan, taken: Sequence[int], reason: str) -> Segme
     if not taken or planned.variant is None:
         return planned
     if len(taken) == planned.variant.tokens:
-        return replace(planned, outcome="computed", reason=reason, variant=None, recompute=())
+        return replace(planned, outcome="computed", reason=reason, variant=None, recompute=(), as_born=False)
     kept = tuple(offset for offset in planned.recompute if offset not in set(taken))
     return replace(planned, reason=reason, recompute=kept, taken=len(taken))
 
@@ -248,7 +264,8 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
 
     A chunk computed behind reused ones inherits their error (an impure birth): reused segments count nothing, exact
-    ones all, and computed ones as much as their own context was exact.
+    ones all, and computed ones as much as their own context was exact. What a lossy codec kept as it was born counts
+    nearly all: too little for anything behind it to be exact.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60
@@ -259,6 +276,7 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     for segment, length in zip(plan.segments, lengths, strict=True):
         share = exact / total if total else 1.0
         shares.append(share)
-        exact += length * {"exact": 1.0, "reused": 0.0, "computed": share}[segment.outcome]
+        kept = _LOSSY_SHARE * segment.variant.exact_share if segment.as_born and segment.variant is not None else 0.0
+        exact += length * {"exact": 1.0, "reused": kept, "computed": share}[segment.outcome]
         total += length
     return shares

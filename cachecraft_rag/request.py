@@ -56,7 +56,7 @@ def monitor_of(request: Request) -> FocusMonitor | None:
 
 def reused_segments(plan: Plan) -> list[int]:
     """The segments that are moved and partly recomputed."""
-    return [index for index, planned in enumerate(plan.segments) if planned.outcome == "reused"]
+    return [index for index, planned in enumerate(plan.segments) if planned.to_fix]
 
 
 def scout_of(request: Request) -> Scout | None:

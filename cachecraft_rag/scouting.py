@@ -64,7 +64,7 @@ class Scout(ABC):
         spans = {
             index: (self._bounds[index], self._bounds[index + 1])
             for index, planned in enumerate(self.plan.segments)
-            if planned.outcome == "reused"
+            if planned.to_fix
         }
         recomputed = {i: _offsets(span, done, lambda owner: owner >= 0) for i, span in spans.items()}
         gone = {i: _offsets(span, {**rows, **done}, lambda owner: owner < 0) for i, span in spans.items()}
@@ -143,7 +143,7 @@ class ValueScout(Scout):
         exact = {
             position
             for index, planned in enumerate(self.plan.segments)
-            if planned.outcome == "exact"
+            if planned.outcome == "exact" or planned.as_born
             for position in range(self._bounds[index], self._bounds[index + 1])
         }
         return [p for p in range(self._bounds[-1]) if p not in done and (p not in exact or p in rows)]

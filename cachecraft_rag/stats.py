@@ -14,8 +14,8 @@ Finish = Literal["end", "length", "stop", "closed"]
 class ChunkStats:
     """What happened to one chunk of the prompt.
 
-    outcome     exact: stored behind the very same prefix; reused: moved and partly recomputed; computed: afresh;
-                trimmed: left out
+    outcome     exact: stored behind the very same prefix by a lossless codec; reused: moved and partly recomputed, or
+                kept by a lossy codec as it was born; computed: afresh; trimmed: left out
     reason      why it was not simply reused, in words; empty otherwise
     tokens              its length
     recomputed          how many of them were recomputed to fix them

@@ -119,8 +119,8 @@ class Variant:
     inter          eq. 3 towards each segment of the birth prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
-    exact_share    share of the birth prefix's tokens that were computed, not reused, when this variant was born (1.0
-                   = exact birth)
+    exact_share    share of the birth prefix's tokens that were exact when this variant was born: computed, or taken
+                   from a lossless chunk-cache of the very same prefix (1.0 = exact birth)
     session        None when shared; otherwise the only session that may see it (it was born after private text)
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use

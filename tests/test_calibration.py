@@ -106,4 +106,8 @@ def test_an_engine_takes_it_up_and_says_so(
     assert "calibrated for rouge_l ≥ 0.95 on 50 questions of own.jsonl" in caplog.text
     assert recomputed(replace(as_always, alpha=DEFAULT_ALPHA)) == plain  # what is given goes before
     assert recomputed(replace(as_always, drift=0.0)) == plain  # it was found with another way of choosing
+    assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
+        replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
+    )
+    assert not FOUND.fits(replace(as_always, recompute_ratio=0.15))  # α decides nothing there
     assert not FOUND.fits(replace(as_always, focus="gap"))  # which would recompute less than was promised

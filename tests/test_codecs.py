@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.codecs import CODECS, codec_named
+from cachecraft_rag.codecs import CODECS, codec_named, is_lossless
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import KVLayout
 
@@ -123,6 +123,14 @@ def test_values_get_coarser_with_depth_and_keys_do_not() -> None:
     first, last = ((around("entropy", kv, layer=layer, layers=6) - kv).square().mean((1, 2, 3)) for layer in (0, 5))
     assert torch.isclose(first[0], last[0])
     assert first[1] * 1.5 < last[1]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_says_whether_it_loses_anything(name: str) -> None:
+    kv = layer_of((2, 40, 3, 16), torch.float32)
+    out = torch.empty_like(kv)
+    codec_named(name).decode(codec_named(name).encode(kv, layer=0, layers=1), out=out)
+    assert is_lossless(name) == codec_named(name).lossless == torch.equal(kv, out)
 
 
 @pytest.mark.parametrize("name", CODECS)

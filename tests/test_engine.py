@@ -240,6 +240,25 @@ def test_a_restart_reuses_from_disk(tmp_path: Path, decoder: Decoder) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("codec", ["int8", "entropy"])
+def test_what_was_computed_behind_a_lossy_chunk_cache_is_not_called_exact(
+    codec: str, decoder: Decoder, tmp_path: Path
+) -> None:
+    """A store of a lossy codec, opened for lossless births later on."""
+    first, both = [KETTLE], [TOASTER, KETTLE]  # the best one stands last: kettle, toaster
+    with ChunkCacheStore.open(tmp_path / "caches", codec=codec) as store, Engine(decoder, store, config=CONFIG) as one:
+        ask(one, first)
+        again = ask(one, first)
+        assert outcomes(again) == {KETTLE.chunk_id: "reused"}
+        assert (again.stats.tokens_recomputed, again.stats.chunks[0].beta_prime) == (0, 1.0)
+        assert codec in again.stats.chunks[0].reason
+    with ChunkCacheStore.open(tmp_path / "caches", codec="raw") as store, Engine(decoder, store, config=CONFIG) as one:
+        assert outcomes(ask(one, both)) == {KETTLE.chunk_id: "reused", TOASTER.chunk_id: "computed"}
+        (row,) = store.rows(RowFilter(chunk_ids=(TOASTER.chunk_id,)))
+        assert (row.variant.codec, row.variant.exact_share < 1.0) == ("raw", True)
+        assert outcomes(ask(one, both)) == all_of("reused", both)
+
+
 # -- what must never be served ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sqlite3
 import statistics
@@ -143,6 +144,47 @@ def test_an_overhead_of_one_means_computing() -> None:
     assert (found.outcome, found.variant, found.cfo) == ("computed", None, 1.0)
     assert "CFO is 1" in found.reason
     assert plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=1.6)).outcome == "reused"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_with_a_fixed_ratio_alpha_decides_nothing(ratio: float) -> None:
+    offers = [variant("c", "x", cci=0.7), variant("c", "y", "a"), variant("c", "y", cci=0.9)]
+    stored = {"c": offers}
+    plans = [
+        with_selection(make_plan(prompt_of("a", "c"), stored, config), {}, config)
+        for config in (ReuseConfig(alpha=alpha, recompute_ratio=ratio) for alpha in (None, 0.0, 0.5, 1.6, 50.0))
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    found = plans[0].segments[-2]
+    assert (found.outcome, found.variant, len(found.recompute)) == ("reused", offers[1], math.ceil(ratio * 10))
+
+
+# -- what a codec loses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["int8", "entropy", "of a later version"])
+def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) -> None:
+    own, moved = variant("c", "a", codec=codec), variant("c", "b")
+    for config in (CONFIG, ReuseConfig(alpha=0.0), ReuseConfig(recompute_ratio=0.5), ReuseConfig(scope="prefix")):
+        found = plan_last(prompt_of("a", "c"), moved, own, config=config)
+        assert (found.outcome, found.variant, found.adjusted, found.cfo) == ("reused", own, 1.0, 0.0)
+        assert codec in found.reason
+        assert with_selection(Plan((found,)), {}, config).segments[0].recompute == ()
+    chain = [dataclasses.replace(one, codec=codec) for one in stored_chain("a", "b")]
+    assert plan_of(prompt_of("a", "b"), chain, SET) == [("reused", one) for one in chain]
+
+
+def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
+    kept = plan_last(prompt_of("a"), variant("a", codec="int8"))
+    computed, exact = SegmentPlan("computed"), SegmentPlan("exact")
+    shares = exact_shares(Plan((exact, kept, computed, computed)), [5, 10, 20, 5])
+    assert shares[:2] == [1.0, 1.0]
+    assert 0.9 < shares[2] < 1.0
+    assert shares[3] == pytest.approx(shares[2])
+    found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=shares[2]))
+    assert found.outcome == "reused"
+    assert found.cfo == pytest.approx(0.0, abs=0.01)  # as good as exact, for all that matters to planning
+    assert plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.5, codec="int8")).to_fix
 
 
 def test_behind_another_instruction_no_overlap_counts() -> None:

@@ -17,7 +17,7 @@ The next codec is a module beside these and a line in `CODECS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from cachecraft_rag.codecs.base import Codec
@@ -26,7 +26,7 @@ from cachecraft_rag.codecs.int8 import Int8
 from cachecraft_rag.codecs.raw import Raw
 from cachecraft_rag.errors import ConfigError
 
-CODECS: Mapping[str, Callable[[], Codec]] = MappingProxyType({"raw": Raw, "int8": Int8, "entropy": Entropy})
+CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType({"raw": Raw, "int8": Int8, "entropy": Entropy})
 
 
 def codec_named(name: str) -> Codec:
@@ -38,4 +38,14 @@ def codec_named(name: str) -> Codec:
     return make()
 
 
-__all__ = ["CODECS", "Codec", "codec_named"]
+def is_lossless(name: str) -> bool:
+    """Whether the codec of that name gives back every bit; of one that is not known here, nobody can say so.
+
+    >>> is_lossless("raw"), is_lossless("int8"), is_lossless("of a later version")
+    (True, False, False)
+    """
+    codec = CODECS.get(name)
+    return codec is not None and codec.lossless
+
+
+__all__ = ["CODECS", "Codec", "codec_named", "is_lossless"]

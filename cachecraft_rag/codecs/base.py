@@ -43,6 +43,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def lossless(self) -> bool:
+        """Whether decoding gives back what was encoded, bit by bit."""
+        ...
+
+    @property
     def in_place(self) -> bool:
         """Whether a block is the memory of the tensor itself: whoever reads one reads it straight into the tensor."""
         ...

@@ -38,6 +38,7 @@ class Entropy:
     """A value's error is at most half its head's step; see `Codec`. Needs the package zstandard."""
 
     name = "entropy"
+    lossless = False
     in_place = False
 
     def __init__(self) -> None:

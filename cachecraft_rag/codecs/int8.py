@@ -22,6 +22,7 @@ class Int8:
     """A value's error is at most half its scale, which is 1/127 of the largest of its head; see `Codec`."""
 
     name = "int8"
+    lossless = False
     in_place = False
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:

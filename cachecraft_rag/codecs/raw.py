@@ -15,6 +15,7 @@ class Raw:
     """Nothing is lost; see `Codec`."""
 
     name = "raw"
+    lossless = True
     in_place = True
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
