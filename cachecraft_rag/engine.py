@@ -33,7 +33,7 @@ from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
-from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, stats_of
+from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, shared_edge, stats_of
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
@@ -367,6 +367,7 @@ class Engine(Closing):
             chunks={i: range(bounds[i], bounds[i + 1]) for i in reused_segments(request.plan)},
             drift=request.config.drift,
             scout=scout,
+            edge=shared_edge(request),
         )
         try:
             output = ends.run(monitor_of(request))

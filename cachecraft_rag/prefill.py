@@ -262,6 +262,7 @@ class PartialPrefill:
         *,
         owners: Mapping[int, int] = MappingProxyType({}),
         monitor: FocusMonitor | None = None,
+        edge: int = 0,
         drift: Drift | None = None,
         logits_to_keep: int = 1,
     ) -> PrefillOutput:
@@ -270,6 +271,7 @@ class PartialPrefill:
         Args:
             owners: position → the segment whose recomputation may be ended early; read when that is decided.
             monitor: early termination (§3.2.2); its chunks are the segments between the first and the last.
+            edge: no row before this position is ended early.
             drift: how tokens that are not computed follow those that are.
             logits_to_keep: so many last rows' logits are returned, `[keep, vocabulary]`, when it is not 1.
         """
@@ -278,7 +280,7 @@ class PartialPrefill:
             chunk_bounds = torch.tensor(self._bounds[1:-1], device=self._decoder.device)
             watcher = FocusWatcher(monitor, (self._bounds[-2], self._bounds[-1]), chunk_bounds)
         rows = RowPass(self.merged, self._where(positions), recorder=self.recorder, watcher=watcher, drift=drift)
-        hidden = self._run(rows, supply, monitor=monitor, owners=owners)
+        hidden = self._run(rows, supply, monitor=monitor, owners=owners, edge=edge)
         logits = self._decoder.logits(hidden[:, -logits_to_keep:])
         logits = logits[0] if logits_to_keep == 1 else logits
         return PrefillOutput(logits, self.merged, self.recorder, monitor, self.row_layers)
@@ -294,6 +296,7 @@ class PartialPrefill:
         layers: int | None = None,
         monitor: FocusMonitor | None = None,
         owners: Mapping[int, int] = MappingProxyType({}),
+        edge: int = 0,
     ) -> Tensor:
         hidden = self._decoder.embed(self._ids[rows.positions])
         for layer in range(layers or self.layers):
@@ -301,7 +304,7 @@ class PartialPrefill:
                 hidden = self._join(rows, hidden, late, layer)
             hidden = self._layer(layer, hidden, rows)
             if monitor is not None and monitor.layer == layer:  # decided just now
-                keep = _focused_rows(rows.positions, owners, monitor)
+                keep = _focused_rows(rows.positions, owners, monitor) | (rows.positions < edge)
                 rows.move_to(rows.positions[keep])
                 hidden = hidden[:, keep]
         return hidden

@@ -59,6 +59,22 @@ def reused_segments(plan: Plan) -> list[int]:
     return [index for index, planned in enumerate(plan.segments) if planned.to_fix]
 
 
+def shared_edge(request: Request) -> int:
+    """The position behind the last chunk that will be computed and stored for everybody; 0 where there is none.
+
+    What stands before it must not depend on the question, or one user's question would shape what others are served.
+    """
+    segments, edge = request.prompt.segments, 0
+    if not request.config.births:
+        return edge
+    for index, (segment, planned) in enumerate(zip(segments, request.plan.segments, strict=True)):
+        if segment.private:  # it, and whatever is computed behind it, stays with its session
+            break
+        if planned.variant is None:
+            edge = request.prompt.bounds[index + 1]
+    return edge
+
+
 def scout_of(request: Request) -> Scout | None:
     """What looks at the prompt before the last pass, where the selector wants that and it is worth it."""
     kind = selector_named(request.config.selector).scout
@@ -67,15 +83,19 @@ def scout_of(request: Request) -> Scout | None:
     new = sum(n for n, planned in zip(lengths, request.plan.segments, strict=True) if planned.variant is None)
     if kind is None or not fixed or fixed + new < request.config.scout_from:
         return None
-    bounds = request.prompt.bounds
+    bounds, scout = request.prompt.bounds, SCOUTS[kind]
+    edge = shared_edge(request) if scout.private else 0
+    if all(bounds[index] < edge for index in reused_segments(request.plan)):
+        return None
     closing = request.prompt.segments[-1].closing  # says nothing of what is asked
-    return SCOUTS[kind](
+    return scout(
         request.plan,
         bounds,
         range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1)),
         lambda seen, recomputed, gone: with_selection(
             request.plan, request.token_scores, request.config, scouted=seen, recomputed=recomputed, gone=gone
         ),
+        edge=edge,
     )
 
 

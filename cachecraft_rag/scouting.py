@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,10 +36,16 @@ class Scout(ABC):
         question: the positions of the question's own text.
         choose: makes the new plan from what was seen of each reused segment (float32 `[tokens]`), what of it is
             recomputed already and what is computed for another reason.
+        edge: segments that begin before this position keep what was planned without it.
     """
 
-    def __init__(self, plan: Plan, bounds: Sequence[int], question: range, choose: Choose) -> None:
+    private: ClassVar[bool]  # whether what it sees depends on the question
+
+    def __init__(
+        self, plan: Plan, bounds: Sequence[int], question: range, choose: Choose, *, edge: int = 0
+    ) -> None:
         self.plan, self._bounds, self._question, self._choose = plan, bounds, question, choose
+        self._edge = edge
         self.intact_layers = 0  # in so many first ones all chunk-caches lie where they were placed for the look
 
     def look(
@@ -66,14 +73,19 @@ class Scout(ABC):
             for index, planned in enumerate(self.plan.segments)
             if planned.to_fix
         }
+        settled = {i for i, (start, _) in spans.items() if start < self._edge}
         recomputed = {i: _offsets(span, done, lambda owner: owner >= 0) for i, span in spans.items()}
         gone = {i: _offsets(span, {**rows, **done}, lambda owner: owner < 0) for i, span in spans.items()}
-        of_chunk = {i: seen[start:stop] for i, (start, stop) in spans.items()}
-        for i, offsets in gone.items():
-            of_chunk[i][sorted(offsets)] = 0.0  # nothing was stored there, or it did not come
+        for i in settled:  # as if it had been computed already, and the rest of it were out of the question
+            start, stop = spans[i]
+            recomputed[i] |= _offsets((start, stop), rows, lambda owner: owner >= 0)
+            gone[i] = frozenset(range(stop - start)) - recomputed[i]
+        of_chunk = {i: seen[start:stop] for i, (start, stop) in spans.items() if i not in settled}
+        for i, scores in of_chunk.items():
+            scores[sorted(gone[i])] = 0.0  # nothing was stored there, or it did not come
         mean = max(float(np.concatenate(list(of_chunk.values())).mean()), 1e-30)
         self.plan = self._choose({i: scores / mean for i, scores in of_chunk.items()}, recomputed, gone)
-        kept = {position: owner for position, owner in rows.items() if owner < 0}
+        kept = {position: owner for position, owner in rows.items() if owner < 0 or owner in settled}
         for index, (start, _) in spans.items():
             fresh = set(self.plan.segments[index].recompute) - recomputed[index]
             kept.update((start + offset, index) for offset in fresh)
@@ -94,6 +106,8 @@ class QuestionScout(Scout):
     Only the question's last rows run, and only up to those layers. Chunks still to be computed are hidden from them.
     The fifth tenth of them: earlier ones choose worse, later ones cost more (docs/log.md).
     """
+
+    private = True
 
     def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
         """See `Scout.positions`."""
@@ -135,8 +149,11 @@ class _Attention:
 class ValueScout(Scout):
     """Sees how far each token's value moves in the first layer where it can (CacheBlend §4.3).
 
-    All tokens that are not yet computed run through two layers.
+    All tokens that are not yet computed run through two layers. A chunk's token sees nothing that stands behind it, so
+    the question has no say.
     """
+
+    private = False
 
     def positions(self, rows: Mapping[int, int], done: Mapping[int, int]) -> Sequence[int]:
         """See `Scout.positions`."""

@@ -23,7 +23,7 @@ from cachecraft_rag.prefill import PrefillOutput
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.tiers.layout import StoredVariant
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types import Chunk, LoadedVariant
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left.")
@@ -287,6 +287,97 @@ def test_a_session_shares_what_nothing_private_stood_before(engine: Engine, stor
     ask(engine, question="I am Ada. Why?", session="ada", history=[("user", "secret"), ("assistant", "noted")])
     assert {row.variant.session for row in store.rows()} == {None}
     assert outcomes(ask(engine, session="bob")) == all_of("exact")
+
+
+OVEN = Chunk("Let the oven cool down for an hour before you wipe it.")
+KNOWN = [KETTLE, TOASTER, FRIDGE]
+SECRETS = ["My name is Ada and I have burnt my hand on the toaster; who pays for that?", "Vinegar?"]
+ORDERS = {"new in front": [FRIDGE, TOASTER, KETTLE, OVEN], "new in the middle": [TOASTER, KETTLE, OVEN, FRIDGE]}
+ORDERS |= {"new at the end": [OVEN, TOASTER, FRIDGE, KETTLE]}  # the first one stands last
+
+
+def captured(
+    folder: Path, decoder: Decoder, question: str, order: list[Chunk], config: ReuseConfig, **settings: Any
+) -> torch.Tensor:
+    """What is stored of the oven, where it was computed among chunks known from another prompt."""
+    with ChunkCacheStore.open(folder, **settings) as store, Engine(decoder, store, config=config) as engine:
+        ask(engine, KNOWN)
+        answer = ask(engine, order, question=question)
+        assert outcomes(answer)[OVEN.chunk_id] == "computed"
+        assert answer.stats.tokens_recomputed > 20
+        (row,) = store.rows(RowFilter(chunk_ids=(OVEN.chunk_id,)))
+        assert row.variant.session is None
+        loaded = store.load(row.variant)
+        assert isinstance(loaded, LoadedVariant)
+        return loaded.kv
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("focus", ["off", "printed", "gap", "share"])
+@pytest.mark.parametrize("selector", ["question", "value_deviation", "craft"])
+def test_no_question_shapes_what_others_are_served(
+    selector: str, focus: Any, order: list[Chunk], decoder: Decoder, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"recompute_ratio": 0.3, "scout_from": 0, "focus_window": 1}
+    config = ReuseConfig(selector=selector, focus=focus, **settings)
+    one, other = (
+        captured(tmp_path / str(place), decoder, secret, order, config) for place, secret in enumerate(SECRETS)
+    )
+    assert torch.allclose(one, other, rtol=0.0, atol=1e-6 * float(one.abs().max()))
+
+
+def test_no_question_shapes_what_others_are_served_from_a_disk(decoder: Decoder, tmp_path: Path) -> None:
+    config = ReuseConfig(recompute_ratio=0.3, scout_from=0, loading="layerwise")
+    one, other = (
+        captured(tmp_path / str(place), decoder, secret, ORDERS["new at the end"], config, host_bytes=0)
+        for place, secret in enumerate(SECRETS)
+    )
+    assert torch.allclose(one, other, rtol=0.0, atol=1e-6 * float(one.abs().max()))
+
+
+def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(decoder: Decoder, tmp_path: Path) -> None:
+    """And among all, where nothing is captured or what is captured is its session's own."""
+    looks = []
+    for number, (order, settings) in enumerate(
+        [
+            (ORDERS["new at the end"], {}),
+            (ORDERS["new in the middle"], {}),
+            ([FRIDGE, TOASTER, KETTLE], {}),
+            (ORDERS["new at the end"], {"private_system": True}),
+        ]
+    ):
+        asked = {"sampling": SHORT, "session": "ada"}
+        with ChunkCacheStore.open(tmp_path / str(number)) as store:
+            config = ReuseConfig(recompute_ratio=0.3, scout_from=0)
+            engine = Engine(decoder, store, config=config, **settings)
+            ask(engine, KNOWN, **asked)
+            plain = replace(config, selector="craft", births=False)
+            share = ask(engine, order, config=plain, **asked).stats.recompute_share
+            looks.append(ask(engine, order, **asked).stats.recompute_share > share)
+            engine.close()
+    assert looks == [False, True, True, True]
+
+
+@pytest.mark.parametrize("focus", ["off", "gap"])
+def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_questions_choice(
+    focus: Any, decoder: Decoder, tmp_path: Path
+) -> None:
+    config = ReuseConfig(recompute_ratio=0.3, scout_from=0, loading="layerwise", focus=focus, focus_window=1)
+    order = [FRIDGE, KETTLE, TOASTER]  # the fridge stands last
+    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=config) as engine:
+        ask(engine, KNOWN)
+    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=config) as engine:
+        ask(engine, [KETTLE, TOASTER], config=replace(config, births=False))  # these are in memory now
+        (row,) = store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
+        (path,) = [path for path in files(store) if row.variant.variant_id in path.name]
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1  # seen only when the last layer is read
+        path.write_bytes(content)
+        assert outcomes(ask(engine, order)) == all_of("reused") | {FRIDGE.chunk_id: "computed"}
+        store.flush()
+        assert store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,))) == []
+        assert outcomes(ask(engine, order)) == all_of("reused") | {FRIDGE.chunk_id: "computed"}
+        assert len(store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))) == 1
 
 
 @pytest.mark.parametrize("damage", ["deleted", "flipped", "cut"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 
@@ -49,6 +49,7 @@ class TwoEnds:
         chunks: the positions of each reused chunk by its segment, and `drift` how far those that are not computed
             follow those that are.
         scout: chooses the recomputed rows anew before the last pass.
+        edge: what stands before this position must not depend on the question, see `request.shared_edge`.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class TwoEnds:
         chunks: Mapping[int, range] = MappingProxyType({}),
         drift: float = 0.0,
         scout: Scout | None = None,
+        edge: int = 0,
     ) -> None:
         self._passes, self._rows, self._reused = passes, dict(rows), list(reused)
         self._tail, self._speed, self._turn, self._loading = tail, speed, turn, loading
         self._chunks, self._drift, self._scout = dict(chunks), drift, scout
+        self._edge, self._starts = edge, sorted(span.start for span in chunks.values())
         self._done: dict[int, int] = {}  # like `_rows`, of what earlier passes have computed
         self._looking: frozenset[int] | None = None  # the rows of a scout while it looks
         self._monitor: FocusMonitor | None = None
@@ -161,11 +164,29 @@ class TwoEnds:
         rows = sorted(self._rows)
         waited, started = self.waited_s, time.perf_counter()
         drift = self._correction(math.inf)
-        output = self._passes.finish(rows, supply, owners=self._rows, monitor=self._monitor, drift=drift)
+        known = {birth.segment for birth in self._passes.recorder.births}
+        output = self._passes.finish(
+            rows, supply, owners=self._rows, monitor=self._monitor, edge=self._edge, drift=drift
+        )
+        self._forget_what_the_question_shaped(known)
         spent = time.perf_counter() - started - (self.waited_s - waited)
         if not supply.joined and (self._monitor is None or self._monitor.focused is None):
             self._speed.measured(self._speed.rows(rows), spent)
         return output
+
+    def _forget_what_the_question_shaped(self, known: Set[int]) -> None:
+        """Keep no births of chunks that were to be loaded, if their context depends on the question.
+
+        Which ones the last pass takes over is not known when the scout looks, and most are stored already. Those of
+        earlier passes are `known`.
+        """
+        if self._monitor is None and (self._scout is None or not self._scout.private):
+            return
+        first = next((start for start in self._starts if start >= self._edge), math.inf)
+        recorder = self._passes.recorder
+        for birth in recorder.births:
+            if birth.segment not in known and birth.start > first:
+                recorder.forget(birth.segment)
 
     def _correction(self, edge: float) -> Drift | None:
         """How the pass that ends at `edge` corrects the chunks before it, each once: in the pass that ends it."""
@@ -208,7 +229,9 @@ class TwoEnds:
             return position in self._looking
         owner = self._rows.get(position)
         focused = self._monitor.focused if self._monitor is not None else None
-        return owner is not None and (owner < 0 or focused is None or owner - 1 in focused)
+        if owner is None or owner < 0 or focused is None:
+            return owner is not None
+        return owner - 1 in focused or position < self._edge
 
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
         """Positions that are sooner computed, from the first layer on, than waited for in the layers still to come."""
