@@ -80,6 +80,7 @@ class ReuseConfig:
         _require(self.sharing in get_args(Sharing), f"sharing must be chunk or shared, not {self.sharing!r}")
         _require(0 <= self.drift <= 1, f"drift must lie between 0 and 1, not {self.drift}")
         _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")
+        object.__setattr__(self, "without", frozenset(self.without))
         known = get_args(Loading)
         _require(self.loading in known, f"loading must be one of {', '.join(known)}, not {self.loading!r}")
         _require(self.without <= set(get_args(Part)), f"without may name overlap and positions, not {self.without}")
@@ -105,10 +106,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        stop = self.stop
+        _require(not isinstance(stop, str), "stop must be a sequence of strings, not one string: write stop=('…',)")
+        object.__setattr__(self, "stop", tuple(stop))  # a generator gives them only once
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
         _require(self.temperature >= 0, f"temperature must be 0 or more, not {self.temperature}")
         _require(0 < self.top_p <= 1, f"top_p must lie above 0 and at most at 1, not {self.top_p}")
-        _require(
-            not isinstance(self.stop, str), "stop must be a sequence of strings, not one string: write stop=('…',)"
-        )
         _require(all(self.stop), "stop must not hold an empty string")

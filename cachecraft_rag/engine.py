@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from cachecraft_rag.turns import FairLock
 from cachecraft_rag.types import Chunk, LoadedVariant, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag")
+T = TypeVar("T")
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
 
@@ -77,7 +78,7 @@ class EngineOptions(TypedDict, total=False):
 class AnswerOptions(TypedDict, total=False):
     """What a question may bring with it, see `Engine.stream`."""
 
-    history: Sequence[Turn]
+    history: Iterable[Turn]
     session: str | None
     sampling: SamplingParams | None
     config: ReuseConfig | None
@@ -201,9 +202,9 @@ class Engine(Closing):
     def stream(
         self,
         question: str,
-        chunks: Sequence[Chunk],
+        chunks: Iterable[Chunk],
         *,
-        history: Sequence[Turn] = (),
+        history: Iterable[Turn] = (),
         session: str | None = None,
         sampling: SamplingParams | None = None,
         config: ReuseConfig | None = None,
@@ -227,9 +228,9 @@ class Engine(Closing):
     def examine(
         self,
         question: str,
-        chunks: Sequence[Chunk],
+        chunks: Iterable[Chunk],
         *,
-        along: Sequence[int] | None = None,
+        along: Iterable[int] | None = None,
         max_new_tokens: int = 32,
         config: ReuseConfig | None = None,
     ) -> Examination:
@@ -243,6 +244,7 @@ class Engine(Closing):
         Raises:
             ContextLengthError, ConfigError: as in `stream`.
         """
+        along = None if along is None else _listed(along, "along")
         if along is not None and not 0 < len(along) <= max_new_tokens:
             raise ConfigError(f"the answer to go along has {len(along)} tokens; it needs 1 to {max_new_tokens}")
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
@@ -267,16 +269,18 @@ class Engine(Closing):
     def _request(
         self,
         question: str,
-        chunks: Sequence[Chunk],
+        chunks: Iterable[Chunk],
         *,
-        history: Sequence[Turn],
+        history: Iterable[Turn],
         session: str | None,
         sampling: SamplingParams,
         config: ReuseConfig | None,
     ) -> Request:
         started = time.perf_counter()
+        chunks = _listed(chunks, "chunks")  # once: a generator gives them only once
         if not all(isinstance(chunk, Chunk) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
+        history = _listed(history, "history")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
         return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
 
@@ -435,6 +439,13 @@ class Engine(Closing):
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
         context = BirthContext(prompt.segments, prompt.bounds, shares, request.session, request.config.sink_tokens)
         self.births.submit(output.recorder, output.merged.kv[:, 0], context)
+
+
+def _listed(given: Iterable[T], name: str) -> list[T]:
+    """What was given, as often as it is read; ConfigError where it cannot be read even once."""
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"{name} must be a list, not {given!r}; put a single one into a list")
+    return list(given)
 
 
 def _as_it_went(plan: Plan, stored: Mapping[int, StoredVariant], tail: Tail, output: PrefillOutput) -> Plan:

@@ -54,7 +54,8 @@ class ChatCacheCraft(Closing, BaseChatModel):
     >>> chat.invoke("How do I descale the kettle?", documents=retriever.invoke("descale kettle"))  # doctest: +SKIP
 
     `usage_metadata["input_token_details"]` tells the tokens taken from chunk-caches (`cache_read`) and those of
-    chunk-caches that were born (`cache_creation`); `response_metadata["cachecraft"]` is `RequestStats.as_dict()`.
+    chunk-caches that were born (`cache_creation`); `response_metadata["cachecraft"]` is `RequestStats.as_dict()` and,
+    under "documents", the `id` of each document, in the order given, with the `chunk_id` of what the model read of it.
 
     The conversation stands behind the documents, so it shapes no chunk-cache. That goes for system messages too: they
     may hold a user's text. What all requests share belongs in the engine's own instruction (`system=`).
@@ -146,8 +147,13 @@ class ChatCacheCraft(Closing, BaseChatModel):
             "default_stop": list(self.stop),
         }
 
-    def _open(self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Generation:
-        """The engine's answer to a conversation, not begun yet. `given` are the call's own settings."""
+    def _open(
+        self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
+    ) -> tuple[Generation, list[dict[str, str | None]]]:
+        """The engine's answer to a conversation, not begun yet, and which document is which chunk.
+
+        `given` are the call's own settings.
+        """
         given = dict(given)
         documents = _documents(given.pop("documents", None) or (), "documents")
         session = given.pop("session", self.session)
@@ -159,14 +165,19 @@ class ChatCacheCraft(Closing, BaseChatModel):
             max_new_tokens=values.pop("max_tokens"), stop=tuple(self.stop if stop is None else stop), **values
         )
         history, question = conversation(messages)
-        return self.engine.stream(
+        chunks = [Chunk(document.page_content) for document in documents]
+        read = [
+            {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in zip(documents, chunks, strict=True)
+        ]
+        generation = self.engine.stream(
             question,
-            [Chunk(document.page_content) for document in documents],
+            chunks,
             history=history,
             session=session,
             sampling=sampling,
             config=self.reuse,
         )
+        return generation, read
 
     def _stream(
         self,
@@ -176,13 +187,13 @@ class ChatCacheCraft(Closing, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         """Piece by piece; the last chunk is empty and carries the numbers. LangChain itself tells the callbacks."""
-        generation = self._open(messages, stop, kwargs)
+        generation, read = self._open(messages, stop, kwargs)
         try:
             for piece in generation:
                 yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
         finally:
             generation.close()
-        yield self._last(generation, kwargs.get("session", self.session))
+        yield self._last(generation, read, session=kwargs.get("session", self.session))
 
     async def _astream(
         self,
@@ -214,7 +225,9 @@ class ChatCacheCraft(Closing, BaseChatModel):
         # Not in one thread from beginning to end, which is LangChain's default: a few answers would take all threads.
         return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
 
-    def _last(self, generation: Generation, session: str | None) -> ChatGenerationChunk:
+    def _last(
+        self, generation: Generation, read: list[dict[str, str | None]], *, session: str | None
+    ) -> ChatGenerationChunk:
         stats, engine = generation.stats, self.engine
         stored = (self.reuse or engine.config).births and not (engine.prompts.system.private and session is None)
         born = sum(chunk.tokens for chunk in stats.chunks if chunk.outcome == "computed") if stored else 0
@@ -228,7 +241,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
             "finish_reason": _FINISH[stats.finish or "closed"],
             "model_name": self.model_name,
             "model_provider": "cachecraft",
-            "cachecraft": stats.as_dict(),
+            "cachecraft": stats.as_dict() | {"documents": read},
         }
         message = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
         return ChatGenerationChunk(message=message)
@@ -242,7 +255,8 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
     callbacks and numbers are those of `llm`, which runs within: its tokens show in `astream_events`, its usage in
     LangChain's `UsageMetadataCallbackHandler`.
 
-    document_prompt  how a document reads to the model; None: its text. What it says is part of the chunk's identity.
+    document_prompt  how a document reads to the model; None: its text. What it says is part of the chunk's identity, so
+                     a document's chunk is another than its retriever's: "documents" among the numbers says which.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -362,7 +376,8 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
             )
         documents = _documents(input[self.context_key], self.context_key)
         if self.document_prompt is not None:
-            documents = [Document(format_document(document, self.document_prompt)) for document in documents]
+            prompt = self.document_prompt
+            documents = [Document(format_document(document, prompt), id=document.id) for document in documents]
         return [*convert_to_messages(history), *convert_to_messages([("human", question)])], documents
 
 

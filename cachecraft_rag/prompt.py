@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
-from cachecraft_rag.types import Chunk, digest
+from cachecraft_rag.types import Chunk, chunk_id_of, digest
 
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
 _LINE_END, _WORD = "\n", "The"  # what stands before and behind a segment, as far as its tokenisation goes
@@ -107,7 +107,15 @@ class PromptBuilder:
         self.system = Segment("system", digest("system", " ".join(map(str, ids))), ids, private=private_system)
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
-        """The chunk as the model sees it: its text and an empty line."""
+        """The chunk as the model sees it: its text and an empty line.
+
+        Raises ConfigError where its id is not that of its text.
+        """
+        if chunk.chunk_id != chunk_id_of(chunk.text):
+            raise ConfigError(
+                f"chunk {chunk.chunk_id}: this is not the id of its text, which is {chunk_id_of(chunk.text)}. Its text "
+                "was changed after it was indexed: index its document again, or make the chunk with Chunk(text)."
+            )
         return Segment(
             "chunk", chunk.chunk_id, self._encode(chunk.text + "\n\n", special=False, before=_LINE_END, after=_WORD)
         )

@@ -157,7 +157,8 @@ class CacheCraft(Closing):
             answering: history, session, sampling, config: see `Engine.stream`.
         """
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
-        generation = self.engine.stream(question, [Chunk(hit.text, hit.metadata) for hit in hits], **answering)
+        chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
+        generation = self.engine.stream(question, chunks, **answering)
         return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))
 
     def ask(

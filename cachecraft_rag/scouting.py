@@ -41,9 +41,7 @@ class Scout(ABC):
 
     private: ClassVar[bool]  # whether what it sees depends on the question
 
-    def __init__(
-        self, plan: Plan, bounds: Sequence[int], question: range, choose: Choose, *, edge: int = 0
-    ) -> None:
+    def __init__(self, plan: Plan, bounds: Sequence[int], question: range, choose: Choose, *, edge: int = 0) -> None:
         self.plan, self._bounds, self._question, self._choose = plan, bounds, question, choose
         self._edge = edge
         self.intact_layers = 0  # in so many first ones all chunk-caches lie where they were placed for the look

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -44,15 +44,19 @@ def chunk_id_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a document's text; `metadata` (source, heading …) travels with it and is no part of its identity."""
+    """A piece of a document's text; `metadata` (source, heading …) travels with it and is no part of its identity.
+
+    known_id   the id under which a retriever found it; engine and index refuse one that is not that of the text
+    chunk_id   its identity: `known_id`, or else the hash of the text
+    """
 
     text: str
     metadata: Metadata = field(default_factory=dict)
+    known_id: InitVar[str] = ""
+    chunk_id: str = field(init=False, compare=False, repr=False)
 
-    @property
-    def chunk_id(self) -> str:
-        """Hash of the text."""
-        return chunk_id_of(self.text)
+    def __post_init__(self, known_id: str) -> None:
+        object.__setattr__(self, "chunk_id", known_id or chunk_id_of(self.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class VariantKey:
-    """Identity of a chunk-cache. Nothing is ever served across a difference in any of these four.
+    """Identity of a shared chunk-cache. Nothing is ever served across a difference in any of these four.
 
     `fingerprint` covers weights, config (rope included), tokenizer, adapter, dtype and layout version.
     `birth_prefix` holds the ids of the segments that stood before the chunk, in order; the system segment is the first.
@@ -108,8 +112,18 @@ class VariantKey:
 
     @property
     def variant_id(self) -> str:
-        """Hash of all four parts; names the row and the file."""
-        return digest("variant", self.namespace, self.fingerprint, self.chunk_id, *self.birth_prefix)
+        """Hash of all four parts; names the row and the file of a shared chunk-cache."""
+        return self.variant_id_in(None)
+
+    def variant_id_in(self, session: str | None) -> str:
+        """`variant_id`, or another for each session that keeps a chunk-cache to itself: those lie side by side.
+
+        >>> key = VariantKey("default", "model", "chunk", ("system",))
+        >>> len({key.variant_id, key.variant_id_in("ada"), key.variant_id_in("bob")})
+        3
+        """
+        owner = ("variant",) if session is None else ("private variant", session)
+        return digest(*owner, self.namespace, self.fingerprint, self.chunk_id, *self.birth_prefix)
 
 
 @dataclass(frozen=True, slots=True)

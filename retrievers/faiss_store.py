@@ -31,7 +31,7 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
 from cachecraft_rag.retrievers.schema import model_name, prepare
 from cachecraft_rag.retrievers.vector_index import VectorIndex
-from cachecraft_rag.types import Chunk, Scalar, SearchHit
+from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -227,15 +227,16 @@ class FaissStore(Closing):
         ]
         return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
 
-    def get(self, chunk_ids: Sequence[str]) -> list[Chunk]:
+    def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         """The chunks of these ids, in this order, with the metadata of their first owner.
 
         Raises `IndexStoreError` where one of them is not in the store.
         """
+        chunk_ids = list(chunk_ids)
         with self._transaction("DEFERRED") as db:
             found = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             rows = _chunk_rows(db, [row[0] for row in found], None)
-        by_id = {chunk_id: Chunk(text, metadata) for chunk_id, text, metadata in rows.values()}
+        by_id = {chunk_id: Chunk(text, metadata, chunk_id) for chunk_id, text, metadata in rows.values()}
         missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in by_id]
         if missing:
             raise IndexStoreError(
@@ -249,10 +250,13 @@ class FaissStore(Closing):
         Sorted by document; `where` as in `search`.
         """
         chosen = "TRUE" if keys is None else "key IN ({})"
-        query = f"SELECT text, metadata FROM owners JOIN chunks USING (number) WHERE {chosen} ORDER BY doc_id, ordinal"
+        query = (
+            "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) "
+            f"WHERE {chosen} ORDER BY doc_id, ordinal"
+        )
         with self._transaction("DEFERRED") as db:
             rows = db.execute(query).fetchall() if keys is None else _by_list(db, query, keys)
-            found = [Chunk(text, json.loads(metadata)) for text, metadata in rows]
+            found = [_chunk(*row) for row in rows]
         return [chunk for chunk in found if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
@@ -265,10 +269,11 @@ class FaissStore(Closing):
         """The chunks of a document in the order of its text; none for a document that is not there."""
         with self._transaction("DEFERRED") as db:
             rows = db.execute(
-                "SELECT text, metadata FROM owners JOIN chunks USING (number) WHERE doc_id = ? ORDER BY ordinal",
+                "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE doc_id = ? "
+                "ORDER BY ordinal",
                 (doc_id,),
             )
-            return [Chunk(text, json.loads(metadata)) for text, metadata in rows]
+            return [_chunk(*row) for row in rows]
 
     def documents(self) -> list[StoredDocument]:
         """All documents, sorted by `doc_id`."""
@@ -373,6 +378,8 @@ class FaissStore(Closing):
         names: Sequence[str | None] = keys if keys is not None else [None] * len(chunks)
         for ordinal, (chunk, vector, key) in enumerate(zip(chunks, matrix, names, strict=True), first):
             chunk_id = chunk.chunk_id
+            if chunk_id != chunk_id_of(chunk.text):
+                raise ConfigError(f"chunk {chunk_id}: this is not the id of its text; make the chunk with Chunk(text)")
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             number = row[0] if row else self._free_number(db, chunk_id)
             if row is None:
@@ -464,8 +471,23 @@ def _chunk_rows(
     rows: dict[int, tuple[str, str, dict[str, Scalar]]] = {}
     for number, chunk_id, text, stored in _by_list(db, query, numbers):
         if number not in rows and accepts(where, metadata := json.loads(stored)):
+            _verify(chunk_id, text)
             rows[number] = (chunk_id, text, metadata)
     return rows
+
+
+def _chunk(chunk_id: str, text: str, metadata: str) -> Chunk:
+    _verify(chunk_id, text)
+    return Chunk(text, json.loads(metadata), chunk_id)
+
+
+def _verify(chunk_id: str, text: str) -> None:
+    """Raises IndexStoreError where a row's text is not the one that its id stands for."""
+    if chunk_id_of(text) != chunk_id:
+        raise IndexStoreError(
+            f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "
+            "written by another version. Delete the index folder and index again."
+        )
 
 
 def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]) -> Iterator[tuple[Any, ...]]:

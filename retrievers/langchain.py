@@ -15,7 +15,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Chunk, Metadata, Scalar, chunk_id_of, digest
+from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit, chunk_id_of, digest
 
 try:
     from langchain_core.callbacks import CallbackManagerForRetrieverRun
@@ -125,6 +125,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
         Raises `ConfigError` for metadata that JSON cannot hold.
         """
+        documents = list(documents)
         given: Sequence[str | None] = ids or [document.id for document in documents]
         if len(given) != len(documents):
             raise ConfigError(f"{len(given)} ids for {len(documents)} documents; give one for each")
@@ -152,7 +153,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
         found = [self.index.chunks_of(name) for name in ids]
         left = self.index.known_vectors(name for name, chunks in zip(ids, found, strict=True) if not chunks)
         return [
-            _document(chunk.text, chunk.metadata)
+            _document(chunk)
             for name, chunks in zip(ids, found, strict=True)
             for chunk in chunks or self.index.get([name] if name in left else [])
         ]
@@ -197,7 +198,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
     ) -> list[tuple[Document, float]]:
         where = (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
         hits = self.index.search(vector, k, where=where)
-        return [(_document(hit.text, hit.metadata), hit.score) for hit in hits]
+        return [(_document(hit), hit.score) for hit in hits]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return lambda cosine: min(1.0, max(0.0, cosine))  # LangChain wants 0 to 1; below 0 nothing is relevant
@@ -253,7 +254,7 @@ def _values(metadata: Metadata) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != _OURS} | rest
 
 
-def _document(text: str, metadata: Metadata) -> Document:
+def _document(found: Chunk | SearchHit) -> Document:
     """A document from the index; its id is the chunk's where another program than LangChain brought it in."""
-    ours = json.loads(str(metadata.get(_OURS, "{}")))
-    return Document(text, id=ours.get("id") or chunk_id_of(text), metadata=_values(metadata))
+    ours = json.loads(str(found.metadata.get(_OURS, "{}")))
+    return Document(found.text, id=ours.get("id") or found.chunk_id, metadata=_values(found.metadata))

@@ -57,7 +57,7 @@ from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Chunk, Metadata, chunk_id_of
+from cachecraft_rag.types import Chunk, Metadata, SearchHit
 
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
 _UNKNOWN_EMBEDDING = "llama-index"  # a vector store is never told which model makes its vectors
@@ -161,6 +161,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes with their embeddings; one whose id is there already is replaced. Returns the node ids."""
+        nodes = list(nodes)
         documents: dict[str, dict[str, BaseNode]] = {}
         for node in nodes:
             documents.setdefault(node.ref_doc_id or node.node_id, {})[node.node_id] = node
@@ -214,7 +215,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes that have one of the ids (None: all) and pass the filters."""
         found = self._store.places(node_ids, where=_where(filters)) if self._store is not None else []
-        return [_node_of(chunk.text, chunk.metadata) for chunk in found]
+        return [_node_of(chunk) for chunk in found]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nearest nodes, best first; of the query's modes only the default, and filters of any depth."""
@@ -226,7 +227,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
         if self._store is not None:
             where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
             hits = self._store.search(_unit([query.query_embedding])[0], query.similarity_top_k, where=where)
-        nodes = [_node_of(hit.text, hit.metadata) for hit in hits]
+        nodes = [_node_of(hit) for hit in hits]
         return VectorStoreQueryResult(
             nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
         )
@@ -293,7 +294,7 @@ class CacheCraftRetriever(BaseRetriever):
         else:  # a transform (HyDE) has put other texts, or a vector, in the question's place
             vector = query_bundle.embedding or self._rag.embedder.encode_query(query_bundle.embedding_strs).mean(axis=0)
             hits = self._rag.index.search(_unit([vector])[0], self._top_k, where=where)
-        return [NodeWithScore(node=_node_of(hit.text, hit.metadata), score=hit.score) for hit in hits]
+        return [NodeWithScore(node=_node_of(hit), score=hit.score) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
@@ -307,13 +308,14 @@ def _chunk_of(node: BaseNode) -> Chunk:
     return Chunk(text, {key: value for key, value in metadata.items() if isinstance(value, str | int | float | None)})
 
 
-def _node_of(text: str, metadata: Metadata) -> BaseNode:
+def _node_of(found: Chunk | SearchHit) -> BaseNode:
     """The node that was added; for a chunk that the facade indexed, one whose text is all that the model sees."""
+    metadata = found.metadata
     if _NODE in metadata:
         return metadata_dict_to_node(dict(metadata))
     node = TextNode(
-        id_=chunk_id_of(text),
-        text=text,
+        id_=found.chunk_id,
+        text=found.text,
         metadata=dict(metadata),
         excluded_llm_metadata_keys=list(metadata),
         excluded_embed_metadata_keys=list(metadata),

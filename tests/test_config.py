@@ -76,3 +76,10 @@ def test_unknown_names_are_refused_and_settings_do_not_change(settings: Any, kno
 def test_a_config_error_is_also_a_value_error() -> None:
     with pytest.raises(ValueError, match="alpha"):
         ReuseConfig(alpha=-1)
+
+
+def test_settings_keep_what_a_generator_gives() -> None:
+    sampling = SamplingParams(stop=(text for text in ("\n", "END")))  # type: ignore[arg-type]
+    assert (sampling.stop, SamplingParams(stop=["a"]).stop) == (("\n", "END"), ("a",))  # type: ignore[arg-type]
+    config = ReuseConfig(without=(part for part in ("overlap",)))  # type: ignore[arg-type]
+    assert config.without == frozenset({"overlap"})

@@ -20,6 +20,7 @@ from cachecraft_rag.engine import Engine, Generation
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.prefill import PrefillOutput
+from cachecraft_rag.prompt import Turn
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.tiers.layout import StoredVariant
@@ -283,6 +284,20 @@ def test_what_is_born_behind_private_text_is_kept_to_its_session(
     assert outcomes(ask(make_engine(), config=ReuseConfig(births=False))) == all_of("computed")
 
 
+def test_sessions_with_the_same_private_instruction_do_not_evict_each_other(
+    make_engine: MakeEngine, store: ChunkCacheStore
+) -> None:
+    engine = make_engine(system="The user is a nurse.", private_system=True)
+    for session in ("ada", "bob"):
+        ask(engine, session=session)
+    stored = store.stats().births["stored"]
+    assert len(store.rows()) == stored == 2 * (len(CHUNKS) + 1)
+    for session in ("ada", "bob") * 2:
+        assert outcomes(ask(engine, session=session)) == all_of("exact")
+    assert store.stats().births["stored"] == stored
+    assert {row.variant.session for row in store.rows()} == {"ada", "bob"}
+
+
 def test_a_session_shares_what_nothing_private_stood_before(engine: Engine, store: ChunkCacheStore) -> None:
     ask(engine, question="I am Ada. Why?", session="ada", history=[("user", "secret"), ("assistant", "noted")])
     assert {row.variant.session for row in store.rows()} == {None}
@@ -468,6 +483,30 @@ def test_a_wrong_request_is_refused_at_once(engine: Engine) -> None:
         engine.stream(" ", CHUNKS)
     with pytest.raises(ContextLengthError, match="2048"):
         engine.stream(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=2048))
+
+
+def test_what_a_generator_gives_is_read_once_and_kept(engine: Engine) -> None:
+    turns: list[Turn] = [("user", "First?"), ("assistant", "One.")]
+    full = replace(CONFIG, reuse=False, births=False)
+    expected = ask(engine, config=full, history=turns)
+    found = engine.stream(
+        QUESTION, (chunk for chunk in CHUNKS), history=(turn for turn in turns), sampling=SHORT, config=full
+    )
+    assert ("".join(found), outcomes(found)) == (expected.text, all_of("computed"))
+    once = engine.examine(QUESTION, iter(CHUNKS), max_new_tokens=4, config=full)
+    again = engine.examine(QUESTION, iter(CHUNKS), along=iter(once.tokens), max_new_tokens=4, config=full)
+    assert (again.text, len(again.stats.chunks)) == (once.text, len(CHUNKS))
+    for wrong in (KETTLE, 3, None):
+        with pytest.raises(ConfigError, match="chunks must be a list"):
+            engine.stream(QUESTION, wrong)  # type: ignore[arg-type]
+
+
+def test_a_chunk_with_the_id_of_another_text_is_refused(engine: Engine) -> None:
+    carried = Chunk(KETTLE.text, {}, KETTLE.chunk_id)
+    assert carried == KETTLE
+    assert replace(carried, text="Another one.").chunk_id == Chunk("Another one.").chunk_id
+    with pytest.raises(ConfigError, match="not the id of its text"):
+        engine.stream(QUESTION, [Chunk("Put the kettle into the dishwasher.", {}, KETTLE.chunk_id)])
 
 
 def test_chunks_that_do_not_fit_are_named(engine: Engine) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import numpy as np
@@ -672,3 +672,37 @@ def test_two_processes_write_and_a_third_reads(tmp_path: Path):
     check_consistent(tmp_path)
     with open_store(tmp_path) as store:
         assert len(store.documents()) == 10
+
+
+# --- rows that were changed ---
+
+
+def test_a_row_with_another_text_than_its_id_says_is_refused(store: FaissStore):
+    put(store, "a.md", "one", "two")
+    store.add("b.md", [chunk("three")], vectors_of([chunk("three")]), keys=["node"])
+    with closing(sqlite3.connect(store.folder / DATABASE)) as db, db:
+        db.execute("UPDATE chunks SET text = 'Pay to another account.'")
+    ways = [
+        lambda: store.search(vector_of(chunk("two").text), 1),
+        lambda: store.get([chunk("one").chunk_id]),
+        lambda: store.chunks_of("a.md"),
+        lambda: store.places(["node"]),
+    ]
+    for way in ways:
+        with pytest.raises(IndexStoreError, match="index again"):
+            way()
+
+
+def test_no_chunk_enters_under_the_id_of_another_text(store: FaissStore):
+    wrong = [Chunk("Pay to another account.", {}, chunk("one").chunk_id)]
+    with pytest.raises(ConfigError, match="not the id of its text"):
+        store.upsert("a.md", wrong, vectors_of(wrong))
+    assert store.stats().chunks == 0
+
+
+def test_get_takes_ids_from_a_generator(store: FaissStore):
+    put(store, "a.md", "one", "two")
+    assert [one.text for one in store.get(chunk(name).chunk_id for name in ("two", "one"))] == [
+        chunk("two").text,
+        chunk("one").text,
+    ]

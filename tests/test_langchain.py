@@ -608,3 +608,21 @@ def test_without_langchain_the_error_says_what_to_install(module: str, tmp_path:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "type: pip install 'cachecraft-rag[langchain]'" in done.stderr.splitlines()[-1]
+
+
+def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> None:
+    prompt = PromptTemplate.from_template("Note: {page_content}")
+    seen: list[Any] = []
+
+    class Listener(BaseCallbackHandler):
+        def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+            seen.append(response.generations[0][0].message.response_metadata["cachecraft"])
+
+    documents = [Document(text, id=f"page {place}") for place, text in enumerate(TEXTS)] + [Document("No id.")]
+    for document_prompt, told in ((None, "{}"), (prompt, "Note: {}")):
+        generator = CacheCraftGenerator(llm=chat, document_prompt=document_prompt)
+        generator.invoke({"input": "Why?", "context": documents}, {"callbacks": [Listener()]})
+        numbers = seen.pop()
+        expected = [{"id": one.id, "chunk_id": chunk_id_of(told.format(one.page_content))} for one in documents]
+        assert numbers["documents"] == expected
+        assert {one["chunk_id"] for one in expected} == {chunk["chunk_id"] for chunk in numbers["chunks"]}

@@ -515,3 +515,12 @@ def test_what_the_facade_indexed_answers_through_llama_index(engine: Engine, tmp
         assert asyncio.run(query_engine.aquery(QUESTION)).source_nodes == response.source_nodes
         instead = QueryBundle("What?", custom_embedding_strs=["the temperature of the fridge"])
         assert query_engine.retrieve(instead)[0].text == TEXTS["fridge"]
+
+
+def test_texts_and_documents_may_come_from_a_generator(engine: Engine) -> None:
+    llm, synthesizer = CacheCraftLLM(engine, sampling=SHORT), CacheCraftSynthesizer(engine, sampling=SHORT)
+    texts = list(TEXTS.values())
+    raw = llm.complete(QUESTION, documents=(text for text in texts)).raw
+    assert {chunk["chunk_id"] for chunk in raw["cachecraft"]["chunks"]} == set(map(chunk_id_of, texts))
+    answer: Any = synthesizer.get_response(QUESTION, (text for text in texts))  # type: ignore[arg-type]
+    assert {chunk["chunk_id"] for chunk in answer.record["chunks"]} == set(map(chunk_id_of, texts))

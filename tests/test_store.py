@@ -18,9 +18,10 @@ import torch
 from cachecraft_rag.catalog import Catalog
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.store.intake import variant_of
 from cachecraft_rag.tiers import Tier
 from cachecraft_rag.tiers.disk import DiskTier
-from cachecraft_rag.tiers.layout import StoredVariant
+from cachecraft_rag.tiers.layout import StoredVariant, encode
 from cachecraft_rag.tiers.memory import MemoryTier
 from cachecraft_rag.types import Birth, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
@@ -742,3 +743,31 @@ def test_stats_count_what_happened(store: ChunkCacheStore) -> None:
     assert (stats.variants, stats.chunks, stats.disk_bytes, stats.host_bytes) == (1, 1, FILE, LAYOUT.nbytes(10))
     assert (stats.lookups, stats.loads, stats.births) == ({"found": 1, "no variant": 2}, {"host": 1}, {"stored": 1})
     assert (stats.disk_budget, stats.host_budget, stats.queued_bytes) == (20 << 30, 2 << 30, 0)
+
+
+# -- private variants -------------------------------------------------------------------------------------------------
+
+
+def test_private_variants_of_one_identity_lie_side_by_side(store: ChunkCacheStore) -> None:
+    births = [make(session=session) for session in (None, "ada", "bob")]
+    assert len({stored(store, birth).variant_id for birth in births}) == 3
+    assert stored(store, births[1]).variant_id == stored(store, births[1]).variant_id
+    assert len(store.rows()) == 3
+    for session in ("ada", "bob"):
+        found = store.lookup("ns", "model", ["chunk"], session=session)["chunk"]
+        assert {variant.session for variant in found} == {None, session}
+
+
+def test_a_private_row_of_before_sessions_had_their_own_is_still_read(store: ChunkCacheStore) -> None:
+    birth = make(session="ada")
+    old = dataclasses.replace(variant_of(birth, codec="raw", created=1.0), variant_id=birth.key.variant_id)
+    assert store._durable.write(old, encode(old, LAYOUT, birth.kv), birth.token_scores) == ""
+    serves(store, birth, "disk")
+    new = stored(store, birth)
+    assert {row.variant.variant_id for row in store.rows()} == {old.variant_id, new.variant_id}
+
+
+def test_a_store_takes_ids_and_variants_from_generators(store: ChunkCacheStore) -> None:
+    variant = stored(store, make())
+    assert store.lookup("ns", "model", (name for name in ["chunk"])) == {"chunk": [variant]}  # type: ignore[arg-type]
+    assert len(store.open_variants(one for one in [variant])) == 1  # type: ignore[arg-type]

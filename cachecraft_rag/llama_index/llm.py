@@ -111,6 +111,7 @@ class CacheCraftLLM(CustomLLM):
                 f"{', '.join(unknown)}: no such option; there are documents, history (with chat: the messages), "
                 "sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
             )
+        documents = documents if isinstance(documents, str) else list(documents)  # a generator gives them only once
         if isinstance(documents, str) or not all(isinstance(text, str) for text in documents):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         chunks = [Chunk(text) for text in documents if text.strip()]

@@ -118,6 +118,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closing):
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer over texts, best first: a string, or a generator of pieces where this synthesizer streams."""
+        text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         generation = self.llm.begin(query_str, documents=text_chunks, **response_kwargs)
         responses = responses_of(generation)
@@ -140,6 +141,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closing):
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response`, the model in threads; a stream is an asynchronous generator."""
+        text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         generation = await asyncio.to_thread(self.llm.begin, query_str, documents=text_chunks, **response_kwargs)
         responses = aresponses_of(generation)

@@ -95,6 +95,7 @@ class ChunkCacheStore(Closing):
         then computes everything, which is better than no answer. Raises StoreError only after `close`.
         """
         self._check_open()
+        chunk_ids = list(chunk_ids)
         try:
             found = self._durable.catalog.lookup(namespace, fingerprint, chunk_ids, session=session)
         except StoreError as error:
@@ -109,6 +110,7 @@ class ChunkCacheStore(Closing):
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """What is known of the tokens of each variant, by variant id; every asked id is a key."""
         self._check_open()
+        variant_ids = list(variant_ids)
         try:
             found = self._durable.catalog.token_scores(variant_ids)
         except StoreError as error:
@@ -122,6 +124,7 @@ class ChunkCacheStore(Closing):
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """`open_variant` for each, in the same order; what comes from the remote comes at the same time."""
         self._check_open()
+        variants = list(variants)
         far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
         there = far if self._remote is not None else []
         streams = {v.variant_id: self._remote.open(v) for v in there} if self._remote else {}

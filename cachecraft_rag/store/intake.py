@@ -22,7 +22,7 @@ def variant_of(birth: Birth, *, codec: str, created: float) -> Variant:
         )
     return Variant(
         key=birth.key,
-        variant_id=birth.key.variant_id,
+        variant_id=birth.key.variant_id_in(birth.session),
         tokens=tokens,
         tokens_digest=birth.tokens_digest,
         inter=tuple(array("f", birth.inter)),  # as the catalog will give them back
