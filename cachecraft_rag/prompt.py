@@ -4,12 +4,11 @@ The model's own chat template is rendered once with marks in the places of the c
 marks. Each segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its
 neighbours. But it is tokenised *as if* a line ended before it and a word followed, because that is what stands there:
 many tokenizers join a line's end with the next, or a space with the next word. Text from documents and users is
-tokenised with special tokens split, so that it cannot close a turn or open one.
+tokenised with all control tokens split (`plain_text`), so that it cannot close a turn or open one.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.plain_text import PlainTokenizer
 from cachecraft_rag.types import Chunk, chunk_id_of, digest
 
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
@@ -93,14 +93,16 @@ class PromptBuilder:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
             raise ConfigError("the system prompt holds one of this package's own marks; choose other words")
         self._tokenizer = tokenizer
-        # Its own copy for text that must not hold special tokens: transformers keeps that choice in the tokenizer, so
-        # that of two threads with one tokenizer each would read the other's text the wrong way.
-        self._plain_tokenizer = copy.deepcopy(tokenizer)
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
+        # A copy: transformers keeps in the tokenizer whether special tokens are meant, so that of two threads with one
+        # tokenizer each would read the other's text the wrong way.
+        self._plain = PlainTokenizer(tokenizer, self._template_text())
         if private_system and self._ids(system, special=True) != self._ids(system, special=False):
-            raise ConfigError("a private instruction holds special tokens of the model; leave them out")
+            raise ConfigError(
+                "a private instruction holds special tokens of the model, or others that control it; leave them out"
+            )
         self._head: str | None = None
         self._head, _ = self._cut([])
         ids = self._encode(self._head, special=True, after=_WORD)
@@ -229,6 +231,21 @@ class PromptBuilder:
         except TemplateError as error:
             raise ConfigError(f"the model's chat template refuses a plain conversation: {error}") from error
 
+    def _template_text(self) -> str:
+        """The chat template, and what it makes of a conversation in which nothing is said."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if not template:
+            return ""
+        from jinja2.exceptions import TemplateError
+
+        texts = [str(template)]
+        for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+            try:
+                texts.append(self._apply([{"role": role, "content": _QUESTION_MARK} for role in roles]))
+            except TemplateError:  # it knows no system turns, or refuses all: `_cut` says so
+                continue
+        return "\n".join(texts)
+
     def _apply(self, messages: list[dict[str, str]]) -> str:
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return rendered
@@ -248,6 +265,7 @@ class PromptBuilder:
         return tuple(whole[len(head) : stop])
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        tokenizer = self._tokenizer if special else self._plain_tokenizer
-        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        if not special:
+            return self._plain.ids(text)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
         return ids

@@ -18,7 +18,7 @@ FOLDERS = {
 # Lowest first. A package stands for all its modules, which may import each other but not in a circle; the modules of
 # `retrievers` live on floors of their own and are listed one by one.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "bridge", "closing", "markup", "throttle", "kernels"}),
+    frozenset({"types", "errors", "bridge", "closing", "markup", "plain_text", "throttle", "kernels"}),
     frozenset({"database", "documents", "chunking", "prompt", "scoring", "drift", "plotting"})
     | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"}),
     frozenset({"config", "catalog", "tiers", "births"})

@@ -1,0 +1,88 @@
+"""Tokenises what anybody may have written, so that no word of it becomes a control token.
+
+A control token opens or closes a turn, a thought or a tool call. Most are *special* tokens of the tokenizer, but many
+models have some that are added tokens and not special (`<｜User｜>` of DeepSeek-R1's distillations), and transformers'
+`split_special_tokens` passes over those.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+
+class PlainTokenizer:
+    """Token ids of text in which nothing is a control token, whatever it looks like. Any thread may use it.
+
+    Control tokens are all special tokens and all other added tokens but these: white space, which is text (Phi has
+    tokens for runs of spaces), and plain words that the chat template does not use (an application's own). Rejected:
+    only what the template uses; templates put names of roles together that no rendering shows.
+
+    Args:
+        tokenizer: a transformers tokenizer; a copy is made.
+        template: text of the chat template, and what it makes of a conversation.
+    """
+
+    def __init__(self, tokenizer: Any, template: str) -> None:
+        control = {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special or _controls(token.content, template)
+        }
+        # A model's vocabulary may hold a control token as a piece of text, too; the unknown one stands for real text.
+        self._control = frozenset(control) - {tokenizer.unk_token_id}
+        contents = sorted((re.escape(content) for content in control.values() if content), key=len, reverse=True)
+        self._pattern = re.compile("|".join(contents)) if contents else None
+        self._slow: Any = None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            self._slow = copy.deepcopy(tokenizer)
+            return
+        state = json.loads(backend.to_str())
+        for token in state["added_tokens"]:  # none may be left out: the ids of others follow from their places
+            token["special"] = token["id"] in control
+        self._backend = type(backend).from_str(json.dumps(state | {"padding": None, "truncation": None}))
+        self._backend.encode_special_tokens = True
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of `text`, without anything added around it."""
+        if self._slow is not None:
+            return self._slow_ids(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if self._control.isdisjoint(ids):
+            return ids
+        spans = [span for token, span in zip(ids, encoding.offsets, strict=True) if token in self._control]
+        pieces = _cut(text, spans)
+        if max(map(len, pieces)) == len(text):
+            return [token for token in ids if token not in self._control]
+        return [token for piece in pieces for token in self.ids(piece)]
+
+    def _slow_ids(self, text: str) -> list[int]:
+        """The same for a tokenizer in Python, which splits all added tokens, but knows no offsets."""
+        spans = [found.span() for found in self._pattern.finditer(text)] if self._pattern is not None else []
+        found: list[int] = []
+        for piece in _cut(text, spans):
+            found += self._slow(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [token for token in found if token not in self._control]
+
+
+def _controls(content: str, template: str) -> bool:
+    """Whether an added token that is not special may control the model."""
+    text = content.replace("\u2581", " ")  # as SentencePiece writes a space
+    if not text.strip():
+        return False
+    return content in template or not text.strip().isalnum()
+
+
+def _cut(text: str, spans: Iterable[tuple[int, int]]) -> list[str]:
+    """The text in pieces, cut in the middle of each span; a span of one character is left out."""
+    pieces, begin = [], 0
+    for start, stop in spans:
+        middle = (start + stop) // 2
+        pieces.append(text[begin:middle])
+        begin = middle if stop - start > 1 else stop
+    return [piece for piece in (*pieces, text[begin:]) if piece] or [""]
