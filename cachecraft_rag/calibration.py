@@ -49,7 +49,6 @@ class Calibration:
     def fits(self, config: ReuseConfig) -> bool:
         """Whether it was found with this way of choosing tokens, and nothing else makes quality another."""
         plain = config.focus == "off" and config.scope == "anywhere" and not config.without
-        plain = plain and config.recompute_ratio is None  # α decides nothing there
         return plain and (self.selector, self.sharing, self.drift) == (config.selector, config.sharing, config.drift)
 
     def __str__(self) -> str:

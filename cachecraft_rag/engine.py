@@ -285,7 +285,8 @@ class Engine(Closing):
         return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
 
     def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        if config.alpha is None and self.calibration is not None and self.calibration.fits(config):
+        decides = config.recompute_ratio is None and config.alpha is None
+        if decides and self.calibration is not None and self.calibration.fits(config):
             return replace(config, alpha=self.calibration.alpha)
         return config
 

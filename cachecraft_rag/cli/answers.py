@@ -201,7 +201,7 @@ def print_sources(stream: AnswerStream) -> None:
 def print_calibration(rag: CacheCraft) -> None:
     """One line where a calibrated α decides how much is recomputed."""
     config, found = rag.engine.config, rag.engine.calibration
-    decides = config.reuse and config.alpha is None
+    decides = config.reuse and config.recompute_ratio is None and config.alpha is None
     if decides and found is not None and found.fits(config):
         out.print(str(found), style="dim", markup=False, highlight=False)
 
