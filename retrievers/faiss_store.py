@@ -29,7 +29,7 @@ import numpy as np
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
-from cachecraft_rag.retrievers.schema import model_name, prepare
+from cachecraft_rag.retrievers.schema import chunk_of, model_name, prepare, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
 from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
 
@@ -256,7 +256,7 @@ class FaissStore(Closing):
         )
         with self._transaction("DEFERRED") as db:
             rows = db.execute(query).fetchall() if keys is None else _by_list(db, query, keys)
-            found = [_chunk(*row) for row in rows]
+            found = [chunk_of(*row) for row in rows]
         return [chunk for chunk in found if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
@@ -273,7 +273,7 @@ class FaissStore(Closing):
                 "ORDER BY ordinal",
                 (doc_id,),
             )
-            return [_chunk(*row) for row in rows]
+            return [chunk_of(*row) for row in rows]
 
     def documents(self) -> list[StoredDocument]:
         """All documents, sorted by `doc_id`."""
@@ -471,23 +471,9 @@ def _chunk_rows(
     rows: dict[int, tuple[str, str, dict[str, Scalar]]] = {}
     for number, chunk_id, text, stored in _by_list(db, query, numbers):
         if number not in rows and accepts(where, metadata := json.loads(stored)):
-            _verify(chunk_id, text)
+            verify(chunk_id, text)
             rows[number] = (chunk_id, text, metadata)
     return rows
-
-
-def _chunk(chunk_id: str, text: str, metadata: str) -> Chunk:
-    _verify(chunk_id, text)
-    return Chunk(text, json.loads(metadata), chunk_id)
-
-
-def _verify(chunk_id: str, text: str) -> None:
-    """Raises IndexStoreError where a row's text is not the one that its id stands for."""
-    if chunk_id_of(text) != chunk_id:
-        raise IndexStoreError(
-            f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "
-            "written by another version. Delete the index folder and index again."
-        )
 
 
 def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]) -> Iterator[tuple[Any, ...]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import uuid
 from pathlib import Path
 
 from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.types import Chunk, chunk_id_of
 
 # Append only: migration n brings a database from user_version n to n + 1.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -87,3 +89,18 @@ def same_model(fingerprint: str, other: str) -> bool:
 def model_name(fingerprint: str) -> str:
     """The model in a fingerprint `name@digest`."""
     return fingerprint.rpartition("@")[0] or fingerprint
+
+
+def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
+    """A row as a chunk; raises as `verify`."""
+    verify(chunk_id, text)
+    return Chunk(text, json.loads(metadata), chunk_id)
+
+
+def verify(chunk_id: str, text: str) -> None:
+    """Raises IndexStoreError where a row's text is not the one that its id stands for."""
+    if chunk_id_of(text) != chunk_id:
+        raise IndexStoreError(
+            f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "
+            "written by another version. Delete the index folder and index again."
+        )

@@ -110,7 +110,6 @@ class ChunkCacheStore(Closing):
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """What is known of the tokens of each variant, by variant id; every asked id is a key."""
         self._check_open()
-        variant_ids = list(variant_ids)
         try:
             found = self._durable.catalog.token_scores(variant_ids)
         except StoreError as error:
