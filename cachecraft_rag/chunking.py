@@ -232,11 +232,11 @@ def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int],
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
-    """(Start, end) of pieces of at most `_BLOCK` characters, cut behind a paragraph, a line or a word if possible."""
+    """(Start, end) of pieces of at most `_BLOCK` characters, cut behind a paragraph, line, sentence or word."""
     start = 0
     while len(text) - start > _BLOCK:
         end = start + _BLOCK
-        cuts = (text.rfind(mark, start, end) + len(mark) for mark in ("\n\n", "\n", " "))
+        cuts = (text.rfind(mark, start, end) + len(mark) for mark in ("\n\n", "\n", ". ", " "))
         end = next((cut for cut in cuts if cut > start + _BLOCK // 2), end)
         yield start, end
         start = end
