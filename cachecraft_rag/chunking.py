@@ -15,9 +15,10 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import Chunk, Document, Scalar
+from cachecraft_rag.types import Chunk, Document, Scalar, digest
 
 SPLITTER_VERSION = 1  # raise it when the same document would be split differently: indexes then split anew
 SMALLEST_LIMIT = 16
@@ -26,6 +27,54 @@ SMALLEST_LIMIT = 16
 # BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
 # thousands.
 CHARACTERS_PER_TOKEN = 12
+
+# Characters given to the splitter at a time: it looks at all the rest of a text at every cut, which is quadratic.
+_BLOCK = 1 << 16
+
+
+MODEL_TOKENS = 1024  # of the answering model in a chunk; texts in its own languages stay far below
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """The answering model's tokens, which bound a chunk as the embedding model's do.
+
+    name   tells tokenizers and limits apart that may split a text differently
+    count  tokens of a text
+    limit  the most that a chunk may have
+    """
+
+    name: str
+    count: Callable[[str], int]
+    limit: int
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, context_length: int) -> ModelTokens:
+        """From a transformers tokenizer and how many tokens its model takes; four chunks should always fit."""
+        limit = min(MODEL_TOKENS, max(SMALLEST_LIMIT, context_length // 4))
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a slow tokenizer, known by its words
+            words = sorted(tokenizer.get_vocab().items())
+            return cls(_name(repr(words), limit), lambda text: len(tokenizer.tokenize(text)), limit)
+        from tokenizers import Tokenizer
+
+        copy = Tokenizer.from_str(backend.to_str())  # calls of the original would set this one to truncate
+        copy.no_truncation()
+        copy.no_padding()
+        copy.encode_special_tokens = True  # as plain text, which is how prompts hold them
+        return cls(_name(copy.to_str(), limit), lambda text: len(copy.encode(text, add_special_tokens=False)), limit)
+
+    def share(self, text: str, limit: int) -> int:
+        """The text's tokens, so scaled that this model's limit becomes `limit`."""
+        return -(-self.count(text) * limit // self.limit)
+
+    def fits(self, text: str) -> bool:
+        """Whether a chunk of this text is within the limit; hardly a tokenizer makes more tokens than bytes."""
+        return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
+
+
+def _name(vocabulary: str, limit: int) -> str:
+    return f"{digest(vocabulary)[:16]}.{limit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +88,13 @@ class _Section:
     end: int
 
 
-def split(document: Document, *, count_tokens: Callable[[str], int], limit: int) -> list[Chunk]:
+def split(
+    document: Document, *, count_tokens: Callable[[str], int], limit: int, model: ModelTokens | None = None
+) -> list[Chunk]:
     """The chunks of a document in order; every word of it is in one, and none has more than `limit` tokens.
 
-    `count_tokens` gives the embedding model's tokens of a text, special tokens included. Each chunk's metadata is the
+    `count_tokens` gives the embedding model's tokens of a text, special tokens included; `model` bounds a chunk by
+    another model's tokens too. Each chunk's metadata is the
     document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and `end` (character offsets of
     its text in the document), and `page` (from 1) where the document has pages. The same document always gives the same
     chunks. Raises `ConfigError` for a limit below `SMALLEST_LIMIT`.
@@ -54,7 +106,12 @@ def split(document: Document, *, count_tokens: Callable[[str], int], limit: int)
     sections = _sections(text) if markdown else [_Section(0, "", 0, 0, len(text))]
 
     def size(candidate: str) -> int:
-        return max(count_tokens(candidate), -(-len(candidate) // CHARACTERS_PER_TOKEN))
+        by_length = -(-len(candidate) // CHARACTERS_PER_TOKEN)
+        # The splitter asks for all the rest of a long line at every cut: counting its tokens would be quadratic.
+        if by_length > limit:
+            return by_length
+        counted = max(count_tokens(candidate), by_length)
+        return counted if counted > limit or model is None else max(counted, model.share(candidate, limit))
 
     page_ends = [match.start() for match in re.finditer("\f", text)]
     chunks: list[Chunk] = []
@@ -167,4 +224,20 @@ def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int],
         return [(0, "")]
     kind = MarkdownSplitter if markdown else TextSplitter
     splitter = kind.from_callback(lambda piece: size(_join(path, piece)), limit)
-    return [(offset, piece) for offset, piece in splitter.chunk_indices(text) if piece.strip()]
+    pieces: list[tuple[int, str]] = []
+    for start, end in _blocks(text):
+        found = splitter.chunk_indices(text[start:end])
+        pieces += [(start + offset, piece) for offset, piece in found if piece.strip()]
+    return pieces
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int]]:
+    """(Start, end) of pieces of at most `_BLOCK` characters, cut behind a paragraph, line, sentence or word."""
+    start = 0
+    while len(text) - start > _BLOCK:
+        end = start + _BLOCK
+        cuts = (text.rfind(mark, start, end) + len(mark) for mark in ("\n\n", "\n", ". ", " "))
+        end = next((cut for cut in cuts if cut > start + _BLOCK // 2), end)
+        yield start, end
+        start = end
+    yield start, len(text)

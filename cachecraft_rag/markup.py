@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bs4 import BeautifulSoup, Tag
+from collections.abc import Mapping
 
 
 def rst_to_markdown(text: str) -> str:
@@ -49,25 +45,40 @@ def _escape(line: str) -> str:
     return re.sub(r"^(?=#{1,6}(\s|$)|```|~~~)", r"\\", line)
 
 
+class MarkupError(ValueError):
+    """A page that would take unreasonable time to read; the message is the reason."""
+
+
 def html_to_markdown(html: str) -> tuple[str, str]:
     """The visible text of a page and its title ("" where it has none).
+
+    Raises `MarkupError` for a page whose tags are nested so deep that reading it would take minutes.
 
     >>> html_to_markdown("<title>K2</title><h1>Kettle</h1><nav>Home</nav><p>Rinse <b>it</b>.</p>")
     ('# Kettle\\n\\nRinse it.', 'K2')
     """
-    from bs4 import BeautifulSoup
+    from lxml import etree
 
-    # Beautiful Soup warns about XML prologues and about text without a tag, which could be a file name.
+    page = _HtmlRenderer(closing_tags=html.count("</"))
+    # huge_tree: without it, libxml2 drops what is nested deeper than 2,048 tags; the renderer has a limit of its own.
+    parser = etree.HTMLParser(target=page, huge_tree=True, encoding="utf-8")
+    # An XML prologue is no HTML: the parser would take it for a comment, but its encoding for the page's.
     html = re.sub(r"\A\s*<\?xml[^>]*\?>", "", html)
-    soup = BeautifulSoup(html if "<" in html else f"<p>{html}</p>", "html.parser")
-    title = " ".join(soup.title.get_text().split()) if soup.title is not None else ""
-    return _HtmlRenderer().render(soup), title
+    data = html.encode("utf-8", "replace")
+    for start in range(0, len(data), _PIECE):
+        parser.feed(data[start : start + _PIECE])
+    try:
+        parser.close()
+    except etree.XMLSyntaxError:  # "no element found": nothing but comments and tags that never end
+        return "", ""
+    return page.text(), page.title()
 
 
 _UNSEEN = frozenset((
     "head", "title", "script", "style", "nav", "template", "noscript", "svg", "iframe", "object", "select",
 ))  # fmt: skip
 _HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
+_DEEPEST_LIST = 20
 _INLINE = frozenset((
     "a", "abbr", "acronym", "b", "bdi", "bdo", "big", "button", "cite", "code", "data", "del", "dfn", "em", "font",
     "i", "img", "input", "ins", "kbd", "label", "mark", "meter", "q", "rp", "rt", "ruby", "s", "samp", "small",
@@ -75,30 +86,75 @@ _INLINE = frozenset((
 ))  # fmt: skip
 
 
-class _HtmlRenderer:
-    """Turns a parsed page into Markdown: headings, paragraphs, list items, table rows and preformatted blocks."""
+# lxml reads a closing tag in time proportional to the depth it stands at. Real pages stay far below both.
+_PIECE = 1 << 14  # bytes; what the renderer raises is heard at the end of a piece only
+_DEEP = 500  # levels that no page is refused for
+_CLOSING_STEPS = 200_000_000  # depth times closing tags; about a second
 
-    def __init__(self) -> None:
+
+class _HtmlRenderer:
+    """Turns a page into Markdown: headings, paragraphs, list items, table rows and preformatted blocks.
+
+    It is what lxml calls a parser target: the parser reports tags and text as it meets them, and no tree is built.
+    `closing_tags` is how many the page has.
+    """
+
+    def __init__(self, *, closing_tags: int = 0) -> None:
         self.out: list[str] = []
         self.last = ""  # kind of the last block
         self.line: list[str] = []
         self.prefix = ""  # of the block that is being gathered
         self.pre = 0  # depth of <pre>
         self.lists = 0  # depth of lists
+        self.depth = 0
+        self.unseen = 0  # depth at which the part began that a browser does not show, or 0
+        self.titles = 0  # how many titles have begun
+        self.in_title = False
+        self.title_text: list[str] = []
+        self.deepest = max(_DEEP, _CLOSING_STEPS // max(1, closing_tags))
 
-    def render(self, soup: BeautifulSoup) -> str:
-        """The visible text of the page."""
-        from bs4 import Tag
+    def start(self, name: str, attributes: Mapping[str, str]) -> None:
+        """A tag is opened."""
+        self.depth += 1
+        if self.depth > self.deepest:
+            raise MarkupError(f"its tags are nested more than {self.deepest} deep; simplify the page")
+        if name == "title":
+            self.titles += 1
+            self.in_title = self.titles == 1
+        if self.unseen:
+            return
+        if _unseen(name, attributes):
+            self.unseen = self.depth
+        else:
+            self._open(name)
 
-        for event, node in _html_events(soup):
-            if not isinstance(node, Tag):
-                self.line.append(str(node) if self.pre else re.sub(r"\s+", " ", str(node)))
-            elif event == "open":
-                self._open(node.name)
-            else:
-                self._close(node.name)
+    def end(self, name: str) -> None:
+        """A tag is closed, by the page or by what follows."""
+        self.in_title = self.in_title and name != "title"
+        self.depth -= 1
+        if not self.unseen:
+            self._close(name)
+        elif self.depth < self.unseen:
+            self.unseen = 0
+
+    def data(self, text: str) -> None:
+        """Text between tags, with its references resolved."""
+        if self.in_title:
+            self.title_text.append(text)
+        if not self.unseen:
+            self.line.append(text if self.pre else re.sub(r"\s+", " ", text))
+
+    def close(self) -> None:
+        """The page has ended."""
         self._flush()
+
+    def text(self) -> str:
+        """What a browser would show."""
         return "".join(self.out)
+
+    def title(self) -> str:
+        """The words of the page's title."""
+        return " ".join("".join(self.title_text).split())
 
     def _open(self, name: str) -> None:
         if name == "br":
@@ -114,7 +170,8 @@ class _HtmlRenderer:
             if name in _HEADINGS:
                 self.prefix = _HEADINGS[name]
             elif name == "li":
-                self.prefix = "  " * max(0, self.lists - 1) + "- "
+                # Bounded: each item of a list nested a thousand deep would begin with two thousand spaces.
+                self.prefix = "  " * min(_DEEPEST_LIST, max(0, self.lists - 1)) + "- "
 
     def _close(self, name: str) -> None:
         if name in _INLINE or name in ("br", "td", "th"):
@@ -149,35 +206,13 @@ class _HtmlRenderer:
         self.last = kind
 
 
-def _html_events(soup: BeautifulSoup) -> Iterator[tuple[str, object]]:
-    """`open` and `close` of every visible tag and its text, in order.
-
-    A stack of our own and not recursion: pages nest deeper than Python lets functions nest.
-    """
-    from bs4 import Tag
-    from bs4.element import NavigableString
-
-    stack: list[tuple[str, object]] = [("open", soup)]
-    while stack:
-        event, node = stack.pop()
-        if isinstance(node, Tag):
-            if event == "open" and _unseen(node):
-                continue
-            yield event, node
-            if event == "open":
-                stack.append(("close", node))
-                stack.extend(("open", child) for child in reversed(node.contents))
-        elif type(node) is NavigableString:  # its subclasses are comments, scripts and declarations
-            yield event, node
-
-
-def _unseen(tag: Tag) -> bool:
+def _unseen(name: str, attributes: Mapping[str, str]) -> bool:
     """Whether a browser would not show the tag, or shows it only to move about the site."""
-    style = str(tag.get("style", "")).replace(" ", "").lower()
+    style = attributes.get("style", "").replace(" ", "").lower()
     return (
-        tag.name in _UNSEEN
-        or tag.has_attr("hidden")
-        or tag.get("aria-hidden") == "true"
-        or tag.get("role") == "navigation"
+        name in _UNSEEN
+        or "hidden" in attributes
+        or attributes.get("aria-hidden") == "true"
+        or attributes.get("role") == "navigation"
         or "display:none" in style
     )

@@ -13,12 +13,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
+from cachecraft_rag.chunking import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.embedded import demo_model_folder
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.rope import rotate
@@ -139,11 +141,13 @@ class Decoder:
             tokenizer = AutoTokenizer.from_pretrained(source)
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
         except (OSError, ValueError) as error:
-            raise ModelNotFoundError(
-                f"cannot load the model {name!r}: {error}\n"
-                'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
-            ) from error
+            raise _not_found(name, error) from error
         return cls(model.to(place), tokenizer, name=name)
+
+    @cached_property
+    def chunk_bound(self) -> ModelTokens:
+        """What bounds the chunks of a document for this model."""
+        return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[1, rows, hidden]`."""
@@ -229,6 +233,29 @@ class Decoder:
                 hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(layer.self_attn.register_forward_hook(after).remove)
             yield seen
+
+
+def chunk_bound_of(name: str) -> ModelTokens:
+    """`Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
+
+    Raises ModelNotFoundError where nothing of that name can be loaded.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    source = str(demo_model_folder()) if name == "demo" else name
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _not_found(name, error) from error
+    known = hasattr(config, "max_position_embeddings")  # models that cannot be served may not say
+    return ModelTokens.of(tokenizer, context_length=_context_length(config) if known else 4 * MODEL_TOKENS)
+
+
+def _not_found(name: str, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"cannot load the model {name!r}: {error}\n"
+        'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -40,6 +40,10 @@ class Primer:
         self._require_shared()
         return sum(self._prime_window(window, known, primed=True) for window, known in self._windows(chunks))
 
+    def fits(self, chunk: Chunk) -> bool:
+        """Whether a pass has room for the chunk; one that does not fit cannot be primed."""
+        return len(self._engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
+
     def bear(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
         """Bear one chunk behind the given ones, and the instruction where that is missing; returns how many were born.
 

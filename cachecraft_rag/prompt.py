@@ -49,10 +49,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Segments in order and, for the record, the chunks that had to be left out to fit the model's context."""
+    """Segments in order and, for the record, the chunks that had to be left out to fit the model's context.
+
+    trimmed   ids of all that were left out, in the order they were ranked
+    too_long  (id, tokens) of those among them that would not have fitted alone either
+    room      tokens that the context had for chunks
+    """
 
     segments: tuple[Segment, ...]
     trimmed: tuple[str, ...] = ()
+    too_long: tuple[tuple[str, int], ...] = ()
+    room: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -131,7 +138,8 @@ class PromptBuilder:
         follow. So no private text ever stands before a chunk, and every chunk-cache born here may be shared.
 
         Where the context is too small, chunks are left out from the end (retrieval ranks the best first), each named in
-        `Prompt.trimmed`. A chunk that occurs twice is kept once.
+        `Prompt.trimmed`. A chunk too long to fit even alone is passed over, wherever it ranks, and takes no other with
+        it. A chunk that occurs twice is kept once.
 
         Raises:
             ContextLengthError: system, question and the reserve alone do not fit.
@@ -147,19 +155,32 @@ class PromptBuilder:
                 f"{len(self.system.token_ids)}, the answer {reserve}; the model's context is {self._context_length}. "
                 "Shorten the question or history, or lower max_new_tokens."
             )
-        kept: list[Segment] = []
-        distinct = list({chunk.chunk_id: chunk for chunk in chunks}.values())
-        for place, chunk in enumerate(distinct):
-            segment = self.chunk_segment(chunk)
-            room -= len(segment.token_ids)
-            if room < 0:
-                trimmed = tuple(left.chunk_id for left in distinct[place:])
-                break
-            kept.append(segment)
-        else:
-            trimmed = ()
+        kept, trimmed, too_long = self._fitting(chunks, room)
         laid_out = reversed(kept) if self._best_last else kept
-        return Prompt((self.system, *laid_out, tail), trimmed)
+        return Prompt((self.system, *laid_out, tail), trimmed, too_long, room)
+
+    def _fitting(
+        self, chunks: Sequence[Chunk], room: int
+    ) -> tuple[list[Segment], tuple[str, ...], tuple[tuple[str, int], ...]]:
+        """What is kept, what is left out, and which of that is too long for the whole room."""
+        kept: list[Segment] = []
+        trimmed: list[str] = []
+        too_long: list[tuple[str, int]] = []
+        left = room
+        distinct = {chunk.chunk_id: chunk for chunk in chunks}
+        for chunk_id, chunk in distinct.items():
+            segment = self.chunk_segment(chunk)
+            length = len(segment.token_ids)
+            if length > room:
+                too_long.append((chunk_id, length))
+            elif length <= left:
+                kept.append(segment)
+                left -= length
+                continue
+            else:
+                left = -1  # the prompt is full: what ranks lower is left out, even where it would fit
+            trimmed.append(chunk_id)
+        return kept, tuple(trimmed), tuple(too_long)
 
     def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
         turns = [*history, ("user", question)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,8 @@ from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_
 from cachecraft_rag.stats import Answer, RequestStats, Source
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types import Chunk, Document, SearchHit
+
+logger = logging.getLogger("cachecraft_rag.rag")
 
 INDEX_FOLDER = "index"  # below the folder a user names as the store
 DEFAULT_TOP_K = 5
@@ -103,6 +106,7 @@ class CacheCraft(Closing):
         *,
         prime: bool = False,
         progress: Callable[[IndexProgress], None] | None = None,
+        follow_links: bool = False,
     ) -> IndexReport:
         """Index a folder, a file or documents in memory; what is unchanged since the last time is left alone.
 
@@ -110,27 +114,45 @@ class CacheCraft(Closing):
 
         Args:
             prime: also bear the chunk-caches of all documents, so that the first question is fast too (see `prime`).
+            follow_links: also read what links in the folder lead to outside of it; otherwise they are problems.
         """
+        bound = self.engine.decoder.chunk_bound
         if isinstance(documents, str | os.PathLike):
-            report = index_folder(documents, self.index, self.embedder, progress=progress)
+            report = index_folder(
+                documents, self.index, self.embedder, progress=progress, model=bound, follow_links=follow_links
+            )
         else:
-            report = index_documents(documents, self.index, self.embedder, progress=progress)
+            report = index_documents(documents, self.index, self.embedder, progress=progress, model=bound)
         self.engine.store.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
         if prime:
             self.prime()
         return report
 
-    def prime(self, *, progress: Callable[[int, int], None] | None = None) -> int:
+    def prime(
+        self,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        skipped: Callable[[str], None] = logger.warning,
+    ) -> int:
         """Bear every chunk behind its document's preceding chunks; returns how many were born, skipping what is there.
 
         Args:
             progress: called with (documents done, documents in all).
+            skipped: called with a sentence about each document that has chunks too long for the model; by default
+                it is logged.
         """
         primer = Primer(self.engine)
         documents = self.index.documents()
         born = 0
         for done, document in enumerate(documents, start=1):
-            born += primer.prime(self.index.chunks_of(document.doc_id))
+            chunks = self.index.chunks_of(document.doc_id)
+            fitting = [chunk for chunk in chunks if primer.fits(chunk)]
+            if len(fitting) < len(chunks):
+                skipped(
+                    f"{document.doc_id}: {len(chunks) - len(fitting)} of {len(chunks)} chunks are too long for the "
+                    "model and were not computed; index the document again with this model"
+                )
+            born += primer.prime(fitting)
             if progress is not None:
                 progress(done, len(documents))
         return born

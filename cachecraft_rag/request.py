@@ -142,5 +142,14 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
             variant_id=variant.variant_id if variant is not None else None,
             tier=request.tiers.get(variant.variant_id) if variant is not None else None,
         )
+    too_long = dict(request.prompt.too_long)
     for chunk_id in request.prompt.trimmed:
-        yield ChunkStats(chunk_id, "trimmed", "the prompt was full: chunks are left out from the last-ranked on")
+        length = too_long.get(chunk_id)
+        if length is None:
+            reason = "the prompt was full: chunks are left out from the last-ranked on"
+        else:
+            reason = (
+                f"it has {length} tokens and the model's context has room for {request.prompt.room}; split its "
+                "document into smaller chunks"
+            )
+        yield ChunkStats(chunk_id, "trimmed", reason)

@@ -91,17 +91,25 @@ def choose_documents(shared: Shared) -> list[str]:
 def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[str, str]]:
     """Store and index uploaded files; returns what to say about each: ("added" or "problem", text).
 
-    A file that gives no document is deleted again. An older one of the same name is replaced, as in any folder.
+    A file that gives no document is deleted again, and so are all of them where indexing fails: what is left behind
+    would fail everybody's next upload too. An older one of the same name is replaced, as in any folder.
     """
     notices = []
+    stored: list[Path] = []
     with shared.indexing:
         for given, data in files:
             name = Path(given.replace("\\", "/")).name.lstrip(".") or "unnamed"  # hidden files would be passed over
             try:
                 (shared.uploads / name).write_bytes(data)
+                stored.append(shared.uploads / name)
             except OSError as error:
                 notices.append(("problem", f"**{name}** cannot be stored: {error.strerror}."))
-        report = shared.rag.add_documents(shared.uploads)
+        try:
+            report = shared.rag.add_documents(shared.uploads)
+        except BaseException:
+            for path in stored:
+                path.unlink(missing_ok=True)
+            raise
         for problem in report.problems:
             name = problem.doc_id.partition("/")[2]
             (shared.uploads / name).unlink(missing_ok=True)

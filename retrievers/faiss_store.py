@@ -180,6 +180,11 @@ class FaissStore(Closing):
         back = set(removed).intersection(added)
         return Change(*(tuple(name for name in names if name not in back) for names in (added, removed)))
 
+    def set_digest(self, doc_id: str, content_digest: str) -> None:
+        """Change what a document's content digest says; its chunks stay."""
+        with self._transaction("IMMEDIATE") as db:
+            db.execute("UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id))
+
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has; one that is not there is no error."""
         with self._transaction("IMMEDIATE") as db:

@@ -22,8 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.chunking import SPLITTER_VERSION, split
-from cachecraft_rag.documents import Problem, SourceFile, inaccessible, list_files, parse_document, printable
+from cachecraft_rag.chunking import SPLITTER_VERSION, ModelTokens, split
+from cachecraft_rag.documents import (
+    LARGEST_FILE,
+    Problem,
+    SourceFile,
+    inaccessible,
+    list_files,
+    parse_document,
+    parsing,
+    printable,
+    too_large,
+)
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.retrievers.schema import same_model
 from cachecraft_rag.types import Chunk, Document, digest
@@ -76,6 +86,8 @@ def index_folder(
     *,
     progress: Callable[[IndexProgress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    model: ModelTokens | None = None,
+    follow_links: bool = False,
 ) -> IndexReport:
     """Add, update and remove so that the store holds the folder as it is now; of a single file, add or update it.
 
@@ -83,9 +95,12 @@ def index_folder(
     transaction: a run that is killed is completed by the next. Raises `DocumentError` where there is nothing at `path`,
     and `IndexStoreError` where the store was made with another embedding model; a file that cannot be read is a problem
     in the report.
+
+    model         the answering model's tokens, where it is known: they bound a chunk too
+    follow_links  also read what links in the folder lead to outside of it; otherwise such a link is a problem
     """
-    listing = list_files(path)
-    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress)
+    listing = list_files(path, follow_links=follow_links)
+    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
     place = _place(Path(path), run.stored.values())
     run.files_total = len(listing.files)
     run.problems += [
@@ -106,12 +121,13 @@ def index_documents(
     *,
     progress: Callable[[IndexProgress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    model: ModelTokens | None = None,
 ) -> IndexReport:
     """Add or update documents that are in memory; none is removed. Their doc_ids are used as they are.
 
     Raises `DocumentError` for a doc_id that belongs to an indexed file; else as `index_folder`.
     """
-    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress)
+    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
     given = list(documents)
     run.files_total = len(given)
     for document in given:
@@ -122,8 +138,11 @@ def index_documents(
             )
         metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
         content = digest("document", document.text, metadata, run.settings)
-        if not run.is_unchanged(document.doc_id, content, root=""):
-            run.put(document, content, root="")
+        try:
+            if not run.is_unchanged(document.doc_id, content, root=""):
+                run.put(document, content, root="")
+        except DocumentError as error:
+            run.problems.append(Problem(document.doc_id, "unreadable", str(error)))
         run.tick(document.doc_id)
     run.flush()
     return run.report()
@@ -181,13 +200,14 @@ class _Run:
         *,
         chunk_tokens: int,
         progress: Callable[[IndexProgress], None] | None,
+        model: ModelTokens | None,
     ) -> None:
         if not same_model(store.embedder, embedder.fingerprint):
             raise IndexStoreError(
                 f"{store.folder}: the index was made with another embedding model than {embedder.name}; "
                 "use that model, or index into another folder"
             )
-        self.store, self.embedder, self.progress = store, embedder, progress
+        self.store, self.embedder, self.progress, self.model = store, embedder, progress, model
         self.limit = min(chunk_tokens, embedder.limit)
         self.settings = f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
         self.stored = {document.doc_id: document for document in store.documents()}
@@ -204,7 +224,7 @@ class _Run:
     def file(self, file: SourceFile, *, root: str) -> None:
         """Look at one file: unchanged, to be indexed, or a problem."""
         try:
-            data = file.path.read_bytes()
+            data = self._bytes_of(file.path)
             content = digest("file", hashlib.blake2b(data).hexdigest(), self.settings)
             if not self.is_unchanged(file.doc_id, content, root=root):
                 self.put(parse_document(file, data), content, root=root)
@@ -216,17 +236,39 @@ class _Run:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)
 
+    @staticmethod
+    def _bytes_of(path: Path) -> bytes:
+        with path.open("rb") as opened:
+            data = opened.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise DocumentError(too_large(path))
+        return data
+
     def is_unchanged(self, doc_id: str, content: str, *, root: str) -> bool:
-        """Whether the store has the document with this very content; if so, that is noted."""
+        """Whether the store has the document with this very content, in chunks of this size; if so, that is noted.
+
+        What a stored digest says behind a colon is which model's tokens bounded the chunks. Without it, or with another
+        model's, the chunks may still be short enough, as nearly all are.
+        """
         stored = self.stored.get(doc_id)
-        same = stored is not None and (stored.content_digest, stored.root) == (content, root)
-        if same:
-            self.unchanged.append(doc_id)
-        return same
+        if stored is None or stored.root != root:
+            return False
+        same, _, name = stored.content_digest.partition(":")
+        if same != content:
+            return False
+        if self.model is not None and name != self.model.name:
+            if not all(self.model.fits(chunk.text) for chunk in self.store.chunks_of(doc_id)):
+                return False
+            self.store.set_digest(doc_id, f"{content}:{self.model.name}")
+        self.unchanged.append(doc_id)
+        return True
 
     def put(self, document: Document, content: str, *, root: str) -> None:
         """Split a document and have it wait for the embedding of the next few together."""
-        chunks = split(document, count_tokens=self.embedder.count_tokens, limit=self.limit)
+        with parsing(document.doc_id):
+            chunks = split(document, count_tokens=self.embedder.count_tokens, limit=self.limit, model=self.model)
+        if self.model is not None:
+            content = f"{content}:{self.model.name}"
         self.waiting.append((document, chunks, content, root))
         if sum(len(waiting[1]) for waiting in self.waiting) >= _FLUSH_CHUNKS:
             self.flush()

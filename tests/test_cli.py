@@ -80,6 +80,25 @@ def test_ask_json_has_what_scripts_need(home: Path) -> None:
     assert {source["chunk_id"] for source in answer["sources"]} == {chunk["chunk_id"] for chunk in stats["chunks"]}
 
 
+def test_index_goes_on_past_what_it_cannot_use_and_says_so(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "glyphs.md").write_text("# Glyphs\n\n" + "\U00013000" * 3000, encoding="utf-8")
+    (docs / "page.html").write_text('<meta charset="undefined"><p>Rinse it.</p><![x[', encoding="utf-8")
+    (docs / "broken.pdf").write_bytes(b"%PDF-1.7 nothing")
+    (tmp_path / "private.md").write_text("A diary.", encoding="utf-8")
+    (docs / "linked.md").symlink_to("../private.md")
+    with open(os.fsencode(docs) + b"/\xff.png", "wb"):
+        pass
+    done = run("index", "docs", "--prime", "--threads", "2", cwd=tmp_path)
+    assert "2 documents added" in done.stdout
+    for said in ("broken.pdf", "linked.md: a link that leads out of the folder", "\\xff.png"):
+        assert said in done.stderr
+    report = last_json(run("index", "docs", "--follow-links", "--json", cwd=tmp_path))
+    assert report["added"] == ["docs/linked.md"]
+    assert {problem["kind"] for problem in report["problems"]} == {"unreadable", "unsupported"}
+
+
 def test_ask_prints_answer_sources_and_numbers(home: Path) -> None:
     shown = run("ask", QUESTION, "--max-new-tokens", "12", cwd=home).stdout
     assert "docs/returns.md" in shown

@@ -7,7 +7,7 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from cachecraft_rag.documents import SUFFIXES, SourceFile, list_files, parse_document
+from cachecraft_rag.documents import SUFFIXES, SourceFile, list_files, parse_document, parsing
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.types import Document
 
@@ -99,7 +99,7 @@ def test_links_are_followed_once_and_loops_end(tmp_path: Path):
     (root / "self").symlink_to(root / "self")
     (root / "elsewhere").symlink_to(tmp_path / "outside")
     (root / "linked.md").symlink_to(tmp_path / "outside/two.md")
-    listing = list_files(root)
+    listing = list_files(root, follow_links=True)
     assert [file.doc_id for file in listing.files] == ["a/one.md", "elsewhere/two.md", "linked.md"]
     assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [("self", "inaccessible")]
 
@@ -113,7 +113,39 @@ def test_a_link_that_leads_nowhere_is_a_problem(tmp_path: Path):
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.txt")
-    assert list_files(tmp_path).files == ()
+    listing = list_files(tmp_path)
+    assert listing.files == ()
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [("pipe.txt", "unsupported")]
+    with pytest.raises(DocumentError, match=r"pipe\.txt: is a pipe"):
+        list_files(tmp_path / "pipe.txt")
+
+
+def test_a_link_out_of_the_folder_is_a_problem_unless_asked_for(tmp_path: Path):
+    root = tmp_path / "root"
+    written(root, "a/one.md", "one")
+    written(tmp_path, "outside/two.md", "secret")
+    (root / "twin.md").symlink_to("a/one.md")
+    (root / "elsewhere").symlink_to(tmp_path / "outside")
+    (root / "linked.md").symlink_to("../outside/two.md")
+    (root / "up").symlink_to(tmp_path)
+    (root / "a/deeper.md").symlink_to(root / "linked.md")
+    (root / "device.txt").symlink_to("/dev/zero")
+    listing = list_files(root)
+    assert [file.doc_id for file in listing.files] == ["a/one.md", "twin.md"]
+    outside = ["a/deeper.md", "device.txt", "elsewhere", "linked.md", "up"]
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [(name, "outside") for name in outside]
+    assert all("--follow-links" in problem.reason for problem in listing.problems)
+    followed = list_files(root, follow_links=True)
+    assert [file.doc_id for file in followed.files] == [
+        "a/deeper.md", "a/one.md", "elsewhere/two.md", "linked.md", "twin.md",
+    ]  # fmt: skip
+    assert [(problem.doc_id, problem.kind) for problem in followed.problems] == [("device.txt", "unsupported")]
+
+
+def test_a_folder_that_is_itself_a_link_is_read(tmp_path: Path):
+    written(tmp_path, "release-2/a.md", "text")
+    (tmp_path / "docs").symlink_to("release-2")
+    assert doc_ids(tmp_path / "docs") == ["a.md"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -133,6 +165,16 @@ def test_a_name_that_is_not_unicode_becomes_one_that_a_database_takes(tmp_path: 
     except OSError:
         pytest.skip("this file system takes only Unicode names")
     assert doc_ids(tmp_path) == ["caf\\xe9.md"]
+    written(tmp_path, "caf\\xe9.md", "spelled as the other one is written")
+    assert doc_ids(tmp_path) == ["caf\\xe9.md"]
+    os.symlink("/etc/hostname", os.fsencode(tmp_path) + b"/\xff.md")
+    problems = list_files(tmp_path).problems
+    assert [(problem.doc_id, problem.kind) for problem in problems] == [
+        ("\\xff.md", "outside"),
+        ("caf\\xe9.md", "unsupported"),
+    ]
+    for problem in problems:
+        assert problem.reason.encode("utf-8")
 
 
 def test_a_path_where_nothing_is_names_itself(tmp_path: Path):
@@ -268,6 +310,76 @@ def test_html_with_a_wrong_declaration_is_read_as_utf8(tmp_path: Path):
     assert read_document(written(tmp_path, "page.html", html)).text == "Łódź"
 
 
+@pytest.mark.parametrize(
+    "label",
+    [
+        "undefined",
+        "punycode",
+        "idna",
+        "utf-16",
+        "UTF-16LE",
+        "utf-32",
+        "utf-7",
+        "unicode_escape",
+        "base64",
+        "rot13",
+        "\\",
+    ],
+)
+def test_html_with_a_declaration_that_is_none_is_read_as_utf8(tmp_path: Path, label: str):
+    for declaration in (f'<meta charset="{label}">', f'<?xml version="1.0" encoding="{label}"?>'):
+        page = written(tmp_path, "page.html", f"{declaration}<p>Łódź, \\u0041 and +AGE-</p>")
+        document = read_document(page)
+        assert (document.text, document.metadata) == ("Łódź, \\u0041 and +AGE-", {"format": "markdown"})
+
+
+def test_html_in_latin_1_is_windows_1252_as_browsers_have_it(tmp_path: Path):
+    page = '<meta http-equiv="content-type" content="text/html; charset=ISO-8859-1"><p>„heiß“</p>'
+    document = read_document(written(tmp_path, "page.html", page.encode("cp1252")))
+    assert (document.text, document.metadata["encoding"]) == ("„heiß“", "iso-8859-1")
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        ("<p>Rinse</p><![x[", "Rinse"),
+        ("<p>Rinse &#" + "1" * 4400 + ";</p>", "Rinse \ufffd"),
+        ("<p>Rinse &#xD800; &#0; &#x110000;</p>", "Rinse \ufffd \ufffd \ufffd"),
+        ("<p>Rinse &lbrace;it&rbrace; &notit; &nosuch;</p>", "Rinse {it} ¬it; &nosuch;"),
+        ("<p>Rinse</p><!-- never ended <p>no", "Rinse"),
+        ("<p>Rinse</p></", "Rinse\n\n</"),
+        ("<?php echo 1 ?><p>Rinse</p>", "Rinse"),
+        ("<p>Rinse</p><script>var x = '<p>'", "Rinse"),
+        ("Rinse <b>it<p>now</b> and then", "Rinse it\n\nnow and then"),
+        ("<div hidden><p>no</div><p>Rinse</p></div></p></b>", "Rinse"),
+        ("<svg><title>no</title></svg><title>Care</title><p>Rinse</p>", "Rinse"),
+    ],
+)
+def test_html_that_is_damaged_is_read_as_far_as_it_goes(tmp_path: Path, html: str, text: str):
+    assert read_document(written(tmp_path, "page.html", html)).text == text
+
+
+# Each of these took a parser of quadratic time from seconds to hours: the size is such that only that would be noticed.
+@pytest.mark.parametrize(
+    "html",
+    [
+        "<a " * 200_000, '<a ="' * 100_000, "<!--" * 200_000, "</" * 200_000, "<![CDATA[" * 100_000, "<?" * 200_000,
+        "<p>x" + "<a " * 200_000 + ">", "<ul><li>x" * 20_000, "<b>" * 100_000, "<table><td>" * 50_000,
+        "<a " + " ".join(f"a{n}" for n in range(100_000)) + ">",
+    ],
+    ids=lambda html: html[:12],
+)  # fmt: skip
+def test_html_of_any_shape_takes_linear_time(tmp_path: Path, html: str):
+    document = read_document(written(tmp_path, "page.html", f"<p>Rinse</p>{html}"))
+    assert document.text.startswith("Rinse")
+    assert len(document.text) < 8 * len(html)
+
+
+def test_html_that_closes_too_many_tags_too_deep_is_refused(tmp_path: Path):
+    with pytest.raises(DocumentError, match=r"page\.html: cannot be read: its tags are nested more than \d+ deep"):
+        text_of_html(tmp_path, "<div>" * 100_000 + "</b>" * 100_000)
+
+
 def test_html_of_scripts_alone_holds_no_text(tmp_path: Path):
     with pytest.raises(DocumentError, match="holds no text"):
         text_of_html(tmp_path, "<script>render()</script>")
@@ -294,6 +406,27 @@ def test_pdf_with_a_password_is_refused(tmp_path: Path):
 def test_pdf_without_text_asks_for_ocr(tmp_path: Path):
     with pytest.raises(DocumentError, match="OCR"):
         read_document(written(tmp_path, "a.pdf", pdf_bytes("", "")))
+
+
+def test_whatever_a_parser_raises_names_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for provoke, name in (
+        (lambda: repr(deep), "RecursionError"),
+        (lambda: bytearray(1 << 60), "MemoryError"),
+        (lambda: {}["x"], "KeyError"),
+    ):
+        with pytest.raises(DocumentError, match=rf"a\.html: cannot be read \({name}"), parsing("a.html"):
+            provoke()
+    with pytest.raises(KeyboardInterrupt), parsing("a.html"):
+        raise KeyboardInterrupt
+
+
+def test_a_file_larger_than_any_that_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cachecraft_rag.documents.LARGEST_FILE", 1 << 20)
+    with pytest.raises(DocumentError, match=r"a\.txt: is larger than 1 MiB; split it"):
+        read_document(written(tmp_path, "a.txt", "x" * ((1 << 20) + 1)))
 
 
 @pytest.mark.parametrize("keep", [0, 9, 200, 600])

@@ -509,6 +509,18 @@ def test_a_chunk_with_the_id_of_another_text_is_refused(engine: Engine) -> None:
         engine.stream(QUESTION, [Chunk("Put the kettle into the dishwasher.", {}, KETTLE.chunk_id)])
 
 
+def test_a_chunk_longer_than_the_context_is_passed_over_and_the_others_are_used(engine: Engine) -> None:
+    glyphs = Chunk("\U00013000" * 3000)  # 12,000 tokens of this tokenizer
+    answer = ask(engine, [glyphs, *CHUNKS])
+    *kept, last = answer.stats.chunks
+    assert {chunk.chunk_id for chunk in kept} == {chunk.chunk_id for chunk in CHUNKS}
+    assert "trimmed" not in {chunk.outcome for chunk in kept}
+    assert last.outcome == "trimmed"
+    assert "it has 12002 tokens and the model's context has room for" in last.reason
+    assert "split its document into smaller chunks" in last.reason
+    assert_adds_up(answer.stats)
+
+
 def test_chunks_that_do_not_fit_are_named(engine: Engine) -> None:
     many = [Chunk(f"{number} " * 300) for number in range(5)]
     answer = ask(engine, many)

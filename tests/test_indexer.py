@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cachecraft_rag.chunking import ModelTokens
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -198,6 +199,77 @@ def test_bad_files_are_reported_and_the_rest_is_indexed(folder: Path, store: Fai
         ("docs/empty.md", "unreadable"),
         ("docs/photo.png", "unsupported"),
     ]
+
+
+def test_no_page_ends_a_run(folder: Path, store: FaissStore, embedder: Embedder):
+    pages = {
+        "a-undefined.html": '<meta charset="undefined"><p>Rinse it.</p>',
+        "b-punycode.html": '<meta charset="punycode"><p>Rinse it.</p>',
+        "c-marked.html": "<p>Rinse it.</p><![x[",
+        "d-number.html": "<p>Rinse it.</p>&#" + "1" * 4400,
+        "e-deep.html": "<div>" * 100_000 + "</b>" * 100_000,
+        "f.pdf": "%PDF-1.7\n1 0 obj\n<</Length 1 0 R>>\nendobj\ntrailer\n<</Root 1 0 R>>",
+    }
+    for name, page in pages.items():
+        write(folder, name, page)
+    report = index_folder(folder, store, embedder)
+    assert len(report.added) == 3 + 4
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
+        ("docs/e-deep.html", "unreadable"),
+        ("docs/f.pdf", "unreadable"),
+    ]
+
+
+def test_a_splitter_that_fails_is_a_problem_of_its_document(
+    folder: Path, store: FaissStore, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+):
+    counted = embedder.count_tokens
+
+    def count(text: str) -> int:
+        if "toaster" in text:
+            raise RecursionError("too deep")
+        return counted(text)
+
+    monkeypatch.setattr(embedder, "count_tokens", count)
+    report = index_folder(folder, store, embedder)
+    assert report.added == ("docs/kettle.md", "docs/more/grinder.txt")
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [("docs/toaster.md", "unreadable")]
+    assert "RecursionError: too deep" in report.problems[0].reason
+    report = index_documents([Document("t", "A toaster."), Document("k", "A kettle.")], store, embedder)
+    assert (report.added, report.problems[0].doc_id) == (("k",), "t")
+
+
+def test_a_link_out_of_the_folder_is_not_indexed_unless_asked_for(
+    tmp_path: Path, folder: Path, store: FaissStore, embedder: Embedder
+):
+    write(tmp_path / "private", "diary.md", "My diary.")
+    (folder / "private").symlink_to(tmp_path / "private")
+    report = index_folder(folder, store, embedder)
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [("docs/private", "outside")]
+    assert "docs/private/diary.md" in index_folder(folder, store, embedder, follow_links=True).added
+    assert index_folder(folder, store, embedder).removed == ("docs/private/diary.md",)
+
+
+# --- the answering model's tokens ---
+
+
+def test_an_index_made_without_a_model_is_split_anew_only_where_chunks_are_too_long(
+    tmp_path: Path, folder: Path, embedder: Embedder, seen: CountingModel
+):
+    write(folder, "glyphs.md", "# Glyphs\n\n" + "\U00013000" * 2000)
+    model = ModelTokens("bytes.512", lambda text: len(text.encode()), 512)
+    with open_store(tmp_path / "index", embedder) as store:
+        index_folder(folder, store, embedder)
+    with open_store(tmp_path / "index", embedder) as store:
+        seen.taken()
+        report = index_folder(folder, store, embedder, model=model)
+        assert (report.updated, len(report.unchanged)) == (("docs/glyphs.md",), 3)
+        assert all(model.fits(chunk.text) for chunk in store.chunks_of("docs/glyphs.md"))
+        assert all("Glyphs" in text for text in seen.taken())
+        for again in (model, None, ModelTokens("other.1024", lambda text: len(text.encode()), 1024)):
+            assert len(index_folder(folder, store, embedder, model=again).unchanged) == 4
+        strict = ModelTokens("strict.128", lambda text: len(text.encode()), 128)
+        assert index_folder(folder, store, embedder, model=strict).updated == ("docs/glyphs.md",)
 
 
 def test_a_file_that_was_emptied_loses_its_chunks(folder: Path, store: FaissStore, embedder: Embedder):

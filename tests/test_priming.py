@@ -89,6 +89,12 @@ def test_a_chunk_longer_than_a_pass_is_refused(engine: Engine) -> None:
         primer(engine, chunks_per_pass=1).prime([Chunk("x" * LENGTH)])
 
 
+def test_whether_a_chunk_fits_a_pass_can_be_asked(engine: Engine) -> None:
+    one = primer(engine, chunks_per_pass=1)
+    assert one.fits(DOCUMENT[0])
+    assert not one.fits(Chunk("x" * LENGTH))
+
+
 def test_nothing_and_repeats(engine: Engine) -> None:
     assert primer(engine).prime([]) == 0
     assert primer(engine).prime([DOCUMENT[0], DOCUMENT[1], DOCUMENT[0]]) == 3

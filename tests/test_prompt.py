@@ -208,6 +208,16 @@ def test_chunks_are_left_out_from_the_last_ranked_on(tokenizer: PreTrainedTokeni
     assert len(one_less.trimmed) == 3
 
 
+def test_a_chunk_too_long_to_fit_alone_takes_no_other_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    ranked = chunks("a" * 300, "b" * 48, "c" * 400, "d" * 38, "e" * 48)
+    frame = len(builder(tokenizer).build("Why?", []).token_ids)
+    prompt = builder(tokenizer, context_length=frame + 100 + 10).build("Why?", ranked, reserve=10)
+    assert [segment.segment_id for segment in prompt.segments[1:-1]] == [ranked[1].chunk_id, ranked[3].chunk_id]
+    assert prompt.trimmed == tuple(ranked[place].chunk_id for place in (0, 2, 4))  # e: the prompt was full
+    assert prompt.too_long == ((ranked[0].chunk_id, 302), (ranked[2].chunk_id, 402))
+    assert prompt.room == 100
+
+
 def test_what_cannot_be_left_out_must_fit(tokenizer: PreTrainedTokenizerFast) -> None:
     frame = len(builder(tokenizer).build("Why?", []).token_ids)
     assert builder(tokenizer, context_length=frame + 7).build("Why?", chunks("abc"), reserve=7).trimmed

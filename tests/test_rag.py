@@ -10,8 +10,10 @@ import pytest
 
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.models import chunk_bound_of
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.indexer import index_documents
 from cachecraft_rag.types import Document
 
 PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
@@ -144,6 +146,33 @@ def test_another_namespace_sees_no_chunk_caches(fresh: CacheCraft, documents: Pa
     answer = theirs.ask(QUESTION, sampling=SHORT)
     theirs.close()
     assert {chunk.outcome for chunk in answer.stats.chunks} == {"computed"}
+
+
+def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others(
+    demo_model: Path, documents: Path, tmp_path: Path
+) -> None:
+    signs = "".join(chr(0x13000 + place * 7 % 1000) for place in range(3000))
+    glyphs = Document("glyphs", f"# Kettle glyphs\n\n{signs}")
+    with CacheCraft.from_pretrained(str(demo_model), store=tmp_path) as rag:
+        rag.add_documents(documents)
+        index_documents([glyphs], rag.index, rag.embedder)  # as an index made without the model holds it
+        (whole,) = rag.index.chunks_of("glyphs")
+        told: list[str] = []
+        assert rag.prime(skipped=told.append) == rag.index.stats().chunks  # the system segment, and all but one chunk
+        assert told == [
+            "glyphs: 1 of 1 chunks are too long for the model and were not computed; index the document again with "
+            "this model"
+        ]
+        answer = rag.ask(QUESTION, top_k=50, sampling=SHORT)
+        outcomes = {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}
+        assert outcomes.pop(whole.chunk_id) == "trimmed"
+        assert set(outcomes.values()) <= {"exact", "reused"}
+        assert rag.add_documents([glyphs]).updated == ("glyphs",)
+        bound = rag.engine.decoder.chunk_bound
+        assert bound.name == chunk_bound_of(str(demo_model)).name
+        assert max(bound.count(chunk.text) for chunk in rag.index.chunks_of("glyphs")) <= bound.limit
+        assert rag.prime(skipped=told.append) == len(rag.index.chunks_of("glyphs"))
+        assert len(told) == 1
 
 
 def test_a_question_without_words_is_refused(rag: CacheCraft) -> None:

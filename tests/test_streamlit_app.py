@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cachecraft_rag import Answer, RequestStats
+from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.stats import ChunkStats, Source
 
 if TYPE_CHECKING:
@@ -283,6 +284,28 @@ def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
 
 
 @pytest.mark.slow
+def test_an_upload_that_cannot_be_read_spoils_no_later_one(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cachecraft_rag import CacheCraft
+
+    app = open_app()
+    uploads = Path(os.environ["CACHECRAFT_STORE"]) / "uploads"
+    upload(app, ("deep.html", b"<div>" * 100_000 + b"</b>" * 100_000), ("odd.html", b'<meta charset="punycode"><p>Hi'))
+    assert any("deep.html" in warning.value and "nested" in warning.value for warning in app.warning)
+    assert [path.name for path in uploads.iterdir()] == ["odd.html"]
+
+    def fail(*_: object, **__: object) -> None:
+        raise IndexStoreError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheCraft, "add_documents", fail)
+        upload(app, ("kettle.md", KETTLE.encode()))
+        assert any("the disk is full" in error.value for error in app.error)
+    assert [path.name for path in uploads.iterdir()] == ["odd.html"]
+    app = open_app()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    assert any("kettle.md" in success.value for success in app.success)
+
+
 def test_switches_do_what_they_say(open_app: Open) -> None:
     app = open_app()
     upload(app, ("kettle.md", KETTLE.encode()))

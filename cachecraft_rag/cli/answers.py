@@ -14,9 +14,10 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.documents import SUFFIXES, require_readable
-from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 
 if TYPE_CHECKING:
+    from cachecraft_rag.chunking import ModelTokens
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
     from cachecraft_rag.stats import RequestStats
@@ -56,6 +57,9 @@ def index(
     namespace: options.Namespace = "default",
     remote: options.Remote = None,
     threads: options.Threads = None,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Also index what links in the folder lead to outside of it.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Index documents; only what changed since the last time is embedded again, and what vanished is removed."""
@@ -68,14 +72,16 @@ def index(
 
         options.quiet_libraries()
         embedder = Embedder(embeddings or EMBEDDED_MODEL)
+        bound = chunk_bound(model)
     with progress_bar("Indexing") as move, open_index(store, embedder) as found:
 
         def step(done: IndexProgress) -> None:
             move(done.files_done, done.files_total, f"{done.chunks_embedded} chunks embedded")
 
-        report = index_folder(folder, found, embedder, progress=step)
+        report = index_folder(folder, found, embedder, progress=step, model=bound, follow_links=follow_links)
     evict_removed(store, report)
     born = None
+    skipped: list[str] = []
     if prime:
         with (
             load(
@@ -89,11 +95,23 @@ def index(
             ) as rag,
             progress_bar("Computing chunk-caches") as move,
         ):
-            born = rag.prime(progress=move)
+            born = rag.prime(progress=move, skipped=skipped.append)
     if as_json:
-        print_json({**asdict(report), "born": born})
+        print_json({**asdict(report), "born": born, "not_primed": skipped})
     else:
         print_index_report(report, born)
+        for sentence in skipped:
+            err.print(sentence, style="yellow", markup=False, highlight=False)
+
+
+def chunk_bound(model: str) -> ModelTokens | None:
+    """How long a chunk may be for the model; None where it is not installed, because indexing can do without."""
+    from cachecraft_rag.models import chunk_bound_of
+
+    try:
+        return chunk_bound_of(model)
+    except ModelNotFoundError:
+        return None
 
 
 def evict_removed(store: Path, report: IndexReport) -> None:
