@@ -98,10 +98,12 @@ def attention(
             folded[None], k[span].transpose(0, 1)[None], v[span].transpose(0, 1)[None], scale=scale
         )
         return found.reshape(1, heads, head_dim)
+    if softcap is not None or q.device.type == "cpu":
+        # A CPU's products of bf16 round every score to 8 bits, sdpa's own do not; but without bf16 instructions both
+        # are many times slower than float32, which takes the same time everywhere.
+        q, k, v = q.float(), k.float(), v.float()
     queries, grouped_out = _grouped(q, kv_heads), _grouped(out, kv_heads)
-    # On a CPU, sdpa's kernel does bf16 at an eighth of the speed of a plain matrix product.
-    explicit = softcap is not None or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
-    attend = partial(_explicit, softcap=softcap) if explicit else _fused
+    attend = _fused if softcap is None else partial(_explicit, softcap=softcap)
     for block in blocks:
         part = queries[:, :, block.start : block.stop]
         span = slice(block.first_key, block.last_key)
@@ -116,10 +118,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float) ->
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
-    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns alike.
-
-    Scores are rounded to the model's dtype, as in transformers' eager attention; the sums inside are in float32.
-    """
+    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns alike."""
     kv_heads, group, rows, head_dim = q.shape
     weights = _scores(q, k, block, scale=scale, softcap=softcap).softmax(-1)
     return torch.bmm(weights, v.transpose(0, 1)).view(kv_heads, group, rows, head_dim)
@@ -171,12 +170,11 @@ def _mean_weights(
     """Each block's weights, averaged over heads and 0 at a row's own position: float32 `[rows of the block, keys in
     span]`.
     """
-    queries, heads = _grouped(q, k.shape[1]), q.shape[1]
+    queries, k, heads = _grouped(q.float(), k.shape[1]), k.float(), q.shape[1]
     for block in blocks:
         rows = slice(block.start, block.stop)
         scores = _scores(queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap)
-        weights = scores.softmax(-1, dtype=torch.float32)
-        weights = weights.view(heads, block.stop - block.start, -1).mean(0)
+        weights = scores.softmax(-1).view(heads, block.stop - block.start, -1).mean(0)
         weights.scatter_(1, (positions[rows] - block.first_key)[:, None], 0.0)
         yield block, weights
 
