@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cachecraft_rag.types import KVLayout, TokenScores, Variant, VariantKey
+from cachecraft_rag.types import KVLayout, TokenScores, Variant
 
 MOST_VARIANTS = 64  # of one chunk that a look-up believes; stores keep 5, remotes 8
+_MOST_COUNT = 1 << 62  # tokens or bytes
 _LATEST = 1e11  # seconds since the epoch: the year 5138
 _MOST_USES = 1e15  # what f_r may be: one use adds at most the chunk's number of tokens
 _ROUNDING = 1.001  # sums of attention, which is 1 per token at most
@@ -78,25 +79,30 @@ class Expected:
 
 
 def unsound(variant: Variant) -> str:
-    """Why no row may be like this, whatever the model; or ""."""
-    key, tokens = variant.key, variant.tokens
-    texts = (variant.variant_id, variant.tokens_digest, variant.codec, *key.birth_prefix)
-    if not _are_texts(key) or not all(type(text) is str for text in texts):
-        return "texts"
-    if not all(type(count) is int and 0 < count < 1 << 62 for count in (tokens, variant.nbytes)):
-        return "counts"
-    if type(variant.primed) is not bool or not (variant.session is None or type(variant.session) is str):
-        return "owner"
-    if len(variant.inter) != len(key.birth_prefix):
-        return "scores towards its birth prefix"
-    most = tokens * _ROUNDING
-    shares = ((variant.cci, _ROUNDING), (variant.exact_share, 1.0), (variant.intra, most))
-    ages = ((variant.reuse_frequency, _MOST_USES), (variant.created, _LATEST))
-    for value, limit in (*shares, *ages, *((score, most) for score in variant.inter)):
-        if type(value) is not float and type(value) is not int:
-            return "numbers"
-        if not 0 <= value <= limit:  # NaN neither
-            return f"a number out of range: {value:.3g}"
+    """Why no row may be like this, whatever the model; or "". Every look-up asks it of every row, so it is short."""
+    key, tokens, nbytes, inter = variant.key, variant.tokens, variant.nbytes, variant.inter
+    most = _MOST_COUNT
+    try:
+        names = (key.namespace, key.fingerprint, key.chunk_id, variant.variant_id, variant.tokens_digest, variant.codec)
+        "".join((*names, variant.session or "", *key.birth_prefix)).encode()
+        if not (type(tokens) is type(nbytes) is int and 0 < tokens < most and 0 < nbytes < most):
+            return "its sizes are no sizes"
+        if type(variant.primed) is not bool or len(inter) != len(key.birth_prefix):
+            return "its scores are not those of its birth prefix"
+        attention = tokens * _ROUNDING
+        # The sum, because it is NaN where one of them is.
+        if inter and not (min(inter) >= 0.0 and sum(inter) <= attention * len(inter)):
+            return "its scores are out of range"
+        if not (
+            0.0 <= variant.cci <= _ROUNDING
+            and 0.0 <= variant.exact_share <= 1.0
+            and 0.0 <= variant.intra <= attention
+            and 0.0 <= variant.reuse_frequency <= _MOST_USES
+            and 0.0 <= variant.created <= _LATEST
+        ):
+            return "a number of it is out of range"
+    except (TypeError, ValueError):  # of another type; half a surrogate pair, which cannot be written down
+        return "it has fields of the wrong kind"
     return ""
 
 
@@ -108,15 +114,3 @@ def unsound_scores(scores: TokenScores, tokens: int) -> bool:
         if one is not None and not bool(np.all(one >= 0)):
             return True
     return False
-
-
-def _are_texts(key: VariantKey) -> bool:
-    """Whether an identity is made of text that can be written down: half a surrogate pair cannot."""
-    parts = (key.namespace, key.fingerprint, key.chunk_id, *key.birth_prefix)
-    if not all(type(part) is str for part in parts):
-        return False
-    try:
-        "".join(parts).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -44,7 +44,9 @@ def shown_url(url: str) -> str:
     parts = _PARTS.fullmatch(rest)
     if parts is None or (scheme in REDIS_SCHEMES - {"unix"} and not re.fullmatch(r"(/[0-9]*)?", parts["path"])):
         return f"{scheme}:***"
-    return f"{scheme}://{'***@' if parts['user'] else ''}{parts['place']}{parts['path']}{'?***' if parts['rest'] else ''}"
+    return (
+        f"{scheme}://{'***@' if parts['user'] else ''}{parts['place']}{parts['path']}{'?***' if parts['rest'] else ''}"
+    )
 
 
 def hidden(text: str, url: str) -> str:

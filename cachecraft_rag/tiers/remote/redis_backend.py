@@ -236,7 +236,7 @@ class RedisBackend:
         return answer.decode() if isinstance(answer, bytes) else answer
 
     async def _told(self, asking: Awaitable[T]) -> T:
-        """What Redis answers. Raises OSError with no secret in its text; FileNotFoundError for a key of another kind."""
+        """What Redis answers. Raises OSError, no secret in its text; FileNotFoundError for a key of another kind."""
         return await told(asking, self._failure, RedisError)
 
     def _failure(self, error: Exception) -> OSError:

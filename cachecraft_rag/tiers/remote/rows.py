@@ -1,8 +1,7 @@
 """What a remote keeps besides payloads: a row per variant, and the names under which both lie.
 
-A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a signed remote a line with its signature.
-What is not exactly as it was written, or
-does not belong under the name it was found at, is no row.
+A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a signed remote a line with its
+signature. What is not exactly as it was written, or does not belong under the name it was found at, is no row.
 """
 
 from __future__ import annotations
