@@ -349,6 +349,7 @@ class RemoteTier(Closing):
         with self._lock:
             self._rows[row.variant.variant_id] = row
             self._rows.move_to_end(row.variant.variant_id)
+            self._removed.pop(row.variant.variant_id, None)
             if len(self._rows) > MOST_ROWS:
                 self._rows.popitem(last=False)
 
