@@ -27,7 +27,8 @@ class Watch:
     """Measures each item; the processor's time, because the machine may be busy with something else."""
 
     def __init__(self) -> None:
-        self.slowest = self.growth = 0.0
+        self.slowest = (0.0, "")
+        self.growth = 0
         self.items = 0
         self._base = 0
 
@@ -40,12 +41,12 @@ class Watch:
         if self.items == 20:  # what libraries allocate once is there
             self._base = resident()
         grown = resident() - self._base if self._base else 0
-        self.slowest, self.growth = max(self.slowest, took), max(self.growth, grown)
+        self.slowest, self.growth = max(self.slowest, (took, str(what))), max(self.growth, grown)
         assert took < MOST_CPU_S, what
         assert grown < MOST_GROWTH, what
 
     def __str__(self) -> str:
-        return f"{self.items} items, slowest {self.slowest:.2f} s, memory +{self.growth / 1e6:.0f} MB"
+        return f"{self.items} items, slowest {self.slowest[0]:.2f} s {self.slowest[1]}, memory +{self.growth / 1e6:.0f} MB"
 
 
 def resident() -> int:
