@@ -18,19 +18,33 @@ How several threads and processes share the file is the concern of `database`.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
+from cachecraft_rag.catalog_rows import (
+    COLUMNS,
+    Row,
+    columns_of,
+    packed,
+    scores_of_row,
+    sum_of,
+    sum_of_scores,
+    variant_of_row,
+)
+from cachecraft_rag.catalog_rows import pack_ids as pack_ids
+from cachecraft_rag.catalog_rows import unpack_ids as unpack_ids
 from cachecraft_rag.database import Database
-from cachecraft_rag.types import TokenScores, Variant, VariantKey
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.expected import unsound, unsound_scores
+from cachecraft_rag.types import TokenScores, Variant
 
-_ID_BYTES = 16  # types.digest gives 32 hex digits
+logger = logging.getLogger("cachecraft_rag.store")
+_MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
+_MOST_USES = 1e15
 
 # A variant's worth decides who leaves first. The factor 1 + f_r instead of f_r, because with the plain product every
 # unused variant is worth 0 and exact births could not be preferred among them; the smallest possible use adds 1, so a
@@ -80,21 +94,24 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
              DELETE FROM token_received WHERE variant_id = old.variant_id; END""",
     ),
     ("ALTER TABLE variants ADD COLUMN primed INTEGER NOT NULL DEFAULT 0",),
+    # Checksums over what never changes in a row, and over its token scores. NULL in rows of before, and in those of a
+    # process that still runs the version before: the next opening adds the first, once the fields are verified.
+    (
+        "ALTER TABLE variants ADD COLUMN row_sum INTEGER",
+        "ALTER TABLE variants ADD COLUMN scores_sum INTEGER",
+        "CREATE INDEX variants_without_sum ON variants (variant_id) WHERE row_sum IS NULL",
+    ),
 )
 
-_COLUMNS = """v.chunk_id, v.variant_id, v.birth_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci,
-              v.exact_share, v.session, v.codec, v.nbytes, v.reuse_frequency, v.created, v.primed"""
-_Row = tuple[str, str, bytes | str, int, str, bytes, float, float, float, str | None, str, int, float, float, int]
-
-_LISTED = f"""SELECT s.namespace, s.fingerprint, v.file_bytes, {_COLUMNS}
+_LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
     FROM variants AS v JOIN scopes AS s USING (scope)"""
-_LOOKUP = f"""SELECT {_COLUMNS} FROM variants AS v
+_LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
-_INSERT = """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra,
-    cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created, primed)
-    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
-_SCORES = """SELECT asked.value, i.scores, r.scores FROM json_each(?) AS asked
+_INSERT = f"""INSERT INTO variants (scope, {COLUMNS.replace("v.", "")}, scores_sum)
+    VALUES ({",".join("?" * 19)})"""
+_SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM json_each(?) AS asked
+    LEFT JOIN variants AS v ON v.variant_id = asked.value
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value
     LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
 _FILES = "SELECT variant_id, created, file_bytes FROM variants"
@@ -116,6 +133,15 @@ class Listed:
 
     variant: Variant
     file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRow:
+    """A row that is not as it was written: what is known of its file, and what is wrong."""
+
+    file: FileRef
+    chunk_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,43 +193,6 @@ class RowFilter:
         return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [value for _, value in given]
 
 
-def pack_ids(ids: Sequence[str]) -> bytes | str:
-    """Segment ids as 16 bytes each; ids that are no digests as JSON text, which SQLite keeps apart by type.
-
-    >>> unpack_ids(pack_ids(("00" * 16, "ff" * 16))) == ("00" * 16, "ff" * 16)
-    True
-    >>> unpack_ids(pack_ids(("system", "a")))
-    ('system', 'a')
-    """
-    try:
-        packed = bytes.fromhex("".join(ids))
-    except ValueError:
-        return json.dumps(ids)
-    # Only what comes back unchanged may be packed: not upper case, not blanks, not ids of another length.
-    return packed if unpack_ids(packed) == tuple(ids) else json.dumps(ids)
-
-
-def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
-    """The inverse of `pack_ids`."""
-    if isinstance(packed, str):
-        return tuple(json.loads(packed))
-    text = packed.hex()
-    return tuple([text[start : start + 2 * _ID_BYTES] for start in range(0, len(text), 2 * _ID_BYTES)])
-
-
-def _variant(namespace: str, fingerprint: str, row: _Row) -> Variant:
-    chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest, primed = row
-    key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
-    scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
-    known = (key, variant_id, tokens, tokens_digest, scores, *rest)  # 8 more columns, in order
-    return Variant(*known, primed=bool(primed))  # type: ignore[arg-type,misc]
-
-
-def _unpacked(scores: bytes | None) -> np.ndarray | None:
-    """A copy, free to be changed."""
-    return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
-
-
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
@@ -211,6 +200,11 @@ class Catalog:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
         self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s)
+        try:
+            self._add_sums()
+        except StoreError:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         """Let go of the file; any later call raises StoreError."""
@@ -225,38 +219,51 @@ class Catalog:
 
         Every asked chunk id is a key of the answer, with an empty list where nothing is stored.
         """
+        return self.examine(namespace, fingerprint, chunk_ids, session=session)[0]
+
+    def examine(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+    ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
+        """As `lookup`; and the rows of these chunks that are not as they were written."""
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
+        damaged: list[DamagedRow] = []
         parameters = (namespace, fingerprint, json.dumps(list(found)), session)
         with self._db.reading() as connection:
-            rows = connection.execute(_LOOKUP, parameters).fetchall()
+            rows = _fetched(connection, _LOOKUP, parameters)
         for row in rows:
-            found[row[0]].append(_variant(namespace, fingerprint, row))
-        return found
+            variant = _read(namespace, fingerprint, row)
+            if isinstance(variant, DamagedRow):
+                damaged.append(variant)
+            else:
+                found[variant.key.chunk_id].append(variant)
+        return found, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """The token scores of each variant; without any where none were stored or the row is gone."""
+        """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
         with self._db.reading() as connection:
-            rows = connection.execute(_SCORES, (json.dumps(list(variant_ids)),)).fetchall()
-        return {variant_id: TokenScores(_unpacked(inter), _unpacked(received)) for variant_id, inter, received in rows}
+            rows = _fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
+        return {variant_id: _read_scores(row) for variant_id, *row in rows}
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
-        """A page of rows, the most worthy first."""
+        """A page of rows, the most worthy first; without those that are damaged."""
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.worth DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
-        return self._listed(query, (*parameters, limit, offset))
+        return [row for row in self._listed(query, (*parameters, limit, offset)) if isinstance(row, Listed)]
 
-    def scan(self, page: int = 500) -> Iterator[Listed]:
+    def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
         """Every row once, in the order of variant ids. Rows that come or go meanwhile may or may not be seen."""
         query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
         after = ""
         while batch := self._listed(query, (after, page)):
             yield from batch
-            after = batch[-1].variant.variant_id
+            last = batch[-1]
+            after = last.variant.variant_id if isinstance(last, Listed) else last.file.variant_id
 
-    def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed]:
+    def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
         with self._db.reading() as connection:
-            rows = connection.execute(query, parameters).fetchall()
-        return [Listed(_variant(row[0], row[1], row[3:]), row[2]) for row in rows]
+            rows = _fetched(connection, query, parameters)
+        read = [(_read(namespace, fingerprint, row), row[-2]) for namespace, fingerprint, *row in rows]
+        return [one if isinstance(one, DamagedRow) else Listed(one, file_bytes) for one, file_bytes in read]
 
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
@@ -318,12 +325,15 @@ class Catalog:
         with self._db.writing() as connection:
             query = "SELECT reuse_frequency, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
             frequency, *old = connection.execute(query, (variant.variant_id,)).fetchone() or (variant.reuse_frequency,)
-            gone = _remove(connection, [FileRef(*old)] if old else [], writer)
-            scope = _insert(connection, variant, file_bytes=file_bytes, frequency=frequency)
-            for table, scores in (("token_scores", token_scores.inter), ("token_received", token_scores.received)):
-                if scores is not None:
-                    packed = np.ascontiguousarray(scores, dtype="<f4").tobytes()
-                    connection.execute(f"INSERT INTO {table} VALUES (?,?)", (variant.variant_id, packed))
+            if not (isinstance(frequency, float) and 0.0 <= frequency <= _MOST_USES):  # of a damaged row
+                frequency = variant.reuse_frequency
+            gone = _remove(connection, [_file(old)] if old else [], writer)
+            scores = (packed(token_scores.inter), packed(token_scores.received))
+            scores_sum = sum_of_scores(*scores)
+            scope = _insert(connection, variant, file_bytes=file_bytes, frequency=frequency, scores_sum=scores_sum)
+            for table, given in zip(("token_scores", "token_received"), scores, strict=True):
+                if given is not None:
+                    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?,?)", (variant.variant_id, given))
             gone += _remove(connection, _crowd(connection, variant, scope, limits), writer)
             gone += _remove(connection, _least_worthy_over(connection, limits, spared=variant.variant_id), writer)
             connection.execute(_SETTLE, (variant.variant_id, variant.created))
@@ -340,7 +350,7 @@ class Catalog:
         query = f"{_FILES} WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return _remove(connection, [FileRef(*row) for row in found if row is not None], writer)
+            return _remove(connection, [_file(row) for row in found if row is not None], writer)
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
         """Remove the chosen rows, least worthy first: all, or until all files together have at most `down_to_bytes`."""
@@ -357,7 +367,9 @@ class Catalog:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
         with self._db.writing() as connection:
             connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
-            return dict(connection.execute("SELECT name, value FROM limits").fetchall())
+            found = connection.execute("SELECT name, value FROM limits").fetchall()
+        known = {limit.name for limit in fields(Limits)}
+        return {name: value for name, value in found if name in known and type(value) is int and value > 0}
 
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
@@ -374,6 +386,22 @@ class Catalog:
                 "UPDATE variants SET reuse_frequency = reuse_frequency + ? WHERE variant_id = ?",
                 [(gain, variant_id) for variant_id, gain in gains.items()],
             )
+
+    def _add_sums(self, page: int = 1000) -> None:
+        """Add the checksums that rows of before lack, where their fields are sound; what is not is a miss anyhow."""
+        query = f"{_LISTED} WHERE v.row_sum IS NULL AND v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
+        after = ""
+        while True:
+            with self._db.reading() as connection:
+                rows = _fetched(connection, query, (after, page))
+            if not rows:
+                return
+            after = rows[-1][3]
+            sound = [row for row in rows if isinstance(_read(row[0], row[1], row[2:]), Variant)]
+            sums = [(sum_of(row[0], row[1], row[2:]), row[3], row[15]) for row in sound]
+            with self._db.writing() as connection:
+                update = "UPDATE variants SET row_sum = ? WHERE variant_id = ? AND created = ? AND row_sum IS NULL"
+                connection.executemany(update, sums)
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
@@ -397,7 +425,7 @@ def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
     """The first rows whose files together free at least `excess` bytes (all of them if they do not)."""
     taken: list[FileRef] = []
     while excess > 0 and (row := rows.fetchone()) is not None:
-        taken.append(FileRef(*row))
+        taken.append(_file(row))
         excess -= taken[-1].file_bytes
     rows.close()  # an open cursor would see the deletions that follow
     return taken
@@ -406,7 +434,7 @@ def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
 def _least_worthy_over(connection: sqlite3.Connection, limits: Limits, *, spared: str) -> list[FileRef]:
     over = int(connection.execute("SELECT variants FROM totals").fetchone()[0]) - limits.max_variants
     query = f"{_FILES} WHERE variant_id != ? ORDER BY worth, created LIMIT ?"
-    return [FileRef(*row) for row in connection.execute(query, (spared, max(0, over)))]
+    return [_file(row) for row in connection.execute(query, (spared, max(0, over)))]
 
 
 def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
@@ -417,7 +445,7 @@ def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: 
     """
     query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY worth, created"
     rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()
-    return [FileRef(*row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
+    return [_file(row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
 
 
 def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -> list[FileRef]:
@@ -429,24 +457,66 @@ def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -
     return files
 
 
-def _insert(connection: sqlite3.Connection, variant: Variant, *, file_bytes: int, frequency: float) -> int:
+def _insert(
+    connection: sqlite3.Connection,
+    variant: Variant,
+    *,
+    file_bytes: int,
+    frequency: float,
+    scores_sum: int | None = None,
+) -> int:
     """Add the row; returns its scope."""
-    key = variant.key
-    names = (key.namespace, key.fingerprint)
+    names = (variant.key.namespace, variant.key.fingerprint)
     connection.execute("INSERT OR IGNORE INTO scopes (namespace, fingerprint) VALUES (?,?)", names)
     scope: int = connection.execute(
         "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?", names
     ).fetchone()[0]
-    inter = struct.pack(f"<{len(variant.inter)}f", *variant.inter)
-    identity = (
-        scope,
-        key.chunk_id,
-        variant.variant_id,
-        pack_ids(key.birth_prefix),
-        variant.tokens,
-        variant.tokens_digest,
-    )
-    scores = (inter, variant.intra, variant.cci, variant.exact_share)
-    rest = (variant.session, variant.codec, variant.nbytes, file_bytes, frequency, variant.created, variant.primed)
-    connection.execute(_INSERT, (*identity, *scores, *rest))
+    row = columns_of(variant, file_bytes=file_bytes, frequency=frequency)
+    connection.execute(_INSERT, (scope, *row, scores_sum))
     return scope
+
+
+def _fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Row]:
+    """All rows; text that is no text comes as half surrogate pairs, so that one row does not hide all others."""
+    try:
+        return connection.execute(query, parameters).fetchall()
+    except sqlite3.OperationalError as error:
+        if "decode" not in str(error):
+            raise
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    try:
+        return connection.execute(query, parameters).fetchall()
+    finally:
+        connection.text_factory = str
+
+
+def _read(namespace: str, fingerprint: str, row: Row) -> Variant | DamagedRow:
+    """The variant of a row, or what is wrong with it."""
+    try:
+        variant = variant_of_row(namespace, fingerprint, row)
+        if not (flaw := unsound(variant)):
+            return variant
+        reason = f"its row in the catalog is damaged: {flaw}"
+    except ValueError as error:
+        reason = str(error)
+    return DamagedRow(_file((row[1], row[13], row[15])), row[0], reason)
+
+
+def _read_scores(row: Row) -> TokenScores:
+    """Token scores; none where they are damaged: then the choice of tokens is what it is without."""
+    try:
+        scores = scores_of_row(row, _MOST_TOKENS)
+        if row[0] is None or not unsound_scores(scores, row[0]):
+            return scores
+        problem = "they do not fit its tokens"
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    logger.info("Token scores in the catalog are damaged: %s", problem)
+    return TokenScores()
+
+
+def _file(row: Row) -> FileRef:
+    """The file of a row, id and time as they lie there, so that the row can be named again."""
+    variant_id, created, file_bytes = row
+    sound = type(file_bytes) is int and file_bytes > 0
+    return FileRef(variant_id, created, file_bytes if sound else 0)

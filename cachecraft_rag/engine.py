@@ -25,6 +25,7 @@ from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.expected import Expected, Found
 from cachecraft_rag.loading.cake import TwoEnds
 from cachecraft_rag.loading.loader import Loader
 from cachecraft_rag.loading.speeds import ComputeSpeed
@@ -32,7 +33,7 @@ from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
-from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
+from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Segment, Turn
 from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, shared_edge, stats_of
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import RequestStats
@@ -261,6 +262,14 @@ class Engine(Closing):
         self._settle(request, output)
         return Examination(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
 
+    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
+        """What is stored of these segments for this model; nothing that could not be of it, or of them."""
+        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
+        expected = Expected(self.decoder.layout, self.decoder.context_length, tokens)
+        return self.store.find(
+            self.namespace, self.decoder.fingerprint, list(tokens), session=session, expected=expected
+        )
+
     def close(self) -> None:
         """Finish the births under way. A store that `from_pretrained` did not open stays open."""
         with self._opened:
@@ -311,13 +320,15 @@ class Engine(Closing):
     def _resolve(self, request: Request) -> None:
         """Plan, open what the plan reuses, and plan again without what turned out to be missing or damaged."""
         found: dict[str, list[Variant]] = {}
+        refused: dict[str, str] = {}
         if request.config.reuse:
             ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
             self.births.wait_for(ids)
-            found = self.store.lookup(self.namespace, self.decoder.fingerprint, ids, session=request.session)
+            looked = self.look_up(request.prompt.segments[:-1], session=request.session)
+            found, refused = looked.variants, looked.refused
         lost: dict[str, str] = {}
         while True:
-            plan = make_plan(request.prompt, found, request.config, lost=lost)
+            plan = make_plan(request.prompt, found, request.config, lost=lost, refused=refused)
             wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
             missing = [v for name, v in wanted.items() if name not in request.loaded and name not in request.stored]
             if not missing:

@@ -70,6 +70,7 @@ def make_plan(
     config: ReuseConfig,
     *,
     lost: Mapping[str, str] = MappingProxyType({}),
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Choose for each segment the stored variant with the lowest CFO, or to compute it afresh.
 
@@ -77,6 +78,7 @@ def make_plan(
         prompt: the segments; the last one, the question, is always computed.
         stored: segment id → the variants on offer, of this model and namespace only.
         lost: variant id → why it could not be loaded when an earlier plan chose it.
+        refused: segment id → why something that is stored was not on offer.
 
     The tokens to recompute are not chosen here but in `with_selection`, which needs the winners' token scores only.
     """
@@ -100,6 +102,8 @@ def make_plan(
                 best = _best(segment, there, prefix=prefix, places=places, config=config)
             if best.variant is None and len(there) < len(offers):
                 best = replace(best, reason=next(lost[v.variant_id] for v in offers if v.variant_id in lost))
+            elif best.variant is None and not offers and segment.segment_id in refused:
+                best = replace(best, reason=refused[segment.segment_id])
             plans.append(best)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
@@ -116,7 +120,7 @@ def _best(
 ) -> SegmentPlan:
     best: SegmentPlan | None = None
     for variant in variants:
-        if variant.tokens_digest != segment.tokens_digest:
+        if not _fits(variant, segment):
             continue
         scored = _score(variant, prefix=prefix, places=places, config=config)
         if scored.outcome == "exact":
@@ -134,6 +138,11 @@ def _best(
     return best
 
 
+def _fits(variant: Variant, segment: Segment) -> bool:
+    """Whether a variant was born of these very tokens; of fewer, positions would stay as they were allocated."""
+    return variant.tokens_digest == segment.tokens_digest and variant.tokens == len(segment.token_ids)
+
+
 def _set_prefix(
     prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str]
 ) -> dict[int, SegmentPlan]:
@@ -148,7 +157,7 @@ def _set_prefix(
         for segment in segments[:-1]
         for variant in stored.get(segment.segment_id, ())
         if variant.key.birth_prefix
-        and variant.tokens_digest == segment.tokens_digest
+        and _fits(variant, segment)
         and _as_born(variant) is not None
         and variant.variant_id not in lost
     }

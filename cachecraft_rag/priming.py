@@ -80,7 +80,7 @@ class Primer:
         fingerprint = engine.decoder.fingerprint
         keys = [VariantKey(engine.namespace, fingerprint, name, tuple(ids[:i])) for i, name in enumerate(ids)]
         variant_ids = [key.variant_id for key in keys]
-        present = self._present(ids)
+        present = self._present(prompt.segments)
         births = [index for index, name in enumerate(variant_ids) if not 0 < index <= known and name not in present]
         if not births:
             return 0
@@ -92,14 +92,13 @@ class Primer:
         context = BirthContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens, primed)
         engine.births.submit(output.recorder, output.merged.kv[:, 0], context)
         engine.births.wait_for([ids[index] for index in births])
-        present = self._present(ids)  # what a full disk refused was not born
+        present = self._present(prompt.segments)  # what a full disk refused was not born
         return sum(variant_ids[index] in present for index in births)
 
-    def _present(self, segment_ids: Sequence[str]) -> set[str]:
+    def _present(self, segments: Sequence[Segment]) -> set[str]:
         """Ids of all shared variants of these segments."""
-        engine = self._engine
-        stored = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, segment_ids)
-        return {variant.variant_id for variants in stored.values() for variant in variants}
+        found = self._engine.look_up(segments).variants
+        return {variant.variant_id for variants in found.values() for variant in variants}
 
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Segment], int]]:
         """Runs of neighbouring chunks that fit one pass, and how many of each run's first ones are context only.

@@ -127,6 +127,20 @@ class VariantKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Payload:
+    """What a look-up says of a variant's bytes; with it a variant can be opened in any process, from itself alone.
+
+    layout  that of the model that asked; None where no model did
+    nbytes  on a remote: how many there are
+    seal    on a signed remote: a keyed digest of each slice, see `tiers.remote.signing`
+    """
+
+    layout: KVLayout | None = None
+    nbytes: int = 0
+    seal: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """What the catalog knows of a chunk-cache without touching its tensors.
 
@@ -140,6 +154,7 @@ class Variant:
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     primed         born ahead of questions, behind its document's neighbours
     home           where a look-up found it: in this store's own catalog, or on the remote that several engines share
+    payload        what its bytes must be, as far as the look-up knew; no part of what it is
     """
 
     key: VariantKey
@@ -157,6 +172,7 @@ class Variant:
     created: float
     home: Literal["disk", "remote"] = "disk"
     primed: bool = False
+    payload: Payload = field(default=Payload(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail

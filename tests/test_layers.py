@@ -19,7 +19,9 @@ FOLDERS = {
 # `retrievers` live on floors of their own and are listed one by one.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "bridge", "closing", "markup", "plain_text", "throttle", "kernels"}),
-    frozenset({"database", "documents", "chunking", "prompt", "scoring", "drift", "plotting"})
+    frozenset(
+        {"database", "documents", "chunking", "prompt", "scoring", "drift", "plotting", "expected", "catalog_rows"}
+    )
     | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"}),
     frozenset({"config", "catalog", "tiers", "births"})
     | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),

@@ -56,6 +56,10 @@ class Codec(Protocol):
         """Bytes of every layer's block; None when that depends on the values."""
         ...
 
+    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
+        """Bytes of the largest block that `encode` may give: what claims more is none of its blocks."""
+        ...
+
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
         """What lies in a block of `nbytes`, in order."""
         ...

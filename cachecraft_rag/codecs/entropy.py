@@ -55,6 +55,11 @@ class Entropy:
         """Depends on the values."""
         return
 
+    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
+        """Steps and anchor, and two frames of noise, which zstandard makes longer by less than a 128th and 1 KiB."""
+        deltas = tokens * layout.kv_heads * layout.head_dim
+        return 2 * layout.kv_heads * (4 + 2 * layout.head_dim) + 4 + 2 * (deltas + deltas // 128 + 1024)
+
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
         """Bytes that only this codec understands."""
         return (BlockPart("", "U8", (nbytes,)),)
@@ -95,8 +100,14 @@ class Entropy:
         decompressor = self._zstandard.ZstdDecompressor()  # serves one thread only, so it is not kept
         try:
             for frame, part in zip(frames, deltas, strict=True):
-                if decompressor.stream_reader(frame).readinto(part) != len(part):
+                # First, because of a frame of 1 KB that says it holds 2 GB all of them would be allocated. What it
+                # says bounds the decoder's window too.
+                if self._zstandard.frame_content_size(frame) != len(part):
+                    raise ValueError("a frame holds other than the deltas")
+                found = decompressor.decompress(frame, max_output_size=len(part), allow_extra_data=False)
+                if len(found) != len(part):
                     raise ValueError("a frame ends early")
+                part[:] = np.frombuffer(found, dtype=np.int8)
         except self._zstandard.ZstdError as error:
             raise ValueError(f"not a zstandard frame: {error}") from error
 

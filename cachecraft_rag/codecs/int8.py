@@ -29,6 +29,10 @@ class Int8:
         """Scales and payload."""
         return 2 * tokens * layout.kv_heads * (_SCALE_BYTES + layout.head_dim)
 
+    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
+        """They all have as many."""
+        return self.block_bytes(layout, tokens)
+
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
         """Scales first: like this both are aligned, whatever the shape."""
         _, *shape = layout.shape(tokens)

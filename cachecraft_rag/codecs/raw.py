@@ -22,6 +22,10 @@ class Raw:
         """Those of the tensor."""
         return layout.nbytes(tokens) // layout.layers
 
+    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
+        """They all have as many."""
+        return self.block_bytes(layout, tokens)
+
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
         """The tensor."""
         return (BlockPart("", _NAMES[layout.dtype], layout.shape(tokens)[1:]),)

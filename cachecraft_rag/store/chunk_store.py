@@ -17,8 +17,10 @@ from typing import Self, TypeVar, Unpack
 from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
+from cachecraft_rag.expected import Expected, Found
 from cachecraft_rag.scoring import reuse_gain
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.finding import Finder
 from cachecraft_rag.store.intake import flaw_of, variant_of
 from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, configured
 from cachecraft_rag.throttle import Throttle
@@ -69,6 +71,7 @@ class ChunkCacheStore(Closing):
         except ConfigError:
             self._durable.close()
             raise
+        self._finder = Finder(self._durable, self._remote, discard=self._discard_soon, warn=self._warn_once)
 
     @classmethod
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
@@ -94,17 +97,28 @@ class ChunkCacheStore(Closing):
         longer than its look-up may take. A catalog that cannot be read gives empty lists and one warning: the answer
         then computes everything, which is better than no answer. Raises StoreError only after `close`.
         """
+        return self.find(namespace, fingerprint, chunk_ids, session=session).variants
+
+    def find(
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None = None,
+        expected: Expected | None = None,
+    ) -> Found:
+        """As `lookup`, and why what is stored of a chunk is refused. With `expected`, nothing is given that cannot be
+        of this model and these chunks; such a row leaves the catalog, or the remote. Raises StoreError only after
+        `close`.
+        """
         self._check_open()
-        chunk_ids = list(chunk_ids)
-        try:
-            found = self._durable.catalog.lookup(namespace, fingerprint, chunk_ids, session=session)
-        except StoreError as error:
-            self._warn_once("lookup", f"Nothing can be reused: {error}")
-            found = {chunk_id: [] for chunk_id in chunk_ids}
-        self._look_further(namespace, fingerprint, found)
-        hits = sum(map(bool, found.values()))
+        found = self._finder.find(namespace, fingerprint, list(chunk_ids), session=session, expected=expected)
+        hits = sum(map(bool, found.variants.values()))
+        refused = sum(name in found.refused for name, offers in found.variants.items() if not offers)
+        counts = {"found": hits, "refused": refused, "no variant": len(found.variants) - hits - refused}
         with self._lock:
-            self._lookups.update({"found": hits, "no variant": len(found) - hits})
+            self._lookups.update({outcome: count for outcome, count in counts.items() if count or outcome != "refused"})
         return found
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
@@ -183,7 +197,7 @@ class ChunkCacheStore(Closing):
             if remote is not None:
                 remote.remove(variant)
             else:
-                self._in_background(partial(self._discard, variant, why.reason))
+                self._discard_soon(FileRef(variant.variant_id, variant.created), variant.key.chunk_id, why.reason)
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
         """The whole tensor, from memory or else from disk or remote (see `keep`); or why it cannot be served."""
@@ -366,18 +380,6 @@ class ChunkCacheStore(Closing):
 
     # -- the remote ---------------------------------------------------------------------------------------------------
 
-    def _look_further(self, namespace: str, fingerprint: str, found: dict[str, list[Variant]]) -> None:
-        """Add what the remote has of chunks of which too little is here; a variant that is here too stays as it is.
-
-        After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
-        """
-        if self._remote is None:
-            return
-        few = [chunk_id for chunk_id, here in found.items() if len(here) < self._remote.config.ask_below]
-        for chunk_id, there in self._remote.lookup(namespace, fingerprint, few).items() if few else ():
-            here = {variant.variant_id for variant in found[chunk_id]}
-            found[chunk_id] += [variant for variant in there if variant.variant_id not in here]
-
     def _keep_copy(self, variant: Variant, encoded: Encoded) -> None:
         """Write what came from the remote to the local disk, in the background, if the queue has room."""
         with self._lock:
@@ -409,9 +411,12 @@ class ChunkCacheStore(Closing):
         if future is not None and future.cancelled():
             self._drop(variant, "cancelled by the caller")
 
-    def _discard(self, variant: Variant, reason: str) -> None:
+    def _discard_soon(self, file: FileRef, chunk_id: str, reason: str) -> None:
+        self._in_background(partial(self._discard, file, chunk_id, reason))
+
+    def _discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         try:
-            self._durable.discard(variant, reason)
+            self._durable.discard(file, chunk_id, reason)
         except StoreError as error:
             self._warn_once("discard", f"A damaged chunk-cache stays in the catalog: {error}")
 

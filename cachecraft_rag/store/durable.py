@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from cachecraft_rag.catalog import Catalog, FileRef, Limits, Listed
+from cachecraft_rag.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
@@ -25,7 +25,7 @@ from cachecraft_rag.tiers.presence import Presence
 from cachecraft_rag.types import TokenScores, Unavailable, Variant
 
 FindingKind = Literal[
-    "missing file", "damaged file", "file without row", "leftover of a writer", "foreign file", "catalog"
+    "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
 _ATTEMPTS = 5  # to find room that another writer has not taken first
@@ -133,16 +133,16 @@ class DurableVariants:
         self.delete(gone)
         return ""
 
-    def discard(self, variant: Variant, reason: str) -> None:
+    def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
 
         Nothing happens when the row is gone: evicted or replaced between lookup and load, or another thread was
         quicker.
         """
-        gone = self.catalog.remove([FileRef(variant.variant_id, variant.created)], writer=self._presence.token)
+        gone = self.catalog.remove([file], writer=self._presence.token)
         if gone:
-            path = self.disk.path(variant.variant_id, variant.created)
-            logger.warning("Removed chunk-cache %s of chunk %s: %s", path, variant.key.chunk_id, reason)
+            path = self.disk.path(file.variant_id, file.created)
+            logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
         self.delete(gone)
 
     def evict(self, take: Callable[[str], list[FileRef]]) -> Evicted:
@@ -211,7 +211,12 @@ class DurableVariants:
                 self._presence.bury(writer)
         return findings
 
-    def _check_row(self, row: Listed, *, repair: bool) -> list[Finding]:
+    def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
+        if isinstance(row, DamagedRow):
+            path = self.disk.path(row.file.variant_id, row.file.created)
+            if repair:
+                self.delete(self.catalog.remove([row.file], writer=self._presence.token))
+            return [_finding("damaged row", path, row.reason, repair=repair)]
         file = FileRef(row.variant.variant_id, row.variant.created)
         path = self.disk.path(file.variant_id, file.created)
         found = self.disk.read(row.variant)
@@ -255,7 +260,7 @@ def _unlink(path: Path) -> bool:
 
 
 def _finding(kind: FindingKind, path: Path, what: str, *, repair: bool) -> Finding:
-    row = kind in ("missing file", "damaged file")
+    row = kind in ("missing file", "damaged file", "damaged row")
     return Finding(
         kind, path, what, ("row and file removed" if row else "file removed") if repair else "would be removed"
     )

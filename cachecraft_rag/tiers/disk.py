@@ -17,6 +17,7 @@ from cachecraft_rag.tiers.layout import READ_ERRORS, Encoded, StoredVariant, ope
 from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
 
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
+_ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{16}\.safetensors\.(?P<writer>[0-9a-f]+)\.tmp")
 
 
@@ -87,10 +88,14 @@ class DiskTier:
 
         `created` is part of the name: a replacement gets a file of its own, so an old row never meets a new file.
         """
+        if not (isinstance(created, float | int) and isinstance(variant_id, str) and _ID.fullmatch(variant_id)):
+            return self.root / "none"  # of a damaged row: what is no id must not lead out of the folder
         name = f"{variant_id}-{struct.pack('>d', created).hex()}.safetensors"
         return self.root / variant_id[:2] / variant_id[2:4] / name
 
     def _temporary(self, path: Path, writer: str) -> Path:
+        if not _WRITER.fullmatch(writer):
+            return self.root / "none"
         return path.with_name(f".{path.name}.{writer}.tmp")
 
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:

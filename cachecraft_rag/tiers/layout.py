@@ -23,6 +23,7 @@ of any byte is noticed, also one in an offset or in the padding that no checksum
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import struct
@@ -45,6 +46,8 @@ READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 RUN_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
 _ALIGNMENT = 4096
 _LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
+_MOST_GROWTH = 256  # bytes in memory per byte of a file, where no model says how many there must be
+_LARGEST = 1e9  # of a key or value: what is larger is no model's, and would make scores infinite and logits NaN
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,15 +73,29 @@ class Header:
         Raises ValueError when the fields contradict each other, ConfigError when the codec is unknown.
         """
         layers = self.layout.layers
+        self._require_checksums()  # first: they are there, so from here on no number asks for more than they take
         size = codec_named(self.codec).block_bytes(self.layout, self.tokens) if layers else None
         sizes = self.block_sizes if size is None else (size,) * layers
         if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
             raise ValueError("block sizes")
-        if {len(sums) for sums in self.run_sums} != {len(runs(codec_named(self.codec), self.layout, self.tokens))}:
-            raise ValueError("checksums")
-        if len(self.run_sums) != layers or self.layout.dtype not in _DTYPES:
-            raise ValueError("dtype")
+        if max(sizes) > codec_named(self.codec).most_bytes(self.layout, self.tokens):
+            raise ValueError("block sizes: larger than any block of so many tokens")
         return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+
+    def _require_checksums(self) -> None:
+        """Raise ValueError unless all counts are counts, and there is a checksum for each run of each layer."""
+        layout = self.layout
+        counts = (layout.layers, layout.kv_heads, layout.head_dim, self.tokens, *self.block_sizes)
+        if layout.dtype not in _DTYPES:
+            raise ValueError("dtype")
+        if not all(type(count) is int for count in counts) or not all(count > 0 for count in counts[1:4]):
+            raise ValueError("counts")
+        if layout.layers < 1:
+            raise ValueError("block sizes of no layer")
+        whole = not codec_named(self.codec).run(layout, self.tokens, 0, self.tokens)
+        wanted = 1 if whole else -(-self.tokens // RUN_TOKENS)
+        if len(self.run_sums) != layout.layers or any(len(sums) != wanted for sums in self.run_sums):
+            raise ValueError("checksums")
 
     def encode(self) -> bytes:
         """The first bytes of the file, up to its data: length, JSON, padding."""
@@ -214,19 +231,28 @@ class StoredVariant:
     kv: torch.Tensor
 
     def __init__(self, source: Source, variant: Variant) -> None:
-        """Read and verify the header. Raises ValueError with what is wrong with the file, ConfigError, OSError."""
+        """Read and verify the header. Raises ValueError with what is wrong with the file, ConfigError, OSError.
+
+        Where the variant says what layout its model has, nothing larger than that model writes is even read.
+        """
         self._codec = codec_named(variant.codec)
-        header, self._begin = _read_header(source)
+        layout = variant.payload.layout
+        longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
+        header, self._begin = _read_header(source, longest)
         told = replace(
             header, key=variant.key, tokens=variant.tokens, tokens_digest=variant.tokens_digest, codec=variant.codec
         )
         if header != told:
             raise ValueError("file is of another variant: its header contradicts the catalog")
+        if layout not in (None, header.layout):
+            raise ValueError("file is of another model: its header contradicts the model's layout")
         self._blocks = header.blocks()
         size, expected = source.nbytes, self._begin + sum(self._blocks[-1])
         if size != expected:
             word = "truncated" if size < expected else "too long"
             raise ValueError(f"file is {word}: {size} bytes instead of {expected}")
+        if layout is None and header.layout.nbytes(header.tokens) > _MOST_GROWTH * size:
+            raise OSError(errno.EFBIG, "it would grow too large, and no model says that it must")
         self.source, self._header, self.variant = source, header, variant
         self.tier, self.sequential = source.tier, source.sequential
         self._pieces = runs(self._codec, header.layout, header.tokens)
@@ -265,6 +291,8 @@ class StoredVariant:
                 codec.decode(block, out=out)
             except ValueError as error:
                 raise ValueError(f"data damaged: layer {layer} cannot be decoded: {error}") from error
+        if self.variant.payload.layout is not None and not in_range(out):
+            raise ValueError(f"data damaged: layer {layer} holds numbers that no model gives")
 
     def read_all(self) -> torch.Tensor:
         """Every layer, in order, once there is room; see `read`."""
@@ -303,14 +331,47 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
     return Unavailable(variant_id, f"it cannot be read: {why}")
 
 
-def _read_header(source: Source) -> tuple[Header, int]:
+def longest_header(variant: Variant, layout: KVLayout) -> int:
+    """How many bytes the header of this variant has at most. Raises ConfigError when its codec is unknown."""
+    codec = codec_named(variant.codec)
+    sums = ((0,) * len(runs(codec, layout, variant.tokens)),) * layout.layers
+    known = codec.block_bytes(layout, variant.tokens) is not None
+    sizes = () if known else (codec.most_bytes(layout, variant.tokens),) * layout.layers
+    return len(Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes).encode())
+
+
+def longest_payload(variant: Variant, layout: KVLayout) -> int:
+    """How many bytes header and blocks have together at most. Raises ConfigError when the codec is unknown."""
+    blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
+    return longest_header(variant, layout) + blocks
+
+
+def in_range(values: torch.Tensor) -> bool:
+    """Whether all of them are numbers, and none is larger than a key or value can be.
+
+    Compares bits, which sort as the sizes do: positive numbers as signed, negative ones as unsigned integers. Like this
+    it is a pass of NumPy without a copy; torch would share it among threads, which wait for each other.
+
+    >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]
+    [True, False, False, False]
+    """
+    narrow = values.dtype != torch.float32
+    kind = torch.int16 if narrow else torch.int32
+    largest = torch.tensor(min(_LARGEST, torch.finfo(values.dtype).max), dtype=values.dtype)
+    limit = int(largest.view(kind))
+    bits: np.ndarray = values.view(kind).numpy()
+    below = bits.view(np.uint16 if narrow else np.uint32)
+    return int(bits.max()) <= limit and int(below.max()) <= limit + (1 << (15 if narrow else 31))
+
+
+def _read_header(source: Source, longest: int) -> tuple[Header, int]:
     """The header and where the data begins. Raises ValueError when it is damaged, OSError."""
     first = bytearray(_ALIGNMENT)
     if source.nbytes < len(first):
         raise ValueError("file is truncated: it ends in its header")
     source.read(memoryview(first), 0)
     length = 8 + int.from_bytes(first[:8], "little")
-    if length > _LONGEST_HEADER or length % _ALIGNMENT:
+    if length > longest or length % _ALIGNMENT:
         raise ValueError("header damaged: length")
     if length > source.nbytes:
         raise ValueError("file is truncated: it ends in its header")

@@ -37,6 +37,8 @@ class Presence:
         """Whether the writer of this token still runs. False is final: tokens are never used twice."""
         if token == self.token:
             return True
+        if not (isinstance(token, str) and token.isalnum()):  # of a damaged row: no token of ours
+            return False
         try:
             descriptor = os.open(self._path(token), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -211,21 +211,21 @@ def test_no_fault_of_the_remote_costs_more_than_its_time_outs(
     proxy = make_proxy(server.port)
     engine = make_engine(f"redis://127.0.0.1:{proxy.port}/0", config=QUICK, loading=loading, host_bytes=0)
     assert engine.store.lookup("default", "nothing", ["warm"]) == {"warm": []}
-    lookup = engine.store.lookup
+    find = engine.store.find
 
-    def lookup_then_break(*args: Any, **how: Any) -> Any:
-        found = lookup(*args, **how)  # the rows come, and then it happens
+    def find_then_break(*args: Any, **how: Any) -> Any:
+        found = find(*args, **how)  # the rows come, and then it happens
         {"SIGKILL": server.kill, "SIGSTOP": server.stop}.get(fault, lambda: None)()
         proxy.delay_s = 2.0 if fault == "latency" else 0.0
         if fault in ("stall", "cut"):
             setattr(proxy, f"{fault}_after", 300_000)
         return found
 
-    engine.store.lookup = lookup_then_break  # type: ignore[method-assign]
+    engine.store.find = find_then_break  # type: ignore[method-assign]
     start = time.perf_counter()
     broken = ask(engine)
     took = time.perf_counter() - start
-    engine.store.lookup = lookup  # type: ignore[method-assign]
+    engine.store.find = find  # type: ignore[method-assign]
     assert broken.text == text
     assert engine.store.stats().remote.reads.get("whole", 0) < 3
     # All transfers begin, and time out, side by side; the rest is for a busy machine.
@@ -252,14 +252,14 @@ def test_an_s3_server_that_dies_in_the_middle_is_a_miss(
     url = s3_bucket(own_s3_server)
     text, alone_s = primed(make_engine, url)
     engine = make_engine(url, config=QUICK | {"lookup_timeout_s": 0.5})
-    lookup = engine.store.lookup
+    find = engine.store.find
 
-    def lookup_then_break(*args: Any, **how: Any) -> Any:
-        found = lookup(*args, **how)
+    def find_then_break(*args: Any, **how: Any) -> Any:
+        found = find(*args, **how)
         {"SIGKILL": own_s3_server.kill, "SIGSTOP": own_s3_server.stop}[fault]()
         return found
 
-    engine.store.lookup = lookup_then_break  # type: ignore[method-assign]
+    engine.store.find = find_then_break  # type: ignore[method-assign]
     start = time.perf_counter()
     assert ask(engine).text == text
     assert time.perf_counter() - start < alone_s + 0.5 + 2 * 0.6 + 1.0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
+T = TypeVar("T")
+# What a library raises of an answer that it did not expect, besides its own errors: it must not end all sending.
+ODD_ANSWERS = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError, OSError)
+LONGEST_ROWS = 4 << 20  # all rows of a chunk together; what is beyond is passed over, here and on the server
 PIECE_BYTES = 1 << 20  # of a transfer: large enough for the wire, small enough to be given up between two
 
 Outcome = Literal["sent", "already there", "no room", "too slow"]
@@ -51,6 +55,18 @@ class Usage:
     nbytes: int
 
 
+async def told(asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]) -> T:
+    """What a library answers; where it raises one of `errors` or `ODD_ANSWERS`, what `failure` makes of it.
+
+    Raised outside the handler: what the library said may hold a secret, and stays out of the chain of causes.
+    """
+    try:
+        return await asking
+    except (*errors, *ODD_ANSWERS) as error:
+        meant = failure(error)
+    raise meant
+
+
 class Backend(Protocol):
     """One kind of server. All coroutines run in one event loop, and any of them may be cancelled at any await.
 
@@ -59,7 +75,11 @@ class Backend(Protocol):
     """
 
     async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
-        """The rows in each place, as they are there, in as few round trips as can be."""
+        """The rows in each place, as they are there, in as few round trips as can be.
+
+        Of a place with more than `MOST_VARIANTS` or `LONGEST_ROWS` bytes of them, not all: nobody who keeps to the
+        rules has written those.
+        """
         ...
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:

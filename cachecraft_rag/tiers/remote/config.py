@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, fields
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
 
 from cachecraft_rag.errors import ConfigError
 
@@ -13,14 +15,56 @@ OBJECT_SCHEMES = frozenset({"s3", "gs", "az", "file", "memory"})
 _EXAMPLES = "redis://host:6379/0, rediss://…, unix:///path, s3://bucket/prefix, gs://…, az://…, file:///shared/folder"
 
 
-def redact(text: str) -> str:
-    """The text without passwords and signatures: what stands before an @ or behind a ? in any URL of it.
+KEY_VARIABLE, KEY_FILE_VARIABLE = "CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"
+SHORTEST_KEY = 16
+_FILE_BYTES = 1 << 16
+_HIDDEN = "(its text is left out: it may hold a part of the URL)"
+_SECRET_LETTERS = 3  # shorter pieces of a URL are in every text, and no secret
+# Behind the scheme: user and password, host and port, path; then what may hold more secrets. No @ but the one.
+_PARTS = re.compile(
+    r"//((?P<user>[^/?#@]*)@)?(?P<place>[\w.\-\[\]]*(:[0-9]{0,5})?)(?P<path>(/[\w.,+~%\-]*)*)(?P<rest>([?#].*)?)",
+    re.DOTALL | re.ASCII,
+)
 
-    >>> redact("cannot reach redis://me:secret@host:6379/0?password=secret (refused)")
-    'cannot reach redis://***@host:6379/0?*** (refused)'
+
+def shown_url(url: str) -> str:
+    """A URL as people and logs may see it: without what stands before the host's @ and behind ? or #.
+
+    Where it is not plain which @ that is, or what it is a URL of, only the scheme is shown, or nothing: a typo may put
+    a password anywhere.
+
+    >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
+    'redis://***@host:6379/0?***'
+    >>> shown_url("redis:/:secret@host"), shown_url("redis://:sec/ret@host"), shown_url("host:secret")
+    ('redis:***', 'redis:***', '***')
     """
-    text = re.sub(r"(\w+://)[^\s'\"]*@", r"\1***@", text)  # greedy: a password may hold an @ or a /
-    return re.sub(r"(\w+://[^\s?'\"]*)\?[^\s'\")]+", r"\1?***", text)
+    scheme, colon, rest = url.partition(":")
+    if not colon or scheme not in REDIS_SCHEMES | OBJECT_SCHEMES:
+        return "***"
+    parts = _PARTS.fullmatch(rest)
+    if parts is None or (scheme in REDIS_SCHEMES - {"unix"} and not re.fullmatch(r"(/[0-9]*)?", parts["path"])):
+        return f"{scheme}:***"
+    return (
+        f"{scheme}://{'***@' if parts['user'] else ''}{parts['place']}{parts['path']}{'?***' if parts['rest'] else ''}"
+    )
+
+
+def hidden(text: str, url: str) -> str:
+    """A library's message about this URL without its secrets; nothing of the message where it holds a part of them.
+
+    >>> hidden("cannot reach redis://me:secret@host:6379/0 (refused)", "redis://me:secret@host:6379/0")
+    'cannot reach redis://***@host:6379/0 (refused)'
+    >>> hidden("wrong password: 'sec/ret'", "redis://me:sec%2Fret@host")
+    '(its text is left out: it may hold a part of the URL)'
+    """
+    shown = shown_url(url)
+    text = text.replace(url, shown)
+    plain = {*re.findall(r"\w+", shown), *re.findall(r"[^:/@?#&=]+", shown)}
+    for form in (url, unquote(url), quote(url)):
+        for piece in (*re.findall(r"\w+", form), *re.findall(r"[^:/@?#&=]+", form)):
+            if len(piece) >= _SECRET_LETTERS and piece not in plain and piece in text:
+                return _HIDDEN
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +87,10 @@ class RemoteConfig:
     queue_bytes         chunk-caches waiting to be sent; what comes while it is full is dropped
     failures            so many time-outs or errors of a kind in a row, and the remote is left alone
     cool_down_s         … for so long; then one try in the background, with twice the pause after each that fails
+    key                 a secret that all engines share: what is sent is signed with it, and nothing else is believed.
+                        Else that of `key_file`, of the environment (CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE),
+                        or none: see docs/remote.md
+    key_file            a file with a key on each line: the first signs, all are believed
     """
 
     url: str = field(repr=False)
@@ -57,11 +105,15 @@ class RemoteConfig:
     queue_bytes: int = 256 << 20
     failures: int = 3
     cool_down_s: float = 5.0
+    key: str | None = field(default=None, repr=False)
+    key_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Check URL and ranges; raises ConfigError."""
         for setting in fields(self)[1:]:
             value = getattr(self, setting.name)
+            if setting.name in ("key", "key_file"):
+                continue
             if value is not None and not value > 0:
                 raise ConfigError(f"{setting.name} is {value}; a remote needs more than 0.")
         try:
@@ -72,9 +124,9 @@ class RemoteConfig:
         except ValueError:
             known = False
         if not known:
-            raise ConfigError(f"{redact(self.url)!r} is no remote; give a URL such as {_EXAMPLES}")
+            raise ConfigError(f"{self.shown!r} is no remote; give a URL such as {_EXAMPLES}")
         if not place and parts.scheme != "memory":
-            raise ConfigError(f"{redact(self.url)!r} names no host, bucket or path; give a URL such as {_EXAMPLES}")
+            raise ConfigError(f"{self.shown!r} names no host, bucket or path; give a URL such as {_EXAMPLES}")
 
     @property
     def scheme(self) -> str:
@@ -84,9 +136,42 @@ class RemoteConfig:
     @property
     def shown(self) -> str:
         """The URL as people and logs may see it."""
-        return redact(self.url)
+        return shown_url(self.url)
+
+    def hide(self, error: object) -> str:
+        """What a library says, as people and logs may see it."""
+        return hidden(str(error), self.url)
+
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys to sign with (the first) and to believe (all); none where the remote is not signed.
+
+        Raises ConfigError when a key is too short, or the file cannot be read; no key is ever part of the message.
+        """
+        told = self.key or (None if self.key_file else os.environ.get(KEY_VARIABLE))
+        path = self.key_file or os.environ.get(KEY_FILE_VARIABLE)
+        keys = [told] if told else [] if not path else _keys_in(Path(path))
+        if any(len(key) < SHORTEST_KEY for key in keys):
+            raise ConfigError(
+                f"a key of a remote needs at least {SHORTEST_KEY} characters; make one with `openssl rand -hex 32`"
+            )
+        return tuple(key.encode("utf-8", "surrogatepass") for key in keys)
 
     @property
     def lookup_limit_s(self) -> float:
         """`lookup_timeout_s`, or its default for this kind of remote."""
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
+
+
+def _keys_in(path: Path) -> list[str]:
+    """The keys in a file, one on each line. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        problem = f"the key file {path} cannot be read ({why}); write a key of `openssl rand -hex 32` into it"
+    else:
+        if keys := [line.strip() for line in text.splitlines() if line.strip()]:
+            return keys
+        problem = f"the key file {path} holds no key; write one of `openssl rand -hex 32` into it"
+    raise ConfigError(problem)

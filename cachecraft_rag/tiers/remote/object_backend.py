@@ -13,24 +13,33 @@ most, and one writer never does.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError, NotFoundError
 
-from cachecraft_rag.tiers.remote.base import PIECE_BYTES, Outcome, Parcel, Usage
-from cachecraft_rag.tiers.remote.config import RemoteConfig, redact
+from cachecraft_rag.expected import MOST_VARIANTS
+from cachecraft_rag.tiers.remote.base import LONGEST_ROWS, PIECE_BYTES, Outcome, Parcel, Usage, told
+from cachecraft_rag.tiers.remote.config import RemoteConfig
 from cachecraft_rag.tiers.remote.rows import ROOT
 
+T = TypeVar("T")
 _SHARE = 16
 _ABANDONED = timedelta(hours=1)  # a payload without a row: its upload is over, one way or the other
 _ONE_REQUEST = 8 << 20  # larger payloads are sent in parts
 _MOST_REMEMBERED = 100_000
+_MOST_LEVEL = 120  # a worth of 2 ** 60: no use gets so far
+# What `put` and `raise_worth` write, below `ROOT`; everything else is somebody else's.
+_PATH = re.compile(
+    r"(?P<name>[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{16})\.((?P<level>[0-9]{1,3})\.(?P<kind>row|up)|cache)"
+)
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
@@ -42,6 +51,7 @@ class _Entry:
     nbytes: int = 0
     level: int = -1
     row: str | None = None
+    row_bytes: int = 0
     payload: bool = False
     paths: list[str] = field(default_factory=list)
     newest: datetime = _LONG_AGO
@@ -69,8 +79,10 @@ class ObjectBackend:
             options["retry_config"] = {"max_retries": 0}
         try:
             self._store: Any = obstore.store.from_url(config.url, **options)
-        except BaseError as error:
-            raise ValueError(_told(error)) from error
+            return
+        except (BaseError, ValueError, TypeError, OSError) as error:
+            why = f"{type(error).__name__}: {config.hide(str(error).partition(chr(10))[0])}"
+        raise ValueError(why)
 
     async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
         """See `Backend.lookup`; two round trips, for all places at the same time."""
@@ -79,29 +91,36 @@ class ObjectBackend:
     async def _rows(self, place: str) -> list[bytes]:
         entries = await self._list(place)
         self._remember(entries)
-        paths = [entry.row for entry in entries if entry.row is not None and entry.payload]
+        most = max(MOST_VARIANTS, self._config.variants_per_chunk)
+        listed = [entry for entry in entries if entry.row is not None and entry.payload][:most]
+        sizes = itertools.accumulate(entry.row_bytes for entry in listed)
+        paths = [entry.row for entry, size in zip(listed, sizes, strict=True) if size <= LONGEST_ROWS]
         rows = await asyncio.gather(*(self._get(path) for path in paths))
         return [row for row in rows if row]
 
-    async def _get(self, path: str) -> bytes:
+    async def _get(self, path: str | None) -> bytes:
+        async def get() -> bytes:
+            return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
+
         try:
-            with _os_errors():
-                return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
+            return await self._told(get())
         except FileNotFoundError:
             return b""
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """See `Backend.read`."""
+
+        async def begin() -> Any:
+            return (await obstore.get_async(self._store, f"{ROOT}/{name}.cache")).stream(PIECE_BYTES)
+
+        async def go_on() -> Any:
+            return await anext(stream, None)
+
         try:
-            with _os_errors():
-                stream = (await obstore.get_async(self._store, f"{ROOT}/{name}.cache")).stream(PIECE_BYTES)
+            stream = await self._told(begin())
         except FileNotFoundError:
             return
-        while True:
-            with _os_errors():
-                piece = await anext(stream, None)
-            if piece is None:
-                return
+        while (piece := await self._told(go_on())) is not None:
             yield memoryview(piece)
 
     async def put(self, parcel: Parcel) -> Outcome:
@@ -120,13 +139,18 @@ class ObjectBackend:
         level = _level(parcel.worth)
         small = parcel.payload_bytes <= _ONE_REQUEST
         payload = b"".join(parcel.payload) if small else list(_pieces(parcel.payload))
-        with _os_errors():
-            await obstore.put_async(self._store, f"{ROOT}/{base}.cache", payload, use_multipart=not small)
-            await obstore.put_async(self._store, f"{ROOT}/{base}.{level}.row", parcel.row)
+        await self._write(f"{base}.cache", payload, use_multipart=not small)
+        await self._write(f"{base}.{level}.row", parcel.row)
         self._levels[base] = level
         crowd = sorted(entries, key=lambda entry: entry.rank)
         await self._delete(crowd[: max(0, len(crowd) + 1 - self._config.variants_per_chunk)])
         return "sent"
+
+    async def _write(self, path: str, data: Any, **how: Any) -> None:
+        async def write() -> None:
+            await obstore.put_async(self._store, f"{ROOT}/{path}", data, **how)
+
+        await self._told(write())
 
     async def _make_room(self, nbytes: int) -> None:
         """List everything, and delete the least worthy until a share is free for us."""
@@ -152,8 +176,7 @@ class ObjectBackend:
             raised = _level(2 ** (level / 2) + total)
             self._gains[name] = total
             if raised > level:
-                with _os_errors():
-                    await obstore.put_async(self._store, f"{ROOT}/{name}.{raised}.up", b"")
+                await self._write(f"{name}.{raised}.up", b"")
                 self._levels[name] = raised
                 del self._gains[name]
 
@@ -182,21 +205,13 @@ class ObjectBackend:
 
     async def _list(self, place: str) -> list[_Entry]:
         found: dict[str, _Entry] = {}
-        with _os_errors():
+
+        async def collect() -> None:
             async for batch in obstore.list(self._store, f"{ROOT}/{place}", chunk_size=1000):
                 for meta in batch:
-                    path = meta["path"]
-                    if "." not in path.rpartition("/")[2]:
-                        continue  # somebody else's
-                    name, *level, kind = path.removeprefix(f"{ROOT}/").split(".")
-                    entry = found.setdefault(name, _Entry(name))
-                    entry.paths.append(path)
-                    entry.nbytes += meta["size"]
-                    entry.newest = max(entry.newest, meta["last_modified"])
-                    entry.payload = entry.payload or kind == "cache"
-                    if len(level) == 1 and level[0].isdecimal():
-                        entry.level = max(entry.level, int(level[0]))
-                        entry.row = path if kind == "row" else entry.row
+                    _note(found, meta)
+
+        await self._told(collect())
         return list(found.values())
 
     def _remember(self, entries: Iterable[_Entry]) -> None:
@@ -211,16 +226,44 @@ class ObjectBackend:
         rest = [path for entry in entries for path in entry.paths if path != entry.row]
         for paths in (rows, rest):
             if paths:
-                with _os_errors():
-                    try:
-                        await obstore.delete_async(self._store, paths)
-                    except NotFoundError:  # a folder says so; another engine was quicker
-                        for path in paths:
-                            await self._delete_one(path)
+                try:
+                    await self._drop(paths)
+                except FileNotFoundError:  # a folder says so; another engine was quicker
+                    for path in paths:
+                        with suppress(FileNotFoundError):
+                            await self._drop([path])
 
-    async def _delete_one(self, path: str) -> None:
-        with suppress(NotFoundError):
-            await obstore.delete_async(self._store, path)
+    async def _drop(self, paths: Sequence[str]) -> None:
+        async def drop() -> None:
+            await obstore.delete_async(self._store, paths)
+
+        await self._told(drop())
+
+    async def _told(self, asking: Awaitable[T]) -> T:
+        """What obstore answers. Raises OSError, FileNotFoundError among them, with no secret in its text."""
+        return await told(asking, self._failure, BaseError)
+
+    def _failure(self, error: Exception) -> OSError:
+        # The first line of a message; the others show the inside of the library.
+        text = f"{type(error).__name__}: {self._config.hide(str(error).partition(chr(10))[0])}"
+        return FileNotFoundError(text) if isinstance(error, NotFoundError | FileNotFoundError) else OSError(text)
+
+
+def _note(found: dict[str, _Entry], meta: Any) -> None:
+    """Add one object of a listing to the entry of its variant."""
+    path = meta["path"]
+    match = _PATH.fullmatch(path.removeprefix(f"{ROOT}/"))
+    if match is None:
+        return
+    entry = found.setdefault(match["name"], _Entry(match["name"]))
+    entry.paths.append(path)
+    entry.nbytes += meta["size"]
+    entry.newest = max(entry.newest, meta["last_modified"])
+    entry.payload = entry.payload or match["kind"] is None
+    if match["level"] is not None:
+        entry.level = max(entry.level, min(int(match["level"]), _MOST_LEVEL))
+    if match["kind"] == "row":
+        entry.row, entry.row_bytes = path, meta["size"]
 
 
 def _level(worth: float) -> int:
@@ -229,25 +272,10 @@ def _level(worth: float) -> int:
     >>> _level(1.0), _level(2.0), _level(3.0), _level(1000.0)
     (0, 2, 3, 19)
     """
-    return max(0, math.floor(2 * math.log2(max(worth, 1.0))))
+    return min(max(0, math.floor(2 * math.log2(max(worth, 1.0)))), _MOST_LEVEL)
 
 
 def _pieces(payload: Sequence[memoryview]) -> Iterator[memoryview]:
     for part in payload:
         for start in range(0, part.nbytes, _ONE_REQUEST):
             yield part[start : start + _ONE_REQUEST]
-
-
-def _told(error: Exception) -> str:
-    """The first line of a message; the others show the inside of the library."""
-    return redact(f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    try:
-        yield
-    except (NotFoundError, FileNotFoundError) as error:
-        raise FileNotFoundError(_told(error)) from error
-    except (BaseError, OSError) as error:
-        raise OSError(_told(error)) from error

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from cachecraft_rag.tiers.remote.base import Backend, Parcel
 
@@ -99,17 +100,19 @@ class Outbox:
     async def _send(self, parcel: Parcel | None, gains: dict[str, float]) -> None:
         outcome = "the remote is left alone"
         if self._allowed():
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    if gains:
-                        await self._backend.raise_worth(gains)
-                    if parcel is not None:
-                        outcome = await self._backend.put(parcel)
-            # Time-outs too: a birth that others have to compute for themselves. The other kinds are what a library says
-            # of an answer that it did not expect, which must not end all sending.
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                outcome = "too slow" if isinstance(error, TimeoutError) else "failed"
-                logger.info("A chunk-cache or a use does not reach the remote: %s", error)
+            if gains:  # on their own: a use that cannot be counted must not keep a chunk-cache from being sent
+                await self._tried(self._backend.raise_worth(gains))
+            if parcel is not None:
+                outcome = await self._tried(self._backend.put(parcel))
         if parcel is not None:
             with self._state:
                 self.births[outcome] += 1
+
+    async def _tried(self, sending: Coroutine[Any, Any, str | None]) -> str:
+        """What became of it. Time-outs too: a birth that others have to compute for themselves."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await sending or ""
+        except OSError as error:
+            logger.info("A chunk-cache or a use does not reach the remote: %s", error)
+            return "too slow" if isinstance(error, TimeoutError) else "failed"

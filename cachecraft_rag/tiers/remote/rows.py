@@ -1,14 +1,13 @@
 """What a remote keeps besides payloads: a row per variant, and the names under which both lie.
 
-A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, and JSON. What is not exactly as it was written, or
-does not belong under the name it was found at, is no row.
+A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a signed remote a line with its
+signature. What is not exactly as it was written, or does not belong under the name it was found at, is no row.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 import struct
 from array import array
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +15,16 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types import LAYOUT_VERSION, TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.expected import unsound, unsound_scores
+from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
 LONGEST_ROW = 4 << 20
+# Of a variant, as they are; the others are put together. A field more or less is no row of ours.
+_FIELDS = (
+    "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
+    "reuse_frequency", "created", "primed",
+)  # fmt: skip
 _IMPOSSIBLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -33,21 +38,46 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Where the payload lies; `created` is part of it, so an old row never meets a newer payload."""
-        return f"{place_of(self.variant.key)}/{self.variant.variant_id}-{created_hex(self.variant.created)}"
+        """See `name_of`."""
+        return name_of(self.variant)
 
     def encode(self) -> bytes:
-        """The row's bytes."""
-        fields = {
-            **asdict(self.variant),
+        """The row's bytes, not signed."""
+        variant = self.variant
+        fields = {name: getattr(variant, name) for name in _FIELDS}
+        fields |= {
+            "key": asdict(variant.key),
             "layout_version": LAYOUT_VERSION,
             "token_inter": _encoded(self.token_scores.inter),
             "token_received": _encoded(self.token_scores.received),
             "payload_bytes": self.payload_bytes,
         }
-        del fields["home"], fields["session"]
+        if variant.payload.seal:
+            fields["seal"] = base64.b64encode(variant.payload.seal).decode()
         text = json.dumps(fields, separators=(",", ":")).encode("ascii")
-        return created_hex(self.variant.created).encode("ascii") + xxhash.xxh3_64_hexdigest(text).encode("ascii") + text
+        return framed(created_hex(variant.created).encode("ascii"), text)
+
+
+def name_of(variant: Variant) -> str:
+    """Where the payload lies; `created` is part of it, so an old row never meets a newer payload."""
+    return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
+
+
+def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
+    """A row: `created`, a checksum over what follows it, JSON, and behind a line's end what signs it, if anything does.
+
+    JSON as we write it holds no line's end.
+    """
+    rest = text + b"\n" + signature if signature else text
+    return created + xxhash.xxh3_64_hexdigest(rest).encode("ascii") + rest
+
+
+def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
+    """The inverse of `framed`. Raises ValueError when the checksum is wrong."""
+    if xxhash.xxh3_64_hexdigest(raw[32:]).encode("ascii") != raw[16:32]:
+        raise ValueError("row damaged: checksum")
+    text, _, signature = raw[32:].partition(b"\n")
+    return raw[:16], text, signature
 
 
 def created_hex(created: float) -> str:
@@ -66,30 +96,37 @@ def place_of(key: VariantKey) -> str:
 
 
 def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -> Row:
-    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else."""
+    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else.
+
+    Its signature, if it has one, is for `signing` to judge. How often others say it was used is not believed: who could
+    say so could keep it here for ever.
+    """
     try:
         if len(raw) > LONGEST_ROW:
             raise ValueError("length")
-        text = raw[32:]
-        if xxhash.xxh3_64_hexdigest(text).encode("ascii") != raw[16:32]:
-            raise ValueError("checksum")
+        created, text, _ = unframed(raw)
         fields = json.loads(text)
         if fields.pop("layout_version") != LAYOUT_VERSION:
             raise ValueError("layout version")
         payload_bytes = fields.pop("payload_bytes")
+        seal = base64.b64decode(fields.pop("seal", ""), validate=True)
         received = fields.pop("token_received", None)  # rows of before it was recorded lack it
         token_scores = TokenScores(_decoded(fields.pop("token_inter")), _decoded(received))
         key = fields.pop("key")
         key = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["birth_prefix"]))
-        inter = tuple(array("f", fields.pop("inter")))
-        variant = Variant(key=key, inter=inter, session=None, home="remote", **fields)
+        fields["inter"] = tuple(array("f", fields["inter"]))
+        fields.setdefault("primed", False)  # rows of before there was priming lack it
+        if fields.keys() != set(_FIELDS):
+            raise ValueError("fields")
+        payload = Payload(None, payload_bytes, seal)
+        variant = Variant(key=key, session=None, home="remote", payload=payload, **fields)
         _require(variant, payload_bytes, token_scores)
-        same = raw[:16].decode("ascii") == created_hex(variant.created)
+        same = created.decode("ascii") == created_hex(variant.created)
     except _IMPOSSIBLE as error:
         raise ValueError(f"row damaged: {type(error).__name__}: {error}") from error
     if not same or key != replace(key, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id):
         raise ValueError("row of another variant")
-    return Row(variant, token_scores, payload_bytes)
+    return Row(replace(variant, reuse_frequency=0.0), token_scores, payload_bytes)
 
 
 def _encoded(scores: np.ndarray | None) -> str | None:
@@ -102,20 +139,11 @@ def _decoded(text: str | None) -> np.ndarray | None:
 
 def _require(variant: Variant, payload_bytes: int, token_scores: TokenScores) -> None:
     """Raise ValueError unless every field is what the planner may count on: JSON says nothing about types."""
-    texts = (variant.tokens_digest, variant.codec, *variant.key.birth_prefix)
-    counts = (variant.tokens, variant.nbytes, payload_bytes)
-    numbers = (variant.intra, variant.cci, variant.exact_share, variant.reuse_frequency, variant.created)
-    sound = (
-        variant.variant_id == variant.key.variant_id
-        and all(isinstance(text, str) for text in texts)
-        and all(type(count) is int and count > 0 for count in counts)
-        and all(isinstance(number, int | float) and math.isfinite(number) for number in (*numbers, *variant.inter))
-        and type(variant.primed) is bool
-        and len(variant.inter) == len(variant.key.birth_prefix)
-        and all(
-            scores is None or scores.shape == (variant.tokens,)
-            for scores in (token_scores.inter, token_scores.received)
-        )
-    )
-    if not sound:
-        raise ValueError("fields")
+    if flaw := unsound(variant):
+        raise ValueError(flaw)
+    if variant.variant_id != variant.key.variant_id:
+        raise ValueError("id")
+    if type(payload_bytes) is not int or not 0 < payload_bytes < 1 << 62:
+        raise ValueError("payload")
+    if unsound_scores(token_scores, variant.tokens):
+        raise ValueError("token scores")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.tiers.layout import Encoded
+from cachecraft_rag.tiers.remote.signing import SLICE_BYTES
 from cachecraft_rag.types import TierName
 
 End = Literal["whole", "gone", "short", "failed"]
@@ -37,12 +38,15 @@ class RemoteStream(Closing):
         timeout_s: float,
         first_timeout_s: float,
         ended: Callable[[End], None],
+        confirms: Callable[[int, bytearray], bool] | None = None,
     ) -> None:
         """Begin to fetch. Raises RuntimeError when the tier is closed.
 
         `submit` hands a coroutine to the tier's event loop; `ended` is told once how it went, unless it was closed
-        before it had an end.
+        before it had an end. `confirms` says of each slice of `SLICE_BYTES`, by its number, whether it is as it was
+        signed: nothing of it is given away before.
         """
+        self._confirms, self._slices, self._unconfirmed = confirms, 0, memoryview(b"")
         self.nbytes = nbytes
         self._pieces, self._submit, self._ended = pieces, submit, ended
         self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
@@ -67,14 +71,14 @@ class RemoteStream(Closing):
         """Fill the whole buffer (bytes, writable) with what comes next.
 
         Raises TimeoutError when the remote pauses for too long, OSError when it fails, has too few bytes, or the stream
-        is closed. After an error the rest is lost.
+        is closed, ValueError when it is not what was signed. After an error the rest is lost.
         """
         if self._taken + buffer.nbytes > self.nbytes:
             self._fail("short", OSError(errno.EIO, "the remote's payload has fewer bytes than its header says"))
         done = 0
         while done < buffer.nbytes:
             if not self._left:
-                self._left = self._piece()
+                self._left = self._piece() if self._confirms is None else self._confirmed(self._confirms)
             step = min(len(self._left), buffer.nbytes - done)
             buffer[done : done + step] = self._left[:step]
             self._left = self._left[step:]
@@ -97,6 +101,21 @@ class RemoteStream(Closing):
             self._submit(coroutine)
         except RuntimeError:  # the tier is closed, and its loop has ended everything
             coroutine.close()
+
+    def _confirmed(self, confirms: Callable[[int, bytearray], bool]) -> memoryview:
+        """The next slice, which is as it was signed."""
+        wanted = min(SLICE_BYTES, self.nbytes - self._slices * SLICE_BYTES)
+        whole = bytearray()
+        while len(whole) < wanted:
+            if not self._unconfirmed:
+                self._unconfirmed = self._piece()
+            step = min(len(self._unconfirmed), wanted - len(whole))
+            whole += self._unconfirmed[:step]
+            self._unconfirmed = self._unconfirmed[step:]
+        if not confirms(self._slices, whole):
+            raise ValueError("its bytes are not those that were signed")
+        self._slices += 1
+        return memoryview(whole)
 
     def _piece(self) -> memoryview:
         """The next piece, which is not empty."""

@@ -17,17 +17,21 @@ from typing import Any, TypeVar
 
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.tiers.layout import Encoded
+from cachecraft_rag.expected import Expected, Found
+from cachecraft_rag.tiers.layout import Encoded, longest_payload
 from cachecraft_rag.tiers.remote.base import Backend, Parcel, Usage
 from cachecraft_rag.tiers.remote.breaker import Breaker, State
-from cachecraft_rag.tiers.remote.config import REDIS_SCHEMES, RemoteConfig, redact
+from cachecraft_rag.tiers.remote.config import REDIS_SCHEMES, RemoteConfig
 from cachecraft_rag.tiers.remote.outbox import Outbox
-from cachecraft_rag.tiers.remote.rows import Row, decode_row, place_of
+from cachecraft_rag.tiers.remote.rows import Row, decode_row, name_of, place_of
+from cachecraft_rag.tiers.remote.signing import DIGEST_BYTES, SLICE_BYTES, Signer
 from cachecraft_rag.tiers.remote.stream import End, RemoteStream
-from cachecraft_rag.types import TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import Payload, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
+MOST_ROW_BYTES = 8 << 20  # of one look-up: honest ones have a hundredth, and more would take its time to be read
+MOST_FOREIGN = 256
 MOST_ROWS = 20_000  # remembered, of what look-ups found and puts sent
 STATS_S = 2.0  # an administrator waits longer than a request, but not for ever
 ATTEMPTS, BACKOFF_S = 3, 0.01
@@ -67,6 +71,10 @@ class RemoteTier(Closing):
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing is waited for: a remote that is down is noticed by the first look-ups. Raises ConfigError."""
         self.config = config
+        keys = config.keys()
+        self._signer = Signer(keys) if keys else None
+        self._removed: OrderedDict[str, float] = OrderedDict()  # variant id → `created` of what was damaged
+        self._foreign: OrderedDict[str, bytes] = OrderedDict()  # variant id → a row there that is not signed as it must
         self._backend = _backend_of(config)
         self._breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
         self._lock = threading.Lock()
@@ -93,22 +101,66 @@ class RemoteTier(Closing):
 
     def lookup(self, namespace: str, fingerprint: str, chunk_ids: Sequence[str]) -> dict[str, list[Variant]]:
         """The shared variants of these chunks; every asked id is a key. Waits `config.lookup_limit_s` at most."""
-        found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
-        places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in found}
+        return self.find(namespace, fingerprint, chunk_ids).variants
+
+    def find(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], expected: Expected | None = None
+    ) -> Found:
+        """As `lookup`, and why what is there is refused. With `expected`, nothing that cannot be that is given.
+
+        What it refuses is removed there, but for what is not signed: a key that is wrong here must not empty the remote
+        for others.
+        """
+        found = Found({chunk_id: [] for chunk_id in chunk_ids})
+        places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in found.variants}
         outcome, answer = self._ask_rows(list(places.values()))
         with self._lock:
             self._lookups[outcome] += 1
+        left = MOST_ROW_BYTES
         for (chunk_id, place), rows in zip(places.items(), answer, strict=False):
             for raw in rows:
+                left -= len(raw)
+                if left < 0:
+                    found.refused[chunk_id] = "there are too many rows on the remote"
+                    break
                 try:
                     row = decode_row(raw, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id)
-                except ValueError as error:
+                    self._require(row, expected)
+                    if not self._is_signed(raw, row):
+                        found.refused[chunk_id] = "what the remote has of it is not signed with our key"
+                        continue
+                except (ValueError, ConfigError) as error:
                     logger.info("Row on the remote below %s: %s", place, error)
+                    found.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
+                    if isinstance(error, ConfigError):  # a codec of a newer version
+                        continue
                     self._in_background(partial(self._backend.remove_row, place, raw))
                     continue
                 self._remember(row)
-                found[chunk_id].append(row.variant)
+                found.variants[chunk_id].append(expected.informed(row.variant) if expected else row.variant)
         return found
+
+    def _require(self, row: Row, expected: Expected | None) -> None:
+        """Raise ValueError unless this may be a row of the model, and of what its payload may be; ConfigError."""
+        if expected is None:
+            return
+        if flaw := expected.flaw(row.variant):
+            raise ValueError(flaw)
+        if row.payload_bytes > longest_payload(row.variant, expected.layout):
+            raise ValueError("its payload is longer than any of so many tokens")
+
+    def _is_signed(self, raw: bytes, row: Row) -> bool:
+        """Whether a row may be believed; without a key every one is."""
+        if self._signer is None:
+            return True
+        slices = -(-row.payload_bytes // SLICE_BYTES)
+        if self._signer.signer_of(raw) is not None and len(row.variant.payload.seal) == slices * DIGEST_BYTES:
+            return True
+        with self._lock:
+            self._foreign[row.variant.variant_id] = raw
+            if len(self._foreign) > MOST_FOREIGN:
+                self._foreign.popitem(last=False)
+        return False
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """What is known of the tokens of each variant, from rows already seen; every asked id is a key."""
@@ -117,23 +169,25 @@ class RemoteTier(Closing):
         return {name: TokenScores() if row is None else _copied(row.token_scores) for name, row in rows.items()}
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
-        """Begin to read the payload of a variant that `lookup` gave; it is fetched from now on. Close the stream."""
-        with self._lock:
-            row = self._rows.get(variant.variant_id)
-        if row is None or row.variant.created != variant.created:
+        """Begin to read the payload of a variant that a look-up gave, here or in another process; close the stream."""
+        told = variant.payload
+        if self._removed.get(variant.variant_id) == variant.created:
             return Unavailable(variant.variant_id, "not on the remote any more")
+        if not told.nbytes:
+            return Unavailable(variant.variant_id, "no look-up on the remote gave it")
         if self._closed or not self._allowed():
             return Unavailable(variant.variant_id, "the remote is left alone after repeated failures")
-        timeout_s = self.config.read_timeout_s
-        pieces = self._backend.read(row.name)
+        timeout_s, signer = self.config.read_timeout_s, self._signer
+        pieces = self._backend.read(name_of(variant))
         try:
             return RemoteStream(
                 pieces,
-                row.payload_bytes,
+                told.nbytes,
                 submit=self._submit,
                 timeout_s=timeout_s,
                 first_timeout_s=timeout_s + self.config.connect_timeout_s,
                 ended=lambda end: self._ended(variant, end),
+                confirms=partial(signer.confirms, told.seal) if signer is not None else None,
             )
         except RuntimeError:
             return Unavailable(variant.variant_id, "the remote tier is closed")
@@ -141,18 +195,24 @@ class RemoteTier(Closing):
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; False when it is dropped. Private ones never leave the machine.
 
-        The blocks of `encoded` must not change any more.
+        The blocks of `encoded` must not change any more. Signing them takes the caller's time.
         """
         if variant.session is not None or self._closed:
             return False
-        row = Row(replace(variant, home="remote"), token_scores, encoded.nbytes)
-        place, _, name = row.name.rpartition("/")
         payload = (memoryview(encoded.header), *encoded.blocks)
+        seal = self._signer.seal(payload) if self._signer is not None else b""
+        facts = Payload(nbytes=encoded.nbytes, seal=seal)
+        row = Row(replace(variant, home="remote", payload=facts), token_scores, encoded.nbytes)
+        place, _, name = row.name.rpartition("/")
+        raw = row.encode() if self._signer is None else self._signer.sign(row.encode())
         with self._lock:
             known = variant.variant_id in self._rows
+            foreign = self._foreign.pop(variant.variant_id, None)
+        if foreign is not None:  # else nothing that is signed could ever take the place of what is not
+            self._in_background(partial(self._backend.remove_row, place, foreign))
         if not known:  # what a look-up told is where the remote's own copy lies
             self._remember(row)
-        return self._outbox.offer(Parcel(place, name, row.encode(), 1.0 + variant.exact_share, payload))
+        return self._outbox.offer(Parcel(place, name, raw, 1.0 + variant.exact_share, payload))
 
     def raise_frequency(self, variant_id: str, gain: float) -> None:
         """f_r += gain there too, in the background, if this process has seen the variant there.
@@ -170,8 +230,10 @@ class RemoteTier(Closing):
             row = self._rows.get(variant.variant_id)
             if row is not None and row.variant.created == variant.created:
                 del self._rows[variant.variant_id]
-        if row is not None:
-            self._in_background(partial(self._backend.remove, row.name))
+            self._removed[variant.variant_id] = variant.created
+            if len(self._removed) > MOST_ROWS:
+                self._removed.popitem(last=False)
+        self._in_background(partial(self._backend.remove, name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
 
@@ -270,7 +332,7 @@ class RemoteTier(Closing):
     def _note_failure(self, kind: str, error: object) -> None:
         if self._breaker.failed(kind):
             logger.warning(
-                "The remote %s is left alone for a while: %s", self.config.shown, redact(str(error)) or "too slow"
+                "The remote %s is left alone for a while: %s", self.config.shown, self.config.hide(error) or "too slow"
             )
 
     def _ended(self, variant: Variant, end: End) -> None:
@@ -287,6 +349,7 @@ class RemoteTier(Closing):
         with self._lock:
             self._rows[row.variant.variant_id] = row
             self._rows.move_to_end(row.variant.variant_id)
+            self._removed.pop(row.variant.variant_id, None)
             if len(self._rows) > MOST_ROWS:
                 self._rows.popitem(last=False)
 
@@ -363,5 +426,7 @@ def _backend_of(config: RemoteConfig) -> Backend:
         raise ConfigError(
             f"A remote needs the package {error.name!r}; type: pip install 'cachecraft-rag[remote]'"
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"The remote {config.shown} cannot be used: {redact(str(error))}") from None
+    except (ValueError, TypeError) as error:
+        why = config.hide(error)
+    # Outside the handler: what the library said stays out of the chain of causes.
+    raise ConfigError(f"The remote {config.shown} cannot be used: {why}")
