@@ -387,7 +387,7 @@ class Engine(Closing):
             request.first_token_s = request.clock()
         if len(answer) == 1:
             return output.logits[None]
-        with self.turn:
+        with self.turn.take():
             rest = decode_along(self.decoder, output.merged, answer[:-1], request.prompt.bounds[-1])
         return torch.cat((output.logits[None], rest))
 
@@ -413,7 +413,7 @@ class Engine(Closing):
                 request.finish = "length"
                 break
             if not ahead:
-                with self.turn:
+                with self.turn.take():
                     started = time.perf_counter()
                     logits = decode_step(self.decoder, output.merged, token, position)
                     self.speed.stepped(time.perf_counter() - started)
