@@ -207,10 +207,10 @@ def _unpacked(scores: bytes | None) -> np.ndarray | None:
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
-    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0) -> None:
+    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
-        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s)
+        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s, read_only=read_only)
 
     def close(self) -> None:
         """Let go of the file; any later call raises StoreError."""
@@ -355,7 +355,7 @@ class Catalog:
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
-        with self._db.writing() as connection:
+        with self._db.writing() if limits else self._db.reading() as connection:
             connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
             return dict(connection.execute("SELECT name, value FROM limits").fetchall())
 

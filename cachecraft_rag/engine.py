@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
@@ -24,6 +25,7 @@ from cachecraft_rag.calibration import Calibration, load_calibration
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.decode import Sampler, TextStream
+from cachecraft_rag.errands import Errands
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.loading.cake import TwoEnds
 from cachecraft_rag.loading.loader import Loader
@@ -32,6 +34,7 @@ from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
+from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
 from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, stats_of
 from cachecraft_rag.selfcheck import self_check
@@ -86,12 +89,16 @@ class AnswerOptions(TypedDict, total=False):
 class Generation(Iterator[str]):
     """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
 
-    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats]) -> None:
-        self._pieces, self._stats = pieces, stats
+    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], errands: Errands) -> None:
+        self._pieces, self._stats, self._errands = pieces, stats, errands
         self.text = ""
 
     def __next__(self) -> str:
-        piece = next(self._pieces)
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self._errands.wait()
+            raise
         self.text += piece
         return piece
 
@@ -101,7 +108,7 @@ class Generation(Iterator[str]):
         return self._stats()
 
     def close(self) -> None:
-        """End the answer here; what was born is kept."""
+        """End the answer here; what was born is kept, in the background. Finalisers may call this."""
         self._pieces.close()
 
 
@@ -156,6 +163,8 @@ class Engine(Closing):
         self.loader = Loader(store, decoder.layout.layers)
         self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self._opened = ExitStack()  # what `close` closes besides the births
+        self._home = HomeProcess("engine")
+        self._errands = Errands("cachecraft-endings")  # what answers leave behind
         self.births = BirthQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, turn=self.turn
         )
@@ -222,7 +231,8 @@ class Engine(Closing):
         request = self._request(
             question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
         )
-        return Generation(self._pieces(request), lambda: stats_of(request, self.decoder.layout.layers))
+        stats = partial(stats_of, request, self.decoder.layout.layers)
+        return Generation(self._pieces(request), stats, self._errands)
 
     def examine(
         self,
@@ -261,7 +271,10 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Finish the births under way. A store that `from_pretrained` did not open stays open."""
+        if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
+            return
         with self._opened:
+            self._errands.close()
             self.births.close()
 
     def _request(
@@ -275,6 +288,7 @@ class Engine(Closing):
         config: ReuseConfig | None,
     ) -> Request:
         started = time.perf_counter()
+        self._home.require()
         if not all(isinstance(chunk, Chunk) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
@@ -289,11 +303,13 @@ class Engine(Closing):
         output = self._prefill(request)
         try:
             yield from self._decode(request, output)
-        finally:
+        finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `Errands`
             request.finish = request.finish or "closed"
-            self._settle(request, output)
+            request.ended_s = request.clock()
+            self._errands.add(partial(self._settle, request, output))
 
     def _prefill(self, request: Request) -> PrefillOutput:
+        self._home.require()
         try:
             self._resolve(request)
             return self._compute(request)
@@ -308,6 +324,7 @@ class Engine(Closing):
         found: dict[str, list[Variant]] = {}
         if request.config.reuse:
             ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
+            self._errands.wait()
             self.births.wait_for(ids)
             found = self.store.lookup(self.namespace, self.decoder.fingerprint, ids, session=request.session)
         lost: dict[str, str] = {}
@@ -413,6 +430,7 @@ class Engine(Closing):
                 request.finish = "length"
                 break
             if not ahead:
+                self._home.require()
                 with self.turn.take():
                     started = time.perf_counter()
                     logits = decode_step(self.decoder, output.merged, token, position)
@@ -426,7 +444,7 @@ class Engine(Closing):
 
     def _settle(self, request: Request, output: PrefillOutput) -> None:
         """After the answer: count the uses and hand over the births; returns at once."""
-        request.ended_s = request.clock()
+        request.ended_s = request.ended_s or request.clock()
         for planned in request.plan.segments:
             if planned.variant is not None:
                 self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
+from cachecraft_rag.processes import HomeProcess
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,6 +49,7 @@ class Embedder:
     ) -> None:
         self.name, source, local_only = _locate(model)
         self.batch_size = batch_size
+        self._home = HomeProcess("embedding model")
         self._lock = threading.Lock()  # a fast tokenizer that two threads set to truncate raises "Already borrowed"
         self._model = _load(source, device=device, local_files_only=local_files_only or local_only)
         self._tokenizer = _counting_tokenizer(self._model)
@@ -98,6 +100,7 @@ class Embedder:
         return self._encode(texts, "encode_query", progress)
 
     def _encode(self, texts: Sequence[str], method: str, progress: Progress | None) -> NDArray[np.float32]:
+        self._home.require()
         if isinstance(texts, str):
             raise TypeError("texts must be a list of texts, not one text: put it in brackets")
         if not texts:

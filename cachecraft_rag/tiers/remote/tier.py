@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.tiers.layout import Encoded
 from cachecraft_rag.tiers.remote.base import Backend, Parcel, Usage
 from cachecraft_rag.tiers.remote.breaker import Breaker, State
@@ -67,6 +68,7 @@ class RemoteTier(Closing):
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing is waited for: a remote that is down is noticed by the first look-ups. Raises ConfigError."""
         self.config = config
+        self._home = HomeProcess("remote tier")
         self._backend = _backend_of(config)
         self._breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
         self._lock = threading.Lock()
@@ -203,6 +205,8 @@ class RemoteTier(Closing):
 
     def close(self) -> None:
         """Send what is waiting, for `config.close_timeout_s` at most, then give up whatever is in flight."""
+        if not self._home.here:  # a fork of its process has neither its loop nor what waits there
+            return
         with self._lock:
             if self._closed:
                 return
