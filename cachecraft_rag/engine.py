@@ -327,6 +327,7 @@ class Engine(Closing):
             self._errands.wait()
             self.births.wait_for(ids)
             found = self.store.lookup(self.namespace, self.decoder.fingerprint, ids, session=request.session)
+            request.remote = self.store.remote_outcome
         lost: dict[str, str] = {}
         while True:
             plan = make_plan(request.prompt, found, request.config, lost=lost)

@@ -40,6 +40,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # of the answer, with the one that ended it
     generated: int = 0
     finish: Finish | None = None
+    remote: str | None = None  # how it took the look-up
 
     def clock(self) -> float:
         """Seconds since the call."""
@@ -102,6 +103,7 @@ def stats_of(request: Request, layers: int) -> RequestStats:
         focus_layer=request.focus_layer,
         finish=request.finish,
         chunks=tuple(_chunk_stats(request)),
+        remote=request.remote,
     )
 
 

@@ -216,3 +216,5 @@ def print_stats(stats: RequestStats) -> None:
         style="dim",
         highlight=False,
     )
+    if stats.remote not in (None, "answered"):
+        err.print(f"the remote was done without: {stats.remote}", style="yellow")

@@ -52,6 +52,7 @@ class ChunkCacheStore(Closing):
         )
         self.throttle = self._durable.disk.throttle
         self.config = replace(config, **asdict(self._durable.limits))
+        self._asked = threading.local()
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._queued_bytes = 0
@@ -107,11 +108,17 @@ class ChunkCacheStore(Closing):
             self._warn_once("lookup", f"Nothing can be reused: {error}")
             found = {}
         found = {chunk_id: found.get(chunk_id, []) for chunk_id in chunk_ids}
-        self._look_further(namespace, fingerprint, found)
+        self._asked.remote = self._look_further(namespace, fingerprint, found)
         hits = sum(map(bool, found.values()))
         with self._lock:
             self._lookups.update({"found": hits, "no variant": len(found) - hits})
         return found
+
+    @property
+    def remote_outcome(self) -> str | None:
+        """How the remote took the last `lookup` of this thread: "answered", or why not; None where it was not asked."""
+        outcome: str | None = getattr(self._asked, "remote", None)
+        return outcome
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """What is known of the tokens of each variant, by variant id; every asked id is a key."""
@@ -385,17 +392,18 @@ class ChunkCacheStore(Closing):
 
     # -- the remote ---------------------------------------------------------------------------------------------------
 
-    def _look_further(self, namespace: str, fingerprint: str, found: dict[str, list[Variant]]) -> None:
+    def _look_further(self, namespace: str, fingerprint: str, found: dict[str, list[Variant]]) -> str | None:
         """Add what the remote has of chunks of which too little is here; a variant that is here too stays as it is.
 
-        After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
+        Returns how it answered, None where it was not asked. After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
         """
         if self._remote is None:
-            return
+            return None
         few = [chunk_id for chunk_id, here in found.items() if len(here) < self._remote.config.ask_below]
         for chunk_id, there in self._remote.lookup(namespace, fingerprint, few).items() if few else ():
             here = {variant.variant_id for variant in found[chunk_id]}
             found[chunk_id] += [variant for variant in there if variant.variant_id not in here]
+        return self._remote.last_outcome if few else None
 
     def _keep_copy(self, variant: Variant, encoded: Encoded) -> None:
         """Write what came from the remote to the local disk, in the background, if the queue has room."""

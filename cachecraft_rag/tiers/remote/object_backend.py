@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from shlex import quote
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, NotFoundError
@@ -62,9 +65,10 @@ class ObjectBackend:
         self._levels: dict[str, int] = {}  # by place/name, as last listed or written
         self._gains: dict[str, float] = {}  # not yet enough for the next level
         options: dict[str, Any] = {}
-        if config.scheme == "file":
-            options["mkdir"] = True
-        elif config.scheme != "memory":
+        self._folder = unquote(urlsplit(config.url).path) if config.scheme == "file" else None
+        if self._folder is not None and not os.path.isdir(self._folder):  # made here, it would hide a missing mount
+            raise ValueError(f"there is no folder {self._folder}; mount it, or make it: mkdir -p {quote(self._folder)}")
+        if config.scheme not in ("file", "memory"):
             # Retried by the tier, within its time limits. No client options: they would hide those of the environment.
             options["retry_config"] = {"max_retries": 0}
         try:
@@ -74,6 +78,7 @@ class ObjectBackend:
 
     async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
         """See `Backend.lookup`; two round trips, for all places at the same time."""
+        await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
 
     async def _rows(self, place: str) -> list[bytes]:
@@ -106,6 +111,7 @@ class ObjectBackend:
 
     async def put(self, parcel: Parcel) -> Outcome:
         """See `Backend.put`."""
+        await self._require_folder()
         base = f"{parcel.place}/{parcel.name}"
         entries = [entry for entry in await self._list(parcel.place) if entry.row is not None]
         if any(entry.name.startswith(f"{parcel.place}/{parcel.variant_id}") for entry in entries):
@@ -143,8 +149,14 @@ class ObjectBackend:
         await self._delete(gone)
         self._granted = max(0, min(share, self._config.budget_bytes - used))
 
+    async def _require_folder(self) -> None:
+        """Raise OSError where the folder has vanished: listing would find nothing, and writing make it anew."""
+        if self._folder is not None and not await asyncio.to_thread(os.path.isdir, self._folder):
+            raise FileNotFoundError(f"the folder {self._folder} is not there any more; is it mounted?")
+
     async def raise_worth(self, gains: Mapping[str, float]) -> None:
         """See `Backend.raise_worth`; written when it reaches the next level."""
+        await self._require_folder()
         for name, gain in gains.items():
             if (level := self._levels.get(name)) is None:
                 continue

@@ -72,7 +72,8 @@ class RemoteTier(Closing):
         self._backend = _backend_of(config)
         self._breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
         self._lock = threading.Lock()
-        self._closed = False
+        self._said = threading.local()
+        self._closed = self._told = False
         self._rows: OrderedDict[str, Row] = OrderedDict()
         self._lookups: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
@@ -98,6 +99,7 @@ class RemoteTier(Closing):
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in found}
         outcome, answer = self._ask_rows(list(places.values()))
+        self._said.outcome = outcome
         with self._lock:
             self._lookups[outcome] += 1
         for (chunk_id, place), rows in zip(places.items(), answer, strict=False):
@@ -111,6 +113,12 @@ class RemoteTier(Closing):
                 self._remember(row)
                 found[chunk_id].append(row.variant)
         return found
+
+    @property
+    def last_outcome(self) -> str | None:
+        """How the last look-up of this thread went, as in `RemoteStats.lookups`; None before the first."""
+        outcome: str | None = getattr(self._said, "outcome", None)
+        return outcome
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """What is known of the tokens of each variant, from rows already seen; every asked id is a key."""
@@ -272,10 +280,12 @@ class RemoteTier(Closing):
             logger.warning("The remote %s answers again", self.config.shown)
 
     def _note_failure(self, kind: str, error: object) -> None:
+        what = redact(str(error)) or "too slow"
         if self._breaker.failed(kind):
-            logger.warning(
-                "The remote %s is left alone for a while: %s", self.config.shown, redact(str(error)) or "too slow"
-            )
+            logger.warning("The remote %s is left alone for a while: %s", self.config.shown, what)
+        elif not self._told:  # a single question would otherwise end before the breaker says anything
+            logger.warning("The remote %s gives nothing, and is done without: %s", self.config.shown, what)
+        self._told = True
 
     def _ended(self, variant: Variant, end: End) -> None:
         with self._lock:
