@@ -494,8 +494,8 @@ class ChunkCacheStore(Closing):
         if gone:
             self._warn_once(
                 GONE,
-                f"The folder {self.root} was deleted, or is out of reach: nothing of it is reused, and nothing is kept. "
-                "Open the store again to go on with a new one",
+                f"The folder {self.root} was deleted, or is out of reach: nothing of it is reused, and nothing is "
+                "kept. Open the store again to go on with a new one",
             )
         return gone
 
