@@ -18,6 +18,7 @@ How several threads and processes share the file is the concern of `database`.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cachecraft_rag.checks import check_kind, check_number, check_text
 from cachecraft_rag.database import Database
 from cachecraft_rag.types import TokenScores, Variant, VariantKey
 
@@ -149,6 +151,15 @@ class RowFilter:
     chunk_ids: tuple[str, ...] | None = None
     chunk_prefix: str | None = None
     created_before: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        for name in ("namespace", "fingerprint", "chunk_prefix"):
+            check_text(name, getattr(self, name), optional=True)
+        check_kind("chunk_ids", self.chunk_ids, (tuple, list), optional=True)
+        for chunk_id in self.chunk_ids or ():
+            check_text("each of chunk_ids", chunk_id)
+        check_number("created_before", self.created_before, least=-math.inf, optional=True)
 
     def as_sql(self) -> tuple[str, list[str | float]]:
         """A condition on variants `v` and scopes `s`, and its parameters.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
 from cachecraft_rag.calibration import Calibration, load_calibration
+from cachecraft_rag.checks import check_flag, check_kind, check_names, check_path, check_text, check_whole
 from cachecraft_rag.closing import Closing
-from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.config import ReuseConfig, SamplingParams, check_engine
 from cachecraft_rag.decode import Sampler, TextStream
 from cachecraft_rag.errands import Errands
 from cachecraft_rag.errors import ConfigError
@@ -36,7 +37,7 @@ from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
 from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
-from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, stats_of
+from cachecraft_rag.request import Request, check_asked, monitor_of, reused_segments, scout_of, stats_of
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
@@ -149,6 +150,11 @@ class Engine(Closing):
         private_system: bool = False,
         best_last: bool = True,
     ) -> None:
+        check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
+        check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
+        check_engine(namespace=namespace, reuse=config, system=system)
+        check_flag("private_system", private_system)
+        check_flag("best_last", best_last)
         self.decoder, self.store, self.namespace = decoder, store, namespace
         self.config = config or ReuseConfig()
         self.calibration: Calibration | None = None
@@ -182,11 +188,15 @@ class Engine(Closing):
         Raises:
             ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
         """
-        known = EngineOptions.__annotations__
-        if unknown := sorted(options.keys() - known.keys()):
-            raise ConfigError(f"{', '.join(unknown)}: no such option; there are {', '.join(known)}")
+        check_names(options, EngineOptions.__annotations__)
+        check_text("model", model, empty=False)
+        check_path("store", store)
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         settings = {name: given[name] for name in StoreSettings.__annotations__.keys() & given.keys() - {"device"}}
+        system = given.get("system", DEFAULT_SYSTEM)
+        check_engine(namespace=given.get("namespace", "default"), reuse=given.get("reuse"), system=system)
+        for name in ("dtype", "device"):
+            check_text(name, given.get(name, "auto"))
         StoreConfig(**settings)  # what is wrong is said before a model is loaded
         decoder = Decoder.load(model, dtype=given.get("dtype", "auto"), device=given.get("device", "auto"))
         self_check(decoder)
@@ -199,7 +209,7 @@ class Engine(Closing):
                 caches,
                 namespace=given.get("namespace", "default"),
                 config=given.get("reuse"),
-                system=given.get("system", DEFAULT_SYSTEM),
+                system=system,
             )
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
@@ -228,6 +238,7 @@ class Engine(Closing):
             ContextLengthError: question, history and answer do not fit the model's context.
             ConfigError: the question is empty or the history does not alternate.
         """
+        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         request = self._request(
             question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
         )
@@ -253,9 +264,12 @@ class Engine(Closing):
         Raises:
             ContextLengthError, ConfigError: as in `stream`.
         """
+        sampling = SamplingParams(max_new_tokens=max_new_tokens)
+        check_kind("along", along, (list, tuple), optional=True, advice="write a list of token ids")
+        for token in along or ():
+            check_whole("each token of along", token, most=self.decoder.model.config.vocab_size - 1)
         if along is not None and not 0 < len(along) <= max_new_tokens:
             raise ConfigError(f"the answer to go along has {len(along)} tokens; it needs 1 to {max_new_tokens}")
-        sampling = SamplingParams(max_new_tokens=max_new_tokens)
         request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
         output = self._prefill(request)
         if along is None:
@@ -289,7 +303,9 @@ class Engine(Closing):
     ) -> Request:
         started = time.perf_counter()
         self._home.require()
-        if not all(isinstance(chunk, Chunk) for chunk in chunks):
+        check_asked(question, history, session=session, config=config)
+        check_kind("chunks", chunks, Iterable, advice="write a list of Chunk objects")
+        if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
         return Request(prompt, self._calibrated(config or self.config), sampling, session, started)

@@ -8,6 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, Unpack
 
+from cachecraft_rag.checks import (
+    check_callable,
+    check_flag,
+    check_kind,
+    check_names,
+    check_path,
+    check_text,
+    check_whole,
+)
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import IndexStoreError
@@ -90,6 +99,7 @@ class CacheCraft(Closing):
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
+        check_path("embeddings", embeddings)
         with ExitStack() as opened:
             engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
             embedder = Embedder(embeddings)
@@ -111,9 +121,13 @@ class CacheCraft(Closing):
         Args:
             prime: also bear the chunk-caches of all documents, so that the first question is fast too (see `prime`).
         """
+        check_flag("prime", prime)
+        check_callable("progress", progress)
         if isinstance(documents, str | os.PathLike):
+            check_path("documents", documents)
             report = index_folder(documents, self.index, self.embedder, progress=progress)
         else:
+            check_kind("documents", documents, Iterable, advice="name a folder, or write a list of Document objects")
             report = index_documents(documents, self.index, self.embedder, progress=progress)
         self.engine.store.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
         if prime:
@@ -126,6 +140,7 @@ class CacheCraft(Closing):
         Args:
             progress: called with (documents done, documents in all).
         """
+        check_callable("progress", progress)
         primer = Primer(self.engine)
         documents = self.index.documents()
         born = 0
@@ -137,6 +152,9 @@ class CacheCraft(Closing):
 
     def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
         """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
+        if not isinstance(question, str):
+            check_text("question", question)
+        check_whole("top_k", top_k, least=1)
         hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
@@ -156,6 +174,10 @@ class CacheCraft(Closing):
             top_k, where: how many chunks to retrieve, and which may be (see `FaissStore.search`).
             answering: history, session, sampling, config: see `Engine.stream`.
         """
+        check_names(answering, AnswerOptions.__annotations__)
+        if not isinstance(question, str):
+            check_text("question", question)
+        check_whole("top_k", top_k, least=1)
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
         generation = self.engine.stream(question, [Chunk(hit.text, hit.metadata) for hit in hits], **answering)
         return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from cachecraft_rag.checks import check_kind, check_text, shown
 from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.planner import Plan, with_selection
 from cachecraft_rag.prompt import Prompt
@@ -126,3 +129,15 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
         )
     for chunk_id in request.prompt.trimmed:
         yield ChunkStats(chunk_id, "trimmed", "the prompt was full: chunks are left out from the last-ranked on")
+
+
+def check_asked(question: object, history: object, *, session: object, config: object) -> None:
+    """What every question brings with it but chunks; raises ConfigError."""
+    if not isinstance(question, str):  # half a surrogate pair from a terminal is let through: it becomes a "?"
+        check_text("question", question)
+    check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
+    for turn in cast(Sequence[object], history):
+        if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
+            raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
+    check_text("session", session, optional=True)
+    check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")

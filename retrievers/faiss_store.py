@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from cachecraft_rag.checks import check_mapping, check_path, check_whole
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.database import can_be_written, connect_read_only
-from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
 from cachecraft_rag.retrievers.schema import model_name, prepare
@@ -119,6 +120,7 @@ class FaissStore(Closing):
         `name@digest` only the digest counts. Raises `IndexStoreError` where there is no store, where it was made with
         another embedding model, and where its database is damaged.
         """
+        check_path("folder", folder)
         path = Path(folder)
         if not (path / DATABASE).is_file() and (dim is None or embedder_fingerprint is None):
             raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
@@ -222,8 +224,9 @@ class FaissStore(Closing):
                 function returns true; the hit then carries that owner's metadata. The filter is applied before the
                 search, so it never costs hits. A function sees every owner's metadata and must not call the store.
         """
-        if k < 1:
-            raise ConfigError(f"cannot search for {k} chunks; ask for at least 1")
+        check_whole("k", k, least=1)
+        if where is not None and not callable(where):
+            check_mapping("where", where)
         query = self._checked(np.asarray(vector)[None], 1)[0]
         with self._transaction("DEFERRED") as db:  # one snapshot: what the index finds, the rows still hold
             index = self._synchronised(db)

@@ -20,7 +20,10 @@ FOLDERS = {
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "bridge", "closing", "markup", "throttle", "kernels"}),
     frozenset({"database", "documents", "chunking", "prompt", "scoring", "drift", "plotting"})
-    | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"} | frozenset({"errands", "processes"})),
+    | frozenset(
+        {"codecs", "selection", "focus", "embedded", "stats", "turns"}
+        | frozenset({"checks", "errands", "hub", "processes"})
+    ),
     frozenset({"config", "catalog", "tiers", "births"})
     | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),
     frozenset(

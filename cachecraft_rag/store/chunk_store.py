@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self, TypeVar, Unpack
 
 from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.processes import HomeProcess
@@ -84,6 +85,8 @@ class ChunkCacheStore(Closing):
         Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
         setting.
         """
+        check_path("root", root)
+        check_kind("config", config, StoreConfig, optional=True)
         whole = configured(config or StoreConfig(), settings)
         told = [name for name in _LASTING if config is not None or name in settings]
         return cls(Path(root), whole, limits={name: getattr(whole, name) for name in told})
@@ -100,6 +103,8 @@ class ChunkCacheStore(Closing):
         then computes everything, which is better than no answer. Raises StoreError only after `close`.
         """
         self._check_open()
+        check_text("namespace", namespace)
+        check_text("session", session, optional=True)
         try:
             found = (
                 {} if self._gone() else self._durable.catalog.lookup(namespace, fingerprint, chunk_ids, session=session)
@@ -231,6 +236,7 @@ class ChunkCacheStore(Closing):
         the caller.
         """
         self._home.require()
+        check_kind("birth", birth, Birth)
         variant = self._variant_of(birth)
         with self._lock:
             reason = self._refusal(birth, variant)
@@ -292,6 +298,9 @@ class ChunkCacheStore(Closing):
 
     def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of what is stored, private variants included, the most worthy first. Raises StoreError."""
+        check_kind("chosen", chosen, RowFilter, optional=True)
+        check_whole("offset", offset)
+        check_whole("limit", limit, least=1)
         self._require_folder()
         return self._durable.catalog.rows(chosen or RowFilter(), offset=offset, limit=limit)
 
@@ -300,6 +309,8 @@ class ChunkCacheStore(Closing):
 
         Raises ConfigError when neither says what to remove, StoreError when the catalog cannot be written.
         """
+        check_kind("chosen", chosen, RowFilter, optional=True)
+        check_whole("down_to_bytes", down_to_bytes, optional=True)
         self._require_folder()
         chosen = chosen or RowFilter()
         if chosen == RowFilter() and down_to_bytes is None:
@@ -327,6 +338,7 @@ class ChunkCacheStore(Closing):
         False when that takes longer than `timeout` seconds.
         """
         self._home.require()
+        check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
         done, until = threading.Event(), None if timeout is None else time.monotonic() + timeout
         written = self._in_background(done.set) is None or done.wait(timeout)
         left = None if until is None else max(0.0, until - time.monotonic())
