@@ -134,7 +134,7 @@ class BirthQueue:
     ) -> None:
         describer = BirthDescriber(birth, recorder.settings, bounds=context.bounds, sink_tokens=context.sink_tokens)
         for layer in range(self._layout.layers):
-            with self._turn:
+            with self._turn.take():
                 describer.add_layer(layer, keys[layer])
         found = describer.statistics()
         stored = self._store.put(

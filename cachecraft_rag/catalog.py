@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from cachecraft_rag.catalog_rows import (
 )
 from cachecraft_rag.catalog_rows import pack_ids as pack_ids
 from cachecraft_rag.catalog_rows import unpack_ids as unpack_ids
+from cachecraft_rag.checks import check_kind, check_number, check_text
 from cachecraft_rag.database import Database
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.expected import unsound, unsound_scores
@@ -176,6 +178,15 @@ class RowFilter:
     chunk_prefix: str | None = None
     created_before: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        for name in ("namespace", "fingerprint", "chunk_prefix"):
+            check_text(name, getattr(self, name), optional=True)
+        check_kind("chunk_ids", self.chunk_ids, (tuple, list), optional=True)
+        for chunk_id in self.chunk_ids or ():
+            check_text("each of chunk_ids", chunk_id)
+        check_number("created_before", self.created_before, least=-math.inf, optional=True)
+
     def as_sql(self) -> tuple[str, list[str | float]]:
         """A condition on variants `v` and scopes `s`, and its parameters.
 
@@ -196,10 +207,12 @@ class RowFilter:
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
-    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0) -> None:
+    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
-        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s)
+        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        if read_only:
+            return
         try:
             self._add_sums()
         except StoreError:
@@ -365,7 +378,7 @@ class Catalog:
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
-        with self._db.writing() as connection:
+        with self._db.writing() if limits else self._db.reading() as connection:
             connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
             found = connection.execute("SELECT name, value FROM limits").fetchall()
         known = {limit.name for limit in fields(Limits)}

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cachecraft_rag.checks import (
+    FINITE,
+    MOST,
+    check_choice,
+    check_flag,
+    check_kind,
+    check_number,
+    check_text,
+    check_whole,
+    shown,
+)
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.selection import Sharing, selector_named
 
 DEFAULT_ALPHA = 0.25
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
-
-
 Loading = Literal["cake", "layerwise", "whole"]
 Focus = Literal["off", "printed", "gap", "share"]
 Scope = Literal["anywhere", "prefix", "set"]
 Part = Literal["overlap", "positions"]
+
+
+def _once(name: str, given: object) -> tuple[object, ...]:
+    """What was given, which a generator gives only once; a single text is a mistake."""
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        raise ConfigError(f"{name} must be a sequence of strings, not {shown(given)}: write {name}=('…',)")
+    return tuple(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +83,25 @@ class ReuseConfig:
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
-        alpha = self.alpha
-        _require(alpha is None or 0 <= alpha < math.inf, f"alpha must be 0 or more and finite, not {alpha}")
-        ratio = self.recompute_ratio
-        _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must lie between 0 and 1, not {ratio}")
-        _require(self.focus in get_args(Focus), f"focus must be off, printed, gap or share, not {self.focus!r}")
-        _require(self.scope in get_args(Scope), f"scope must be anywhere, prefix or set, not {self.scope!r}")
-        _require(self.scout_from >= 0, f"scout_from must be 0 or more, not {self.scout_from}")
-        _require(self.sharing in get_args(Sharing), f"sharing must be chunk or shared, not {self.sharing!r}")
-        _require(0 <= self.drift <= 1, f"drift must lie between 0 and 1, not {self.drift}")
-        _require(self.focus_window >= 1, f"focus_window must be 1 or more, not {self.focus_window}")
-        object.__setattr__(self, "without", frozenset(self.without))
-        known = get_args(Loading)
-        _require(self.loading in known, f"loading must be one of {', '.join(known)}, not {self.loading!r}")
-        _require(self.without <= set(get_args(Part)), f"without may name overlap and positions, not {self.without}")
-        _require(self.sink_tokens >= 0, f"sink_tokens must be 0 or more, not {self.sink_tokens}")
+        object.__setattr__(self, "without", _once("without", self.without))
+        """Check every field; raises ConfigError."""
+        check_flag("reuse", self.reuse)
+        check_flag("births", self.births)
+        check_choice("scope", self.scope, get_args(Scope))
+        check_number("alpha", self.alpha, most=FINITE, optional=True)
+        check_number("recompute_ratio", self.recompute_ratio, most=1, optional=True)
+        check_text("selector", self.selector)
         selector_named(self.selector)
+        check_whole("scout_from", self.scout_from)
+        check_choice("sharing", self.sharing, get_args(Sharing))
+        check_number("drift", self.drift, most=1)
+        check_choice("focus", self.focus, get_args(Focus))
+        check_whole("focus_window", self.focus_window, least=1)
+        check_choice("loading", self.loading, get_args(Loading))
+        for part in self.without:
+            check_choice("without", part, get_args(Part))
+        object.__setattr__(self, "without", frozenset(self.without))
+        check_whole("sink_tokens", self.sink_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +122,18 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        _require(not isinstance(stop, str), "stop must be a sequence of strings, not one string: write stop=('…',)")
-        object.__setattr__(self, "stop", tuple(stop))  # a generator gives them only once
-        _require(self.max_new_tokens >= 1, f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
-        _require(self.temperature >= 0, f"temperature must be 0 or more, not {self.temperature}")
-        _require(0 < self.top_p <= 1, f"top_p must lie above 0 and at most at 1, not {self.top_p}")
-        _require(all(self.stop), "stop must not hold an empty string")
+        object.__setattr__(self, "stop", _once("stop", self.stop))
+        """Check every field; raises ConfigError."""
+        check_whole("max_new_tokens", self.max_new_tokens, least=1)
+        check_number("temperature", self.temperature, most=FINITE)
+        check_number("top_p", self.top_p, above=True, most=1)
+        check_whole("seed", self.seed, least=-MOST - 1, optional=True)
+        for text in self.stop:
+            check_text("each text of stop", text, empty=False)
+
+
+def check_engine(*, namespace: object, reuse: object, system: object) -> None:
+    """What every engine is made with; raises ConfigError."""
+    check_text("namespace", namespace)
+    check_kind("reuse", reuse, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off")
+    check_text("system", system)

@@ -7,6 +7,7 @@ corrupts; after a power cut the last commits may be gone, which costs a cache an
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -27,16 +28,19 @@ class Database:
         busy_timeout_s: how long to wait for another process's transaction.
     """
 
-    def __init__(self, path: Path, *, migrations: Sequence[Sequence[str]], busy_timeout_s: float) -> None:
-        """Open or create it and bring its schema up to date. Raises StoreError."""
+    def __init__(
+        self, path: Path, *, migrations: Sequence[Sequence[str]], busy_timeout_s: float, read_only: bool = False
+    ) -> None:
+        """Open or create it and bring its schema up to date, or `read_only`, open it as it is. Raises StoreError."""
         self.path = path
+        self.read_only = read_only
         self._migrations = migrations
         self._busy_timeout_s = busy_timeout_s
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._writer = self._connect()
         try:
-            self._when_free(self._prepare)
+            self._when_free(self._compare if read_only else self._prepare)
             self._reader = self._connect()
         except StoreError:
             self._writer.close()
@@ -61,6 +65,8 @@ class Database:
 
         No other writer, in any process, gets in between.
         """
+        if self.read_only:
+            raise StoreError(f"{self.path} cannot be written. Make its folder writable for this user to change it.")
         with self._errors(), self._transaction() as connection:
             yield connection
 
@@ -72,6 +78,8 @@ class Database:
     def _connect(self) -> sqlite3.Connection:
         with self._errors():
             wait = self._busy_timeout_s
+            if self.read_only:
+                return connect_read_only(self.path, timeout_s=wait)
             return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
 
     def _when_free(self, action: Callable[[], None]) -> None:
@@ -106,6 +114,15 @@ class Database:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {newest}")
 
+    def _compare(self) -> None:
+        """See that a file which cannot be changed has this version's schema."""
+        version: int = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        if version != len(self._migrations):
+            raise StoreError(
+                f"{self.path} was made by another version of cachecraft-rag (schema {version}, this one knows "
+                f"{len(self._migrations)}) and cannot be written. Open it once where it can be, or use that version."
+            )
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._write_lock:
@@ -127,6 +144,35 @@ class Database:
             yield
         except sqlite3.Error as error:
             raise StoreError(_advice(self.path, error)) from error
+
+
+def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
+    """A connection to a file that this user cannot change, in a folder that may not be written either.
+
+    Where SQLite's helper files are there, another process may be writing: the file is then read along with them. Where
+    they are not, and cannot be made, nobody has it open, and it is read as it lies there. Raises sqlite3.Error.
+    """
+    place = path.absolute().as_uri()
+    connection = sqlite3.connect(
+        f"{place}?mode=ro", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return connection
+    except sqlite3.OperationalError as error:
+        connection.close()
+        journal = path.with_name(f"{path.name}-wal")
+        locked_out = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        if not locked_out or (journal.exists() and journal.stat().st_size):
+            raise
+    return sqlite3.connect(
+        f"{place}?mode=ro&immutable=1", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
+    )
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether this user may change a database: the file, and its folder, where SQLite keeps files beside it."""
+    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
 def _advice(path: Path, error: sqlite3.Error) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from cachecraft_rag.birthing import BirthContext, BirthQueue
 from cachecraft_rag.calibration import Calibration, load_calibration
+from cachecraft_rag.checks import check_flag, check_kind, check_names, check_path, check_text, check_whole
 from cachecraft_rag.closing import Closing
-from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.config import ReuseConfig, SamplingParams, check_engine
 from cachecraft_rag.decode import Sampler, TextStream
+from cachecraft_rag.errands import Errands
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.expected import Expected, Found
 from cachecraft_rag.loading.cake import TwoEnds
@@ -33,8 +36,17 @@ from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.models import Decoder
 from cachecraft_rag.planner import Plan, exact_shares, make_plan, with_selection, with_taken
 from cachecraft_rag.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
+from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.prompt import DEFAULT_SYSTEM, PromptBuilder, Segment, Turn
-from cachecraft_rag.request import Request, monitor_of, reused_segments, scout_of, shared_edge, stats_of
+from cachecraft_rag.request import (
+    Request,
+    check_asked,
+    monitor_of,
+    reused_segments,
+    scout_of,
+    shared_edge,
+    stats_of,
+)
 from cachecraft_rag.selfcheck import self_check
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
@@ -88,12 +100,16 @@ class AnswerOptions(TypedDict, total=False):
 class Generation(Iterator[str]):
     """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
 
-    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats]) -> None:
-        self._pieces, self._stats = pieces, stats
+    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], errands: Errands) -> None:
+        self._pieces, self._stats, self._errands = pieces, stats, errands
         self.text = ""
 
     def __next__(self) -> str:
-        piece = next(self._pieces)
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self._errands.wait()
+            raise
         self.text += piece
         return piece
 
@@ -103,7 +119,7 @@ class Generation(Iterator[str]):
         return self._stats()
 
     def close(self) -> None:
-        """End the answer here; what was born is kept."""
+        """End the answer here; what was born is kept, in the background. Finalisers may call this."""
         self._pieces.close()
 
 
@@ -144,6 +160,11 @@ class Engine(Closing):
         private_system: bool = False,
         best_last: bool = True,
     ) -> None:
+        check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
+        check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
+        check_engine(namespace=namespace, reuse=config, system=system)
+        check_flag("private_system", private_system)
+        check_flag("best_last", best_last)
         self.decoder, self.store, self.namespace = decoder, store, namespace
         self.config = config or ReuseConfig()
         self.calibration: Calibration | None = None
@@ -158,6 +179,8 @@ class Engine(Closing):
         self.loader = Loader(store, decoder.layout.layers)
         self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self._opened = ExitStack()  # what `close` closes besides the births
+        self._home = HomeProcess("engine")
+        self._errands = Errands("cachecraft-endings")  # what answers leave behind
         self.births = BirthQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, turn=self.turn
         )
@@ -175,11 +198,15 @@ class Engine(Closing):
         Raises:
             ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
         """
-        known = EngineOptions.__annotations__
-        if unknown := sorted(options.keys() - known.keys()):
-            raise ConfigError(f"{', '.join(unknown)}: no such option; there are {', '.join(known)}")
+        check_names(options, EngineOptions.__annotations__)
+        check_text("model", model, empty=False)
+        check_path("store", store)
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         settings = {name: given[name] for name in StoreSettings.__annotations__.keys() & given.keys() - {"device"}}
+        system = given.get("system", DEFAULT_SYSTEM)
+        check_engine(namespace=given.get("namespace", "default"), reuse=given.get("reuse"), system=system)
+        for name in ("dtype", "device"):
+            check_text(name, given.get(name, "auto"))
         StoreConfig(**settings)  # what is wrong is said before a model is loaded
         decoder = Decoder.load(model, dtype=given.get("dtype", "auto"), device=given.get("device", "auto"))
         self_check(decoder)
@@ -192,7 +219,7 @@ class Engine(Closing):
                 caches,
                 namespace=given.get("namespace", "default"),
                 config=given.get("reuse"),
-                system=given.get("system", DEFAULT_SYSTEM),
+                system=system,
             )
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
@@ -221,10 +248,12 @@ class Engine(Closing):
             ContextLengthError: question, history and answer do not fit the model's context.
             ConfigError: the question is empty or the history does not alternate.
         """
+        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         request = self._request(
             question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
         )
-        return Generation(self._pieces(request), lambda: stats_of(request, self.decoder.layout.layers))
+        stats = partial(stats_of, request, self.decoder.layout.layers)
+        return Generation(self._pieces(request), stats, self._errands)
 
     def examine(
         self,
@@ -246,9 +275,11 @@ class Engine(Closing):
             ContextLengthError, ConfigError: as in `stream`.
         """
         along = None if along is None else _listed(along, "along")
+        sampling = SamplingParams(max_new_tokens=max_new_tokens)
+        for token in along or ():
+            check_whole("each token of along", token, most=self.decoder.model.config.vocab_size - 1)
         if along is not None and not 0 < len(along) <= max_new_tokens:
             raise ConfigError(f"the answer to go along has {len(along)} tokens; it needs 1 to {max_new_tokens}")
-        sampling = SamplingParams(max_new_tokens=max_new_tokens)
         request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
         output = self._prefill(request)
         if along is None:
@@ -272,7 +303,10 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Finish the births under way. A store that `from_pretrained` did not open stays open."""
+        if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
+            return
         with self._opened:
+            self._errands.close()
             self.births.close()
 
     def _request(
@@ -286,10 +320,11 @@ class Engine(Closing):
         config: ReuseConfig | None,
     ) -> Request:
         started = time.perf_counter()
-        chunks = _listed(chunks, "chunks")  # once: a generator gives them only once
-        if not all(isinstance(chunk, Chunk) for chunk in chunks):
+        self._home.require()
+        chunks, history = _listed(chunks, "chunks"), _listed(history, "history")  # a generator gives them only once
+        check_asked(question, history, session=session, config=config)
+        if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-        history = _listed(history, "history")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
         return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
 
@@ -303,11 +338,13 @@ class Engine(Closing):
         output = self._prefill(request)
         try:
             yield from self._decode(request, output)
-        finally:
+        finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `Errands`
             request.finish = request.finish or "closed"
-            self._settle(request, output)
+            request.ended_s = request.clock()
+            self._errands.add(partial(self._settle, request, output))
 
     def _prefill(self, request: Request) -> PrefillOutput:
+        self._home.require()
         try:
             self._resolve(request)
             return self._compute(request)
@@ -323,9 +360,11 @@ class Engine(Closing):
         refused: dict[str, str] = {}
         if request.config.reuse:
             ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
+            self._errands.wait()
             self.births.wait_for(ids)
             looked = self.look_up(request.prompt.segments[:-1], session=request.session)
             found, refused = looked.variants, looked.refused
+            request.remote = looked.remote
         lost: dict[str, str] = {}
         while True:
             plan = make_plan(request.prompt, found, request.config, lost=lost, refused=refused)
@@ -404,7 +443,7 @@ class Engine(Closing):
             request.first_token_s = request.clock()
         if len(answer) == 1:
             return output.logits[None]
-        with self.turn:
+        with self.turn.take():
             rest = decode_along(self.decoder, output.merged, answer[:-1], request.prompt.bounds[-1])
         return torch.cat((output.logits[None], rest))
 
@@ -430,7 +469,8 @@ class Engine(Closing):
                 request.finish = "length"
                 break
             if not ahead:
-                with self.turn:
+                self._home.require()
+                with self.turn.take():
                     started = time.perf_counter()
                     logits = decode_step(self.decoder, output.merged, token, position)
                     self.speed.stepped(time.perf_counter() - started)
@@ -443,7 +483,7 @@ class Engine(Closing):
 
     def _settle(self, request: Request, output: PrefillOutput) -> None:
         """After the answer: count the uses and hand over the births; returns at once."""
-        request.ended_s = request.clock()
+        request.ended_s = request.ended_s or request.clock()
         for planned in request.plan.segments:
             if planned.variant is not None:
                 self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)

@@ -28,10 +28,12 @@ class Found:
 
     variants  by chunk id; every asked id is a key
     refused   by chunk id: why something that is stored is not among them
+    remote    how the remote took it: "answered", or why not; None where it was not asked
     """
 
     variants: dict[str, list[Variant]]
     refused: dict[str, str] = field(default_factory=dict)
+    remote: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

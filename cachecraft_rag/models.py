@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from cachecraft_rag.chunking import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.embedded import demo_model_folder
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.hub import require_hub
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, digest
 
@@ -127,6 +129,7 @@ class Decoder:
             UnsupportedModelError: it has no raw keys to store.
             ConfigError: an unknown dtype, or a device that is not to be had.
         """
+        from huggingface_hub import try_to_load_from_cache
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         source = str(demo_model_folder()) if name == "demo" else name
@@ -135,6 +138,8 @@ class Decoder:
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         kind: Any = _DTYPES.get(dtype, "auto")
         try:
+            if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
+                require_hub([source])
             config = AutoConfig.from_pretrained(source)
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)

@@ -86,7 +86,7 @@ class Primer:
             return 0
         bounds = prompt.bounds[: births[-1] + 2]  # nothing behind the last birth need be computed
         work = PrefillInput(prompt.token_ids, bounds, range(bounds[-1]), births=births)
-        with engine.turn:
+        with engine.turn.take():
             output = prefill(engine.decoder, work)
         exact = [1.0] * len(prompt.segments)
         context = BirthContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens, primed)

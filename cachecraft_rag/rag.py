@@ -9,6 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, Unpack
 
+from cachecraft_rag.checks import (
+    check_callable,
+    check_flag,
+    check_kind,
+    check_names,
+    check_path,
+    check_text,
+    check_whole,
+)
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import IndexStoreError
@@ -93,6 +102,7 @@ class CacheCraft(Closing):
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
+        check_path("embeddings", embeddings)
         with ExitStack() as opened:
             engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
             embedder = Embedder(embeddings)
@@ -116,12 +126,17 @@ class CacheCraft(Closing):
             prime: also bear the chunk-caches of all documents, so that the first question is fast too (see `prime`).
             follow_links: also read what links in the folder lead to outside of it; otherwise they are problems.
         """
+        check_flag("prime", prime)
+        check_flag("follow_links", follow_links)
+        check_callable("progress", progress)
         bound = self.engine.decoder.chunk_bound
         if isinstance(documents, str | os.PathLike):
+            check_path("documents", documents)
             report = index_folder(
                 documents, self.index, self.embedder, progress=progress, model=bound, follow_links=follow_links
             )
         else:
+            check_kind("documents", documents, Iterable, advice="name a folder, or write a list of Document objects")
             report = index_documents(documents, self.index, self.embedder, progress=progress, model=bound)
         self.engine.store.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
         if prime:
@@ -141,6 +156,7 @@ class CacheCraft(Closing):
             skipped: called with a sentence about each document that has chunks too long for the model; by default
                 it is logged.
         """
+        check_callable("progress", progress)
         primer = Primer(self.engine)
         documents = self.index.documents()
         born = 0
@@ -159,6 +175,9 @@ class CacheCraft(Closing):
 
     def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
         """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
+        if not isinstance(question, str):
+            check_text("question", question)
+        check_whole("top_k", top_k, least=1)
         hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
@@ -178,6 +197,10 @@ class CacheCraft(Closing):
             top_k, where: how many chunks to retrieve, and which may be (see `FaissStore.search`).
             answering: history, session, sampling, config: see `Engine.stream`.
         """
+        check_names(answering, AnswerOptions.__annotations__)
+        if not isinstance(question, str):
+            check_text("question", question)
+        check_whole("top_k", top_k, least=1)
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
         generation = self.engine.stream(question, chunks, **answering)

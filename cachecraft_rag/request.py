@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from cachecraft_rag.checks import check_kind, check_text, shown
 from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.planner import Plan, with_selection
 from cachecraft_rag.prompt import Prompt
@@ -40,6 +43,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # of the answer, with the one that ended it
     generated: int = 0
     finish: Finish | None = None
+    remote: str | None = None  # how it took the look-up
 
     def clock(self) -> float:
         """Seconds since the call."""
@@ -122,6 +126,7 @@ def stats_of(request: Request, layers: int) -> RequestStats:
         focus_layer=request.focus_layer,
         finish=request.finish,
         chunks=tuple(_chunk_stats(request)),
+        remote=request.remote,
     )
 
 
@@ -153,3 +158,15 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
                 "document into smaller chunks"
             )
         yield ChunkStats(chunk_id, "trimmed", reason)
+
+
+def check_asked(question: object, history: object, *, session: object, config: object) -> None:
+    """What every question brings with it but chunks; raises ConfigError."""
+    if not isinstance(question, str):  # half a surrogate pair from a terminal is let through: it becomes a "?"
+        check_text("question", question)
+    check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
+    for turn in cast(Sequence[object], history):
+        if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
+            raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
+    check_text("session", session, optional=True)
+    check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")

@@ -52,6 +52,8 @@ class RequestStats:
     focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
     finish             why the answer ended: by itself, at max_new_tokens, at a stop string, or closed by its reader;
                        None while it is still being written
+    remote             how the remote took the look-up: "answered", "too slow", "failed", "left alone"; None where there
+                       is none, or where it need not be asked
     """
 
     ttft_s: float
@@ -68,6 +70,7 @@ class RequestStats:
     focus_layer: int | None
     finish: Finish | None
     chunks: tuple[ChunkStats, ...]
+    remote: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import streamlit as st
-from streamlit_picture import WELCOME, Turn, headline, markdown_safe, prompt_bar, seconds, sources, ttft_chart
+from streamlit_picture import WELCOME, Turn, headline, markdown_safe, plain, prompt_bar, seconds, sources, ttft_chart
 from streamlit_sidebar import (
     HANDBOOK,
     REMEMBERED_TURNS,
@@ -82,7 +82,7 @@ def main() -> None:
             store_section(shared)
         conversation(shared, settings, documents)
     except CacheCraftError as error:
-        st.error(f"This did not work: {error}", icon=":material/error:")
+        st.error(f"This did not work: {plain(str(error))}", icon=":material/error:")
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def answer(shared: Shared, settings: Settings, question: str, *, number: int, sh
                     turn = Turn(question, Answer(stream.text, stream.sources, stream.stats), arguments)
                     turns.append(turn)
     except CacheCraftError as error:
-        place.warning(f"This question could not be answered: {error}", icon=":material/error:")
+        place.warning(f"This question could not be answered: {plain(str(error))}", icon=":material/error:")
         return False
     if settings.compare and settings.reuse.reuse:
         place.markdown(markdown_safe(answer_text(turn)))

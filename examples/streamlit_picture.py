@@ -5,6 +5,7 @@ Pure functions from an answer's numbers to HTML or a chart. Text of documents is
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -248,6 +249,12 @@ def seconds(value: float) -> str:
 def nbytes(value: int) -> str:
     """A size in words: `12 MB`, `2.0 GB`."""
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+
+
+def plain(text: str) -> str:
+    """A name or a message as Markdown that shows just this text, in one line: no link, no picture, no HTML."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", line)
 
 
 def markdown_safe(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import streamlit as st
-from streamlit_picture import markdown_safe, meters, nbytes, title_of
+from streamlit_picture import meters, nbytes, plain, title_of
 
 from cachecraft_rag import CacheCraft, CacheCraftError, ReuseConfig, SamplingParams
 
@@ -72,7 +72,7 @@ def choose_documents(shared: Shared) -> list[str]:
         state.notices = []
         st.rerun()
     for kind, text in state.notices:
-        (st.success if kind == "added" else st.warning)(markdown_safe(text))
+        (st.success if kind == "added" else st.warning)(text)
     root = os.path.abspath(shared.uploads)
     own = [document.doc_id for document in stored if document.root == root]
     if own:
@@ -89,7 +89,7 @@ def choose_documents(shared: Shared) -> list[str]:
 
 
 def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[str, str]]:
-    """Store and index uploaded files; returns what to say about each: ("added" or "problem", text).
+    """Store and index uploaded files; returns what to say about each: ("added" or "problem", Markdown).
 
     A file that gives no document is deleted again, and so are all of them where indexing fails: what is left behind
     would fail everybody's next upload too. An older one of the same name is replaced, as in any folder.
@@ -98,12 +98,12 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[st
     stored: list[Path] = []
     with shared.indexing:
         for given, data in files:
-            name = Path(given.replace("\\", "/")).name.lstrip(".") or "unnamed"  # hidden files would be passed over
+            name = file_name(given)
             try:
                 (shared.uploads / name).write_bytes(data)
                 stored.append(shared.uploads / name)
             except OSError as error:
-                notices.append(("problem", f"**{name}** cannot be stored: {error.strerror}."))
+                notices.append(("problem", f"**{plain(name)}** cannot be stored: {error.strerror}."))
         try:
             report = shared.rag.add_documents(shared.uploads)
         except BaseException:
@@ -113,11 +113,19 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[st
         for problem in report.problems:
             name = problem.doc_id.partition("/")[2]
             (shared.uploads / name).unlink(missing_ok=True)
-            notices.append(("problem", f"**{name}** was not added: {problem.reason.rpartition(f'/{name}: ')[2]}"))
+            notices.append(
+                ("problem", f"**{plain(name)}** was not added: {plain(problem.reason.rpartition(f'/{name}: ')[2])}")
+            )
     done = [name.partition("/")[2] for name in (*report.added, *report.updated)]
     if done:
-        notices.append(("added", f"Ready: {', '.join(done)}"))
+        notices.append(("added", f"Ready: {', '.join(map(plain, done))}"))
     return notices
+
+
+def file_name(given: str) -> str:
+    """The name to store an upload under: no folder, not hidden (such files are passed over), nothing unprintable."""
+    name = "".join(letter if letter.isprintable() else "_" for letter in given.replace("\\", "/").rpartition("/")[2])
+    return name.strip().lstrip(".") or "unnamed"
 
 
 # -- settings and store -----------------------------------------------------------------------------------------------
@@ -180,7 +188,7 @@ def store_section(shared: Shared) -> None:
     try:
         stats = shared.rag.engine.store.stats()
     except CacheCraftError as error:  # a fragment runs without `main` around it
-        st.warning(str(error))
+        st.warning(plain(str(error)))
         return
     found, asked = stats.lookups.get("found", 0), sum(stats.lookups.values())
     rate = found / asked if asked else 0.0
@@ -217,7 +225,7 @@ def contents(shared: Shared) -> None:
     try:
         rows = [row.variant for row in shared.rag.engine.store.rows(limit=200)]
     except CacheCraftError as error:
-        st.warning(str(error))
+        st.warning(plain(str(error)))
         return
     rows = [variant for variant in rows if variant.session in (None, st.session_state.session)]
     st.dataframe(

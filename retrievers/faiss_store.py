@@ -26,8 +26,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from cachecraft_rag.checks import check_mapping, check_path, check_whole
 from cachecraft_rag.closing import Closing
+from cachecraft_rag.database import can_be_written, connect_read_only
 from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
 from cachecraft_rag.retrievers.schema import chunk_of, model_name, prepare, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
@@ -91,10 +94,11 @@ class FaissStore(Closing):
         self, folder: Path, db: sqlite3.Connection, *, number_of: Callable[[str, int], int] = chunk_number
     ) -> None:
         self.folder = folder
+        self._home = HomeProcess("retrieval index")
         self._db = db
         self._number_of = number_of
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._read_only = False
         self._store = self._setting("store")
         self.dim = int(self._setting("dim"))
         self.embedder = self._setting("embedder")
@@ -116,19 +120,26 @@ class FaissStore(Closing):
         `name@digest` only the digest counts. Raises `IndexStoreError` where there is no store, where it was made with
         another embedding model, and where its database is damaged.
         """
+        check_path("folder", folder)
         path = Path(folder)
         if not (path / DATABASE).is_file() and (dim is None or embedder_fingerprint is None):
             raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
+        read_only = os.path.isfile(path / DATABASE) and not can_be_written(path / DATABASE)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            db = sqlite3.connect(path / DATABASE, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+            if read_only:
+                db = connect_read_only(path / DATABASE, timeout_s=_WAIT_S)
+            else:
+                path.mkdir(parents=True, exist_ok=True)
+                db = sqlite3.connect(path / DATABASE, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise IndexStoreError(
                 f"{path}: the index cannot be opened ({error}); check the folder and its permissions"
             ) from error
         try:
-            prepare(db, path, dim=dim, fingerprint=embedder_fingerprint)
-            return cls(path, db, number_of=number_of)
+            prepare(db, path, dim=dim, fingerprint=embedder_fingerprint, read_only=read_only)
+            store = cls(path, db, number_of=number_of)
+            store._read_only = read_only
+            return store
         except sqlite3.Error as error:
             db.close()
             raise IndexStoreError(f"{path}: the index cannot be opened ({error}); {_advice(error)}") from error
@@ -218,8 +229,9 @@ class FaissStore(Closing):
                 function returns true; the hit then carries that owner's metadata. The filter is applied before the
                 search, so it never costs hits. A function sees every owner's metadata and must not call the store.
         """
-        if k < 1:
-            raise ConfigError(f"cannot search for {k} chunks; ask for at least 1")
+        check_whole("k", k, least=1)
+        if where is not None and not callable(where):
+            check_mapping("where", where)
         query = self._checked(np.asarray(vector)[None], 1)[0]
         with self._transaction("DEFERRED") as db:  # one snapshot: what the index finds, the rows still hold
             index = self._synchronised(db)
@@ -306,6 +318,8 @@ class FaissStore(Closing):
 
         Nothing is lost without it: every change is on the disk when the method that makes it returns.
         """
+        if self._read_only:
+            return
         with self._transaction("DEFERRED") as db:
             index = self._synchronised(db)
             if index.stamp == self._saved_stamp:
@@ -319,6 +333,8 @@ class FaissStore(Closing):
 
     def close(self) -> None:
         """Write the index file if a search has brought it up to date, and close; closing twice is no error."""
+        if not self._home.here:  # a fork of its process: the files are that one's
+            return
         with self._lock:
             if self._closed:
                 return
@@ -334,6 +350,7 @@ class FaissStore(Closing):
     @contextlib.contextmanager
     def _transaction(self, mode: str) -> Iterator[sqlite3.Connection]:
         """The connection inside a transaction that is committed at the end, or rolled back when anything is raised."""
+        self._home.require()
         with self._lock:
             if self._closed:
                 raise IndexStoreError(f"{self.folder}: the index has been closed; open it again")

@@ -45,11 +45,35 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> None:
+def prepare(
+    db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None, read_only: bool = False
+) -> None:
     """Bring a database to the newest schema, set up a new one, and check that it fits the embedding model.
 
     Raises `IndexStoreError` for one of a newer version or made with another model, `sqlite3.Error` for a damaged one.
     """
+    stored = _as_it_is(db, folder) if read_only else _up_to_date(db, folder, dim=dim, fingerprint=fingerprint)
+    other_model = fingerprint is not None and not same_model(fingerprint, stored["embedder"])
+    if other_model or (dim is not None and dim != int(stored["dim"])):
+        raise IndexStoreError(
+            f"{folder}: the index was made with the embedding model {model_name(stored['embedder'])} ({stored['dim']} "
+            f"dimensions), not with {model_name(fingerprint or 'this one')} ({dim} dimensions); "
+            "use the first, or delete the folder and index again"
+        )
+
+
+def _as_it_is(db: sqlite3.Connection, folder: Path) -> dict[str, str]:
+    """The settings of a database that cannot be changed; its schema must be the newest one already."""
+    if db.execute("PRAGMA user_version").fetchone()[0] != len(_MIGRATIONS):
+        raise IndexStoreError(
+            f"{folder}: the index was made by another version of cachecraft-rag and cannot be written; open it once "
+            "where it can be, or use that version"
+        )
+    return dict(db.execute("SELECT key, value FROM settings").fetchall())
+
+
+def _up_to_date(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
+    """The settings of a database after it was migrated, or set up."""
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")  # a commit that a power cut takes back would leave the index file ahead
     db.execute("PRAGMA foreign_keys = ON")
@@ -69,16 +93,10 @@ def prepare(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprin
             db.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
         stored = dict(db.execute("SELECT key, value FROM settings").fetchall())
         db.execute("COMMIT")
+        return stored
     finally:
         if db.in_transaction:
             db.execute("ROLLBACK")
-    other_model = fingerprint is not None and not same_model(fingerprint, stored["embedder"])
-    if other_model or (dim is not None and dim != int(stored["dim"])):
-        raise IndexStoreError(
-            f"{folder}: the index was made with the embedding model {model_name(stored['embedder'])} ({stored['dim']} "
-            f"dimensions), not with {model_name(fingerprint or 'this one')} ({dim} dimensions); "
-            "use the first, or delete the folder and index again"
-        )
 
 
 def same_model(fingerprint: str, other: str) -> bool:

@@ -109,7 +109,7 @@ def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
 def test_submitting_does_not_wait_and_describing_takes_turns(
     queue: BirthQueue, turn: FairLock, output: PrefillOutput, store: ChunkCacheStore
 ) -> None:
-    with turn:  # a request computes
+    with turn.take():  # a request computes
         queue.submit(output.recorder, output.merged.kv[:, 0], context())
         time.sleep(0.05)
         assert store.stats().variants == 0
@@ -183,7 +183,7 @@ def test_births_that_come_faster_than_they_are_stored_are_dropped(
     queue = BirthQueue(
         store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn, max_bytes=0
     )
-    with turn:  # nothing can be described meanwhile
+    with turn.take():  # nothing can be described meanwhile
         queue.submit(output.recorder, output.merged.kv[:, 0], context())
         assert "births are dropped" in caplog.text
     queue.close()

@@ -221,6 +221,7 @@ def test_a_table_that_goes_to_a_pipe_is_whole(home: Path) -> None:
 
 
 def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path) -> None:
+    (home / "shared").mkdir(exist_ok=True)
     url = f"file://{home}/shared"
     shown = run("store", "stats", "--remote", url, cwd=home).stdout
     assert f"remote {url}: 0 variants, 0.0 MB of " in shown
@@ -235,6 +236,7 @@ def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path) -> None:
 
 @pytest.mark.slow
 def test_another_folder_is_served_through_a_remote(home: Path) -> None:
+    (home / "shared").mkdir(exist_ok=True)
     url = f"file://{home}/shared"
     first = run("index", "docs", "-s", "first", "--prime", "--remote", url, "--threads", "2", "--json", cwd=home)
     assert last_json(first)["born"] > 0

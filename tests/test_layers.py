@@ -22,7 +22,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset(
         {"database", "documents", "chunking", "prompt", "scoring", "drift", "plotting", "expected", "catalog_rows"}
     )
-    | frozenset({"codecs", "selection", "focus", "embedded", "stats", "turns"}),
+    | frozenset(
+        {"codecs", "selection", "focus", "embedded", "stats", "turns", "checks", "errands", "hub", "processes"}
+    ),
     frozenset({"config", "catalog", "tiers", "births"})
     | frozenset({"retrievers.filters", "retrievers.schema", "retrievers.vector_index"}),
     frozenset(

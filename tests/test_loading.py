@@ -329,7 +329,7 @@ def test_a_request_that_waits_for_its_turn_is_loaded_meanwhile(
     ends = TwoEnds(passes_of(decoder), rows, (), tail=tail, speed=speed, turn=turn, loading=loading)
     outputs: list[PrefillOutput] = []
     thread = threading.Thread(target=lambda: outputs.append(ends.run()))
-    with turn:  # another request computes
+    with turn.take():  # another request computes
         thread.start()
         assert tail.wait(lambda: not tail.incomplete(), 10)
     thread.join()
@@ -354,7 +354,7 @@ def test_others_may_compute_while_a_request_waits_for_the_disk(decoder: Decoder,
     thread.start()
     time.sleep(0.2)
     started = time.perf_counter()
-    with turn:
+    with turn.take():
         assert time.perf_counter() - started < 0.5
         assert thread.is_alive()
     thread.join()

@@ -92,6 +92,39 @@ MIXED = answered(
 )
 
 
+MARKED = "[a](http://far.away) **b** <img src=x> `c` $d$ :red[e] ![f](g) # h_i_ http://far.away\nj\x1b &amp; a@b.cd"
+
+
+def test_names_and_messages_are_shown_as_text() -> None:
+    from markdown_it import MarkdownIt
+    from streamlit_picture import plain
+
+    (block,) = [token for token in MarkdownIt("gfm-like", {"linkify": False}).parse(plain(MARKED)) if token.children]
+    assert block.children is not None
+    assert {child.type for child in block.children} <= {"text", "text_special"}
+    assert "".join(child.content for child in block.children) == MARKED.replace("\n", " ").replace("\x1b", "")
+    for mark in ("http:", "a@b", ":red["):  # what Streamlit's own extensions would find
+        assert mark not in plain(MARKED)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("a\0b.md", "a_b.md"),
+        ("../../x\n\x1b[2J.md", "x__[2J.md"),
+        ("c:\\docs\\y.md", "y.md"),
+        (".hidden", "hidden"),
+        ("", "unnamed"),
+        ("\udc80.md", "_.md"),
+    ],
+)
+def test_an_upload_may_have_any_name(given: str, stored: str, tmp_path: Path) -> None:
+    from streamlit_sidebar import file_name
+
+    assert file_name(given) == stored
+    (tmp_path / file_name(given)).write_bytes(b"x")
+
+
 def test_the_bar_has_a_part_for_each_segment_as_wide_as_its_tokens() -> None:
     from streamlit_picture import parts
 

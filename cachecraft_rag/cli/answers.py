@@ -133,7 +133,7 @@ def print_index_report(report: IndexReport, born: int | None) -> None:
     if born is not None:
         out.print(f"{born} chunk-caches computed")
     for problem in report.problems:
-        err.print(f"left out {problem.reason}", style="yellow", markup=False, highlight=False)
+        err.print(f"left out {problem.reason}", style="yellow", highlight=False)
     if not any((report.added, report.updated, report.removed, report.unchanged)):
         err.print(f"nothing was found to index; files end in {', '.join(SUFFIXES)}", style="yellow", highlight=False)
 
@@ -185,7 +185,7 @@ def ask(
 def print_stream(stream: AnswerStream) -> None:
     """The answer as it comes."""
     for piece in stream:
-        out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        out.print(piece, end="", highlight=False, soft_wrap=True)
     out.print()
 
 
@@ -221,7 +221,7 @@ def print_calibration(rag: CacheCraft) -> None:
     config, found = rag.engine.config, rag.engine.calibration
     decides = config.reuse and config.recompute_ratio is None and config.alpha is None
     if decides and found is not None and found.fits(config):
-        out.print(str(found), style="dim", markup=False, highlight=False)
+        out.print(str(found), style="dim", highlight=False)
 
 
 def print_stats(stats: RequestStats) -> None:
@@ -234,3 +234,5 @@ def print_stats(stats: RequestStats) -> None:
         style="dim",
         highlight=False,
     )
+    if stats.remote not in (None, "answered"):
+        err.print(f"the remote was done without: {stats.remote}", style="yellow")

@@ -155,4 +155,4 @@ def _shown(point: Point) -> tuple[str, str]:
 
 
 def _say(line: str) -> None:
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
+    out.print(line, highlight=False, soft_wrap=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.cli import options
@@ -45,6 +47,8 @@ def chat(
         model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace, remote=remote
     ) as rag:
         conversation = Conversation(rag, top_k=top_k, sampling=sampling)
+        if isinstance(sys.stdin, TextIOWrapper):  # what is no UTF-8 is no reason to end the conversation
+            sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
             import_module("readline")  # where the system has it, `input` then knows the arrow keys and earlier lines
         err.print(HELP, style="dim")

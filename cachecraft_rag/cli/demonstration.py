@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.answers import load
@@ -108,20 +109,20 @@ def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
 
 def _print_one(one: Compared) -> None:
     stats = one.reused.stats
-    out.print(f"\n[bold]{one.asked.question}[/]", highlight=False)
-    out.print(_sentence(one.reused), markup=False, highlight=False)
+    out.print(f"\n{one.asked.question}", style="bold", highlight=False)
+    out.print(_sentence(one.reused), highlight=False)
     if one.reused.text != one.full.text:
-        out.print("full prefill says:", _sentence(one.full), style="yellow", markup=False, highlight=False)
+        out.print("full prefill says:", _sentence(one.full), style="yellow", highlight=False)
     sources = dict.fromkeys(str(source.metadata.get("source")) for source in one.reused.sources)
     tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
     out.print(f"from {', '.join(sources)}", style="dim", highlight=False)
-    out.print(
-        f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, "
-        f"[bold]{one.speedup:.1f} times sooner[/]; {stats.tokens_prompt} tokens, {stats.tokens_reused} reused "
+    line = Text.assemble(
+        f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, ",
+        (f"{one.speedup:.1f} times sooner", "bold"),
+        f"; {stats.tokens_prompt} tokens, {stats.tokens_reused} reused "
         f"(from {tiers or 'nowhere yet'}), {stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed",
-        style="dim",
-        highlight=False,
     )
+    out.print(line, style="dim", highlight=False)
 
 
 def _sentence(answer: Answer) -> str:
@@ -152,11 +153,18 @@ def _print_summary(compared: list[Compared]) -> None:
     full_right = sum(one.is_right(one.full) for one in compared)
     same = sum(one.reused.text == one.full.text for one in compared)
     out.print(
-        f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: "
-        f"[bold]{own / reuse:.1f} times sooner[/]\n"
+        Text(f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: ")
+        + Text(f"{own / reuse:.1f} times sooner", style="bold"),
+        highlight=False,
+    )
+    out.print(
         f"right answers: {right} of {len(compared)} with reuse, {full_right} with full prefill; "
-        f"{same} word for word the same\n"
-        "[dim]kept/fixed/new: prompt tokens taken over from chunk-caches, recomputed in them, and computed afresh[/]",
+        f"{same} word for word the same",
+        highlight=False,
+    )
+    out.print(
+        "kept/fixed/new: prompt tokens taken over from chunk-caches, recomputed in them, and computed afresh",
+        style="dim",
         highlight=False,
     )
 

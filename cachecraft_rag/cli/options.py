@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,7 +19,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
+from cachecraft_rag.cli.console import as_json, console_on
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
@@ -66,25 +65,19 @@ Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = 
 DEFAULT_STORE = Path("chunk-caches")
 
 
-def _console(stream: TextIO) -> Console:
-    """A console on stdout or stderr; wide where that is no terminal, so that tables in files and pipes are whole."""
-    wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
-    return Console(stderr=stream is sys.stderr, width=wide)
-
-
-out = _console(sys.stdout)
-err = _console(sys.stderr)
+out = console_on(sys.stdout)
+err = console_on(sys.stderr)
 
 
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
-    typer.echo(json.dumps(value, ensure_ascii=False, default=str))
+    typer.echo(as_json(value))
 
 
 def print_error(error: CacheCraftError, advice: str = "") -> None:
     """An error on stderr, with advice that its message could not know of."""
     err.print("error:", style="bold red", end=" ")
-    err.print(f"{error} {advice}".strip(), markup=False, highlight=False, soft_wrap=True)
+    err.print(f"{error} {advice}".strip(), highlight=False, soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:
@@ -108,8 +101,8 @@ def quiet_libraries() -> None:
 @contextmanager
 def waiting(text: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr with a text that can be changed."""
-    with err.status(text) as status:
-        yield lambda message: status.update(f"{text}: {message}")
+    with err.status(Text(text)) as status:
+        yield lambda message: status.update(Text(f"{text}: {message}"))
 
 
 @contextmanager
@@ -120,12 +113,12 @@ def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[...
     """
     columns: list[ProgressColumn] = [
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         *([TextColumn("left:"), TimeRemainingColumn()] if remaining else []),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     ]
     with Progress(*columns, console=err, transient=False) as bar:
         task = bar.add_task(text, total=None, note="")

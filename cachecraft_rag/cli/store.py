@@ -109,9 +109,9 @@ def stats(store: options.Store = DEFAULT_STORE, remote: options.Remote = None, a
         sizes = "does not answer"
         if shared.variants is not None and shared.nbytes is not None:
             sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)} of {megabytes(shared.budget)}"
-        out.print(f"remote {shared.url}: {sizes}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"remote {shared.url}: {sizes}", highlight=False, soft_wrap=True)
     for fingerprint, one in calibrated.items():
-        out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -127,9 +127,7 @@ def check(
         print_json(asdict(report))
     else:
         for finding in report.findings:
-            out.print(
-                f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}", markup=False, highlight=False
-            )
+            out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}", highlight=False)
         verdict = "all sound" if not report.findings else f"{len(report.findings)} findings"
         out.print(f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}")
     if report.findings and not repair:

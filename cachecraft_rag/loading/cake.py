@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 from cachecraft_rag.config import Loading
@@ -25,6 +24,7 @@ from cachecraft_rag.loading.speeds import ComputeSpeed
 from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.prefill import AtHand, MergedKV, PartialPrefill, PrefillOutput, Reused
 from cachecraft_rag.scouting import Scout
+from cachecraft_rag.turns import FairLock
 
 _PIECE = 256  # most tokens of a front piece: what is decided is decided for so long
 _PROBE = 64  # tokens of the first piece on a machine that has measured nothing yet
@@ -60,7 +60,7 @@ class TwoEnds:
         *,
         tail: Tail,
         speed: ComputeSpeed,
-        turn: AbstractContextManager[None],
+        turn: FairLock,
         loading: Loading = "cake",
         chunks: Mapping[int, range] = MappingProxyType({}),
         drift: float = 0.0,
@@ -83,7 +83,7 @@ class TwoEnds:
         self._look()
         while True:
             self._wait_ahead()
-            with self._turn:
+            with self._turn.take():
                 tokens, last = self._decide()  # only now: while the turn was waited for, more has come
                 self._tail.layer_first = last
                 taken = self._tail.take(tokens)

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, Unpack
 
-from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter
+from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.expected import Expected, Found
+from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.scoring import reuse_gain
-from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.finding import Finder
 from cachecraft_rag.store.intake import flaw_of, variant_of
 from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, configured
@@ -41,6 +43,7 @@ class ChunkCacheStore(Closing):
     def __init__(self, root: Path, config: StoreConfig, *, limits: Mapping[str, int]) -> None:
         """Use `open`. `limits` are the fields of `config` that the folder shall keep to from now on."""
         self.root = root
+        self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(config.host_bytes, device=config.device, device_bytes=config.device_bytes)
         self._durable = DurableVariants(
             root,
@@ -52,6 +55,7 @@ class ChunkCacheStore(Closing):
         )
         self.throttle = self._durable.disk.throttle
         self.config = replace(config, **asdict(self._durable.limits))
+        self._asked = threading.local()
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._queued_bytes = 0
@@ -72,6 +76,8 @@ class ChunkCacheStore(Closing):
             self._durable.close()
             raise
         self._finder = Finder(self._durable, self._remote, discard=self._discard_soon, warn=self._warn_once)
+        if self._durable.read_only:
+            self._warn_once(READ_ONLY, f"{root} cannot be written: what it holds is reused, and nothing is added to it")
 
     @classmethod
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
@@ -82,6 +88,8 @@ class ChunkCacheStore(Closing):
         Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
         setting.
         """
+        check_path("root", root)
+        check_kind("config", config, StoreConfig, optional=True)
         whole = configured(config or StoreConfig(), settings)
         told = [name for name in _LASTING if config is not None or name in settings]
         return cls(Path(root), whole, limits={name: getattr(whole, name) for name in told})
@@ -113,7 +121,11 @@ class ChunkCacheStore(Closing):
         `close`.
         """
         self._check_open()
-        found = self._finder.find(namespace, fingerprint, list(chunk_ids), session=session, expected=expected)
+        check_text("namespace", namespace)
+        check_text("session", session, optional=True)
+        found = self._finder.find(
+            namespace, fingerprint, list(chunk_ids), session=session, expected=expected, gone=self._gone()
+        )
         hits = sum(map(bool, found.variants.values()))
         refused = sum(name in found.refused for name, offers in found.variants.items() if not offers)
         counts = {"found": hits, "refused": refused, "no variant": len(found.variants) - hits - refused}
@@ -125,10 +137,11 @@ class ChunkCacheStore(Closing):
         """What is known of the tokens of each variant, by variant id; every asked id is a key."""
         self._check_open()
         try:
-            found = self._durable.catalog.token_scores(variant_ids)
+            found = {} if self._gone() else self._durable.catalog.token_scores(variant_ids)
         except StoreError as error:
             self._warn_once("token_scores", f"Token scores cannot be read: {error}")
-            found = dict.fromkeys(variant_ids, TokenScores())
+            found = {}
+        found = {variant_id: found.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
             unknown = [name for name, scores in found.items() if scores.inter is None and scores.received is None]
             found |= self._remote.token_scores(unknown)
@@ -216,6 +229,7 @@ class ChunkCacheStore(Closing):
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
         """Run a job on one of the threads that read; False, and it is dropped, after `close`."""
+        self._home.require()
         try:
             self._readers.submit(job).add_done_callback(_log_mistake)
         except RuntimeError:  # how an executor says that it is shutting down
@@ -230,6 +244,8 @@ class ChunkCacheStore(Closing):
         the older one in one step. Raises StoreError when the tensor is not what its layout says: that is a mistake in
         the caller.
         """
+        self._home.require()
+        check_kind("birth", birth, Birth)
         variant = self._variant_of(birth)
         with self._lock:
             reason = self._refusal(birth, variant)
@@ -250,6 +266,7 @@ class ChunkCacheStore(Closing):
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
         """Record a use: f_r grows by `scoring.reuse_gain`. Written in the background, in batches."""
+        self._home.require()
         # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
         gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)
         self._memory.raise_frequency(variant_id, gain)
@@ -264,8 +281,12 @@ class ChunkCacheStore(Closing):
     # -- administration -----------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """Sizes, budgets and counts; a remote is asked too. Raises StoreError when the catalog cannot be read."""
-        totals = self._durable.catalog.totals()
+        """Sizes, budgets and counts; a remote is asked too. Raises StoreError when the catalog cannot be read.
+
+        Of a folder that is gone nothing is left; the counts of this process go on.
+        """
+        self._home.require()
+        totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
         remote = self._remote.stats() if self._remote is not None else None
         with self._lock:
             return StoreStats(
@@ -286,6 +307,10 @@ class ChunkCacheStore(Closing):
 
     def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of what is stored, private variants included, the most worthy first. Raises StoreError."""
+        check_kind("chosen", chosen, RowFilter, optional=True)
+        check_whole("offset", offset)
+        check_whole("limit", limit, least=1)
+        self._require_folder()
         return self._durable.catalog.rows(chosen or RowFilter(), offset=offset, limit=limit)
 
     def evict(self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None) -> Evicted:
@@ -293,6 +318,9 @@ class ChunkCacheStore(Closing):
 
         Raises ConfigError when neither says what to remove, StoreError when the catalog cannot be written.
         """
+        check_kind("chosen", chosen, RowFilter, optional=True)
+        check_whole("down_to_bytes", down_to_bytes, optional=True)
+        self._require_folder()
         chosen = chosen or RowFilter()
         if chosen == RowFilter() and down_to_bytes is None:
             raise ConfigError("evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything.")
@@ -305,6 +333,7 @@ class ChunkCacheStore(Closing):
         Safe while other processes read and write: what a living writer is busy with is left alone. `progress` gets
         (rows done, rows in all). Raises StoreError when the catalog or the folder cannot be read.
         """
+        self._require_folder()
         try:
             return self._durable.check(repair=repair, progress=progress)
         except OSError as error:
@@ -317,6 +346,8 @@ class ChunkCacheStore(Closing):
 
         False when that takes longer than `timeout` seconds.
         """
+        self._home.require()
+        check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
         done, until = threading.Event(), None if timeout is None else time.monotonic() + timeout
         written = self._in_background(done.set) is None or done.wait(timeout)
         left = None if until is None else max(0.0, until - time.monotonic())
@@ -324,6 +355,8 @@ class ChunkCacheStore(Closing):
 
     def close(self) -> None:
         """Write what is waiting, then let go of everything; a remote gets `close_timeout_s`. May be called twice."""
+        if not self._home.here:  # a fork of its process: nothing waits here, and its files are that one's
+            return
         with self._lock:
             if self._closed:
                 return
@@ -401,7 +434,7 @@ class ChunkCacheStore(Closing):
         except (OSError, StoreError) as error:
             reason = str(error)
         if reason:
-            self._warn_once("copy", f"A chunk-cache from the remote is not kept on disk: {reason}")
+            self._warn_once(_kind(reason), f"A chunk-cache from the remote is not kept on disk: {reason}")
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
@@ -423,6 +456,8 @@ class ChunkCacheStore(Closing):
     def _write_gains(self) -> None:
         with self._lock:
             gains, self._gains, self._gains_scheduled = self._gains, {}, False
+        if self._durable.read_only or self._durable.gone():
+            return
         try:
             self._durable.catalog.raise_frequencies(gains)
         except StoreError as error:
@@ -464,7 +499,25 @@ class ChunkCacheStore(Closing):
         with self._lock:
             self._loads[outcome] += 1
 
+    def _gone(self) -> bool:
+        """Whether the folder has vanished; says so once."""
+        gone = self._durable.gone()
+        if gone:
+            self._warn_once(
+                GONE,
+                f"The folder {self.root} was deleted, or is out of reach: nothing of it is reused, and nothing is "
+                "kept. Open the store again to go on with a new one",
+            )
+        return gone
+
+    def _require_folder(self) -> None:
+        """What an administrator asks of a folder that has vanished is an error."""
+        self._home.require()
+        if self._durable.gone():
+            raise StoreError(f"The folder {self.root} was deleted, or is out of reach. Open the store again.")
+
     def _check_open(self) -> None:
+        self._home.require()
         if self._closed:
             raise StoreError(f"The store {self.root} is closed. Open it again to use it.")
 

@@ -9,13 +9,16 @@ then, and so do files that are about to be deleted: the byte budget holds at eve
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from cachecraft_rag.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
+from cachecraft_rag.database import can_be_written
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.throttle import Throttle
 from cachecraft_rag.tiers import Damaged
@@ -28,6 +31,8 @@ FindingKind = Literal[
     "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
+READ_ONLY = "the store is read-only"
+GONE = "the store's folder is gone"
 _ATTEMPTS = 5  # to find room that another writer has not taken first
 CATALOG_FILE = "catalog.sqlite"
 logger = logging.getLogger("cachecraft_rag.store")
@@ -86,16 +91,24 @@ class DurableVariants:
         self._on_removed = on_removed
         self._lock = threading.Lock()
         self._unsettled: list[FileRef] = []
+        path = root / CATALOG_FILE
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            self.catalog = Catalog(root / CATALOG_FILE, busy_timeout_s=busy_timeout_s)
-            self._presence = Presence(root / "writers")
+            self.read_only = os.path.isfile(path) and not can_be_written(path)
+            if not self.read_only:
+                root.mkdir(parents=True, exist_ok=True)
+            self.catalog = Catalog(path, busy_timeout_s=busy_timeout_s, read_only=self.read_only)
+            self._presence = Presence(root / "writers", announce=not self.read_only)
+            self._file = _identity(path)
         except OSError as error:
             raise StoreError(
                 f"{root} cannot hold a store ({error}). Choose a writable folder on a local disk."
             ) from error
         self.disk = DiskTier(root / "variants", throttle)
+        self._gone = False
         try:
+            if self.read_only:
+                self.limits = replace(defaults, **self.catalog.remember({}) | limits)
+                return
             if leftovers := self._sweep(repair=True):
                 logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
             self.limits = replace(defaults, **self.catalog.remember(limits))
@@ -109,11 +122,26 @@ class DurableVariants:
         self._presence.leave()
         self.catalog.close()
 
+    def gone(self) -> bool:
+        """Whether the folder was deleted, or another one put in its place, since it was opened; that is for good.
+
+        SQLite goes on with a deleted file as if nothing were, and new files would lie in a folder without a catalog.
+        """
+        try:
+            self._gone = self._gone or _identity(self.catalog.path) != self._file
+        except (FileNotFoundError, NotADirectoryError):
+            self._gone = True
+        except OSError:  # out of reach for the moment
+            return True
+        return self._gone
+
     def write(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> str:
         """Store a variant, evicting others for it; returns "" or why it cannot be stored.
 
         Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
         """
+        if self.read_only or self.gone():
+            return READ_ONLY if self.read_only else GONE
         writer, limits, nbytes = self._presence.token, self.limits, encoded.nbytes
         if nbytes > limits.disk_bytes:
             return f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
@@ -137,8 +165,10 @@ class DurableVariants:
         """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
 
         Nothing happens when the row is gone: evicted or replaced between lookup and load, or another thread was
-        quicker.
+        quicker, or the store cannot be changed.
         """
+        if self.read_only or self.gone():
+            return
         gone = self.catalog.remove([file], writer=self._presence.token)
         if gone:
             path = self.disk.path(file.variant_id, file.created)
@@ -175,6 +205,10 @@ class DurableVariants:
 
     def check(self, *, repair: bool, progress: Callable[[int, int], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; see `ChunkCacheStore.check`. Raises StoreError, OSError."""
+        if repair and self.read_only:
+            raise StoreError(
+                f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."
+            )
         findings = [
             Finding("catalog", self.catalog.path, text, f"delete the folder {self.catalog.path.parent} to start anew")
             for text in self.catalog.problems()
@@ -242,12 +276,18 @@ class DurableVariants:
         if self.catalog.holds(known, or_at_risk=True):  # most files end here
             return []
         # Between the look and the deletion nobody may announce this file or commit its row.
-        with self.catalog.standstill():
+        with nullcontext() if self.read_only else self.catalog.standstill():
             if self.catalog.holds(known, or_at_risk=True) or not file.path.exists():
                 return []
             if repair:
                 _unlink(file.path)
         return [_finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Which file a path names now."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _unlink(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cachecraft_rag.catalog import FileRef
 from cachecraft_rag.errors import StoreError
@@ -38,9 +39,11 @@ class Finder:
         *,
         session: str | None,
         expected: Expected | None,
+        gone: bool = False,
     ) -> Found:
-        """See `ChunkCacheStore.find`."""
-        found = self._here(namespace, fingerprint, chunk_ids, session=session, expected=expected)
+        """See `ChunkCacheStore.find`; `gone`: there is no catalog any more."""
+        nothing = Found({chunk_id: [] for chunk_id in chunk_ids})
+        found = nothing if gone else self._here(namespace, fingerprint, chunk_ids, session=session, expected=expected)
         if self._remote is None:
             return found
         # After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
@@ -50,7 +53,7 @@ class Finder:
             here = {variant.variant_id for variant in found.variants[chunk_id]}
             found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
         found.refused.update(there.refused)
-        return found
+        return replace(found, remote=self._remote.last_outcome if few else None)
 
     def _here(
         self,

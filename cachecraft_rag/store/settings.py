@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
+from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
 from cachecraft_rag.codecs import codec_named
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStats
 
-_MAY_BE_ZERO = ("host_bytes", "device_bytes", "busy_timeout_s")
+_MOST_READERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,18 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges, the codec and the remote's URL; raises ConfigError."""
+        for name in ("disk_bytes", "variants_per_chunk", "max_variants", "queue_bytes"):
+            check_whole(name, getattr(self, name), least=1)
+        for name in ("host_bytes", "device_bytes"):
+            check_whole(name, getattr(self, name))
+        check_text("device", self.device, optional=True, empty=False)
+        check_whole("readers", self.readers, least=1, most=_MOST_READERS)
+        check_number("read_bytes_per_s", self.read_bytes_per_s, least=1)
+        check_text("codec", self.codec)
+        check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
+        check_kind("remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL")
         if isinstance(self.remote, str):  # as a RemoteConfig it does not show its password when it is printed
             object.__setattr__(self, "remote", RemoteConfig(self.remote))
-        for setting in fields(self):
-            value, least = getattr(self, setting.name), 0 if setting.name in _MAY_BE_ZERO else 1
-            if setting.name not in ("codec", "device", "remote") and not value >= least:
-                raise ConfigError(f"{setting.name} is {value}; the store needs at least {least}.")
         codec_named(self.codec)
 
 

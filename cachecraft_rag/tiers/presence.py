@@ -17,11 +17,14 @@ from pathlib import Path
 class Presence:
     """This store's own token, and a way to ask about those of others."""
 
-    def __init__(self, folder: Path) -> None:
-        """Announce a new writer in `folder`, which is created. Raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, *, announce: bool = True) -> None:
+        """Announce a new writer in `folder`, which is created; one that only reads says nothing. Raises OSError."""
         self.folder = folder
         self.token = uuid.uuid4().hex
+        self._descriptor = -1
+        if not announce:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         while True:
             self._descriptor = os.open(self._path(self.token), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -64,5 +67,6 @@ class Presence:
 
     def leave(self) -> None:
         """Say goodbye: from now on this writer counts as gone."""
-        self.bury(self.token)
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            self.bury(self.token)
+            os.close(self._descriptor)

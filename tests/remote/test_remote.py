@@ -125,6 +125,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"redis://127.0.0.1:{request.getfixturevalue('make_redis')().port}/0"
     if request.param == "s3":
         return request.getfixturevalue("s3_bucket")(request.getfixturevalue("s3_server"))
+    (tmp_path / "shared").mkdir()
     return f"file://{tmp_path}/shared"
 
 

@@ -320,6 +320,7 @@ def put(store: ChunkCacheStore, *births: Birth) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
 def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
     url, one = f"file://{tmp_path}/shared", birth()
     with ChunkCacheStore.open(tmp_path / "a", remote=url, codec=codec, host_bytes=0) as first:
         put(first, one)
@@ -338,6 +339,7 @@ def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
 
 
 def test_the_local_copy_goes_first_and_enough_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
     url = f"file://{tmp_path}/shared"
     with open_store(tmp_path / "a", url) as first:
         put(first, birth(), birth(prefix=("system", "b")))
@@ -361,6 +363,7 @@ def test_uses_are_counted_on_the_remote(tmp_path: Path, make_redis: Any) -> None
 
 
 def test_what_the_disk_has_no_room_for_may_be_remote_still(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
     url = f"file://{tmp_path}/shared"
     with ChunkCacheStore.open(tmp_path / "a", remote=url, disk_bytes=100, codec="int8") as small:
         assert isinstance(small.put(birth()).result(), Unavailable)
@@ -376,6 +379,7 @@ def test_what_the_disk_has_no_room_for_may_be_remote_still(tmp_path: Path) -> No
 
 
 def test_many_threads_fetch_the_same_variant_once_to_disk(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
     url, one = f"file://{tmp_path}/shared", birth()
     with open_store(tmp_path / "a", url) as first:
         put(first, one)

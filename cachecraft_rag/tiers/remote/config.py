@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from cachecraft_rag.checks import MOST_SECONDS, check_number, check_text, check_whole
 from cachecraft_rag.errors import ConfigError
 
 REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
@@ -110,12 +111,15 @@ class RemoteConfig:
 
     def __post_init__(self) -> None:
         """Check URL and ranges; raises ConfigError."""
+        check_text("url", self.url)
         for setting in fields(self)[1:]:
-            value = getattr(self, setting.name)
-            if setting.name in ("key", "key_file"):
+            name, value = setting.name, getattr(self, setting.name)
+            if name in ("key", "key_file"):
                 continue
-            if value is not None and not value > 0:
-                raise ConfigError(f"{setting.name} is {value}; a remote needs more than 0.")
+            if name.endswith("_s"):
+                check_number(name, value, above=True, most=MOST_SECONDS, optional=name == "lookup_timeout_s")
+            else:
+                check_whole(name, value, least=1)
         try:
             parts = urlsplit(self.url)
             known = parts.scheme in REDIS_SCHEMES | OBJECT_SCHEMES

@@ -15,12 +15,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from shlex import quote
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, NotFoundError
@@ -72,9 +75,10 @@ class ObjectBackend:
         self._levels: dict[str, int] = {}  # by place/name, as last listed or written
         self._gains: dict[str, float] = {}  # not yet enough for the next level
         options: dict[str, Any] = {}
-        if config.scheme == "file":
-            options["mkdir"] = True
-        elif config.scheme != "memory":
+        self._folder = unquote(urlsplit(config.url).path) if config.scheme == "file" else None
+        if self._folder is not None and not os.path.isdir(self._folder):  # made here, it would hide a missing mount
+            raise ValueError(f"there is no folder {self._folder}; mount it, or make it: mkdir -p {quote(self._folder)}")
+        if config.scheme not in ("file", "memory"):
             # Retried by the tier, within its time limits. No client options: they would hide those of the environment.
             options["retry_config"] = {"max_retries": 0}
         try:
@@ -86,6 +90,7 @@ class ObjectBackend:
 
     async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
         """See `Backend.lookup`; two round trips, for all places at the same time."""
+        await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
 
     async def _rows(self, place: str) -> list[bytes]:
@@ -94,11 +99,11 @@ class ObjectBackend:
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
         listed = [entry for entry in entries if entry.row is not None and entry.payload][:most]
         sizes = itertools.accumulate(entry.row_bytes for entry in listed)
-        paths = [entry.row for entry, size in zip(listed, sizes, strict=True) if size <= LONGEST_ROWS]
+        paths = [entry.row for entry, size in zip(listed, sizes, strict=True) if entry.row and size <= LONGEST_ROWS]
         rows = await asyncio.gather(*(self._get(path) for path in paths))
         return [row for row in rows if row]
 
-    async def _get(self, path: str | None) -> bytes:
+    async def _get(self, path: str) -> bytes:
         async def get() -> bytes:
             return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
 
@@ -125,6 +130,7 @@ class ObjectBackend:
 
     async def put(self, parcel: Parcel) -> Outcome:
         """See `Backend.put`."""
+        await self._require_folder()
         base = f"{parcel.place}/{parcel.name}"
         entries = [entry for entry in await self._list(parcel.place) if entry.row is not None]
         if any(entry.name.startswith(f"{parcel.place}/{parcel.variant_id}") for entry in entries):
@@ -167,8 +173,14 @@ class ObjectBackend:
         await self._delete(gone)
         self._granted = max(0, min(share, self._config.budget_bytes - used))
 
+    async def _require_folder(self) -> None:
+        """Raise OSError where the folder has vanished: listing would find nothing, and writing make it anew."""
+        if self._folder is not None and not await asyncio.to_thread(os.path.isdir, self._folder):
+            raise FileNotFoundError(f"the folder {self._folder} is not there any more; is it mounted?")
+
     async def raise_worth(self, gains: Mapping[str, float]) -> None:
         """See `Backend.raise_worth`; written when it reaches the next level."""
+        await self._require_folder()
         for name, gain in gains.items():
             if (level := self._levels.get(name)) is None:
                 continue

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.expected import Expected, Found
+from cachecraft_rag.processes import HomeProcess
 from cachecraft_rag.tiers.layout import Encoded, longest_payload
 from cachecraft_rag.tiers.remote.base import Backend, Parcel, Usage
 from cachecraft_rag.tiers.remote.breaker import Breaker, State
@@ -75,10 +76,12 @@ class RemoteTier(Closing):
         self._signer = Signer(keys) if keys else None
         self._removed: OrderedDict[str, float] = OrderedDict()  # variant id → `created` of what was damaged
         self._foreign: OrderedDict[str, bytes] = OrderedDict()  # variant id → a row there that is not signed as it must
+        self._home = HomeProcess("remote tier")
         self._backend = _backend_of(config)
         self._breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
         self._lock = threading.Lock()
-        self._closed = False
+        self._said = threading.local()
+        self._closed = self._told = False
         self._rows: OrderedDict[str, Row] = OrderedDict()
         self._lookups: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
@@ -114,6 +117,7 @@ class RemoteTier(Closing):
         found = Found({chunk_id: [] for chunk_id in chunk_ids})
         places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in found.variants}
         outcome, answer = self._ask_rows(list(places.values()))
+        self._said.outcome = outcome
         with self._lock:
             self._lookups[outcome] += 1
         left = MOST_ROW_BYTES
@@ -139,6 +143,12 @@ class RemoteTier(Closing):
                 self._remember(row)
                 found.variants[chunk_id].append(expected.informed(row.variant) if expected else row.variant)
         return found
+
+    @property
+    def last_outcome(self) -> str | None:
+        """How the last look-up of this thread went, as in `RemoteStats.lookups`; None before the first."""
+        outcome: str | None = getattr(self._said, "outcome", None)
+        return outcome
 
     def _require(self, row: Row, expected: Expected | None) -> None:
         """Raise ValueError unless this may be a row of the model, and of what its payload may be; ConfigError."""
@@ -265,6 +275,8 @@ class RemoteTier(Closing):
 
     def close(self) -> None:
         """Send what is waiting, for `config.close_timeout_s` at most, then give up whatever is in flight."""
+        if not self._home.here:  # a fork of its process has neither its loop nor what waits there
+            return
         with self._lock:
             if self._closed:
                 return
@@ -330,10 +342,12 @@ class RemoteTier(Closing):
             logger.warning("The remote %s answers again", self.config.shown)
 
     def _note_failure(self, kind: str, error: object) -> None:
+        what = self.config.hide(error) or "too slow"
         if self._breaker.failed(kind):
-            logger.warning(
-                "The remote %s is left alone for a while: %s", self.config.shown, self.config.hide(error) or "too slow"
-            )
+            logger.warning("The remote %s is left alone for a while: %s", self.config.shown, what)
+        elif not self._told:  # a single question would otherwise end before the breaker says anything
+            logger.warning("The remote %s gives nothing, and is done without: %s", self.config.shown, what)
+        self._told = True
 
     def _ended(self, variant: Variant, end: End) -> None:
         with self._lock:

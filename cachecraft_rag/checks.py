@@ -1,0 +1,137 @@
+"""Checks of what callers give us: each raises ConfigError that names the setting, what it must be, and what it was.
+
+A bool is no number here, NaN lies in no range, and no whole number needs more than the 63 bits that SQLite and torch
+hold. Text must be Unicode that can be stored: half a surrogate pair, as a wrongly decoded argument holds, cannot.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+
+from cachecraft_rag.errors import ConfigError
+
+MOST = 2**63 - 1
+MOST_SECONDS = 1e6  # eleven days; what waits counts in 32-bit milliseconds
+FINITE = math.nextafter(math.inf, 0.0)
+_SHOWN = 120  # letters of a wrong value
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: short, printable, whatever it is.
+
+    >>> shown("2GB"), shown(10**5000)
+    ("'2GB'", 'a number of 16610 bits')
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write very long ones out
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    text = text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _wrong(name: str, must: str, value: object, advice: str = "") -> ConfigError:
+    return ConfigError(f"{name} must be {must}, not {shown(value)}" + (f": {advice}" if advice else ""))
+
+
+def check_whole(name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False) -> None:
+    """A whole number in a range, or None where it is optional."""
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        upper = f"at most {most}" if most != MOST else "below 2**63"
+        raise _wrong(name, f"a whole number, at least {least} and {upper}", value)
+
+
+def check_number(
+    name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False, optional: bool = False
+) -> None:
+    """A number in a range (`above`: without its lower end), or None where it is optional; never NaN.
+
+    Infinity is in the range unless `most` says otherwise: FINITE where it has no meaning.
+    """
+    if optional and value is None:
+        return
+    number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST)
+    if number and (value > least if above else value >= least) and value <= most:  # type: ignore[operator]
+        return
+    lower = f"above {least:g}" if above else f"{least:g} or more"
+    upper = "" if most == math.inf else f" and at most {most:g}" if most < 1e300 else " and finite"
+    raise _wrong(name, f"a number, {lower}{upper}", value)
+
+
+def check_flag(name: str, value: object) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise _wrong(name, "True or False", value)
+
+
+def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True) -> None:
+    """Text that can be stored, or None where it is optional."""
+    if optional and value is None:
+        return
+    if not isinstance(value, str):
+        advice = "decode it first" if isinstance(value, bytes) else ""
+        raise _wrong(name, "text", value, advice)
+    if not empty and not value:
+        raise _wrong(name, "text with something in it", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _wrong(name, "text that is valid Unicode", value) from None
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise _wrong(name, f"one of {', '.join(choices)}", value)
+
+
+def check_kind(
+    name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "", optional: bool = False
+) -> None:
+    """An object of one of these classes, or None where it is optional; `advice` says how to make one."""
+    if (optional and value is None) or isinstance(value, kinds):
+        return
+    names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+    raise _wrong(name, f"a {names}", value, advice)
+
+
+def check_path(name: str, value: object) -> None:
+    """A path as text or a path object; of bytes nobody knows the encoding, and no path holds a NUL."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise _wrong(name, "a path", value)
+    try:
+        whole = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        whole = False
+    if not path or not whole:
+        raise _wrong(name, "a path without a NUL and of valid letters", value)
+
+
+def check_names(given: Iterable[str], known: Collection[str], *, what: str = "option") -> None:
+    """No name but the known ones; the nearest of those is offered in place of an unknown one."""
+    unknown = sorted(str(name) for name in given if name not in known)
+    if not unknown:
+        return
+    near = [match for name in unknown for match in get_close_matches(name, known, n=1)]
+    meant = f" Did you mean {', '.join(near)}?" if near else ""
+    raise ConfigError(f"{', '.join(unknown)}: no such {what}; there are {', '.join(sorted(known))}.{meant}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """A function, or None."""
+    if value is not None and not callable(value):
+        raise _wrong(name, "a function", value)
+
+
+def check_mapping(name: str, value: object) -> None:
+    """A mapping with text for keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong(name, "a mapping from names to values", value)

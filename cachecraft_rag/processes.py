@@ -1,0 +1,29 @@
+"""Which process something belongs to: threads, locks and connections to SQLite do not survive a fork."""
+
+from __future__ import annotations
+
+import os
+
+from cachecraft_rag.errors import ForkError
+
+
+class HomeProcess:
+    """The process that made this. A forked child has its memory, but none of its threads, and locks as they were."""
+
+    def __init__(self, what: str) -> None:
+        """`what` is the thing's name in messages."""
+        self._what, self._pid = what, os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is that process, and not a fork of it."""
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Raise ForkError in a forked child."""
+        if not self.here:
+            raise ForkError(
+                f"The {self._what} was opened in process {self._pid}, and this is a fork of it ({os.getpid()}), in "
+                "which its threads do not run. Fork first and open one in each child; or, where a model has run "
+                "already, start processes with spawn: multiprocessing.get_context('spawn')."
+            )
