@@ -2,6 +2,8 @@
 
 A chunk's text begins with its heading path, a blank line, and then the text of its section, so that it can be
 understood alone: `Kettle K2 > Descaling`. The path comes from the document's own headings and counts towards the limit.
+Where the answering model is known, its tokens bound a chunk too (`ModelTokens`): what is one unknown token to the
+embedding model may be thousands to the other.
 
 A heading always begins a new chunk, with one exception: a section that fits into one chunk together with all of its
 subsections stays whole. Filling every chunk up to the limit across headings was the alternative; it makes fewer chunks,
@@ -20,7 +22,7 @@ from typing import Any
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Chunk, Document, Scalar, digest
 
-SPLITTER_VERSION = 1  # raise it when the same document would be split differently: indexes then split anew
+SPLITTER_VERSION = 2  # raise it when the same document would be split differently: indexes then split anew
 SMALLEST_LIMIT = 16
 
 # An English token of an embedding model has four or five characters. But a vocabulary may know no word of a text: to

@@ -7,7 +7,7 @@ around earlier ones takes over their documents. Folders are told apart by their 
 
 A run deletes only documents of its own folder. A file that is there but cannot be opened keeps its chunks, because
 nothing is known of its content; one whose content can no longer be read (emptied, damaged) loses them. Both are in the
-report.
+report. No document ends a run: whatever its parser raises becomes a problem in the report too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CHUNK_TOKENS = 512  # for embedding models that would take thousands: a chunk should be about one thing
 
-_READER_VERSION = 1  # raise it when the same file would be read differently: its document is then indexed anew
+_READER_VERSION = 2  # raise it when the same file would be read differently: its document is then indexed anew
 _FLUSH_CHUNKS = 256  # embedded together; a run that is killed loses so many, or the one document that has more
 logger = logging.getLogger("cachecraft_rag.retrievers.indexer")
 
