@@ -98,12 +98,10 @@ def attention(
             folded[None], k[span].transpose(0, 1)[None], v[span].transpose(0, 1)[None], scale=scale
         )
         return found.reshape(1, heads, head_dim)
-    if softcap is not None or q.device.type == "cpu":
-        # A CPU's products of bf16 round every score to 8 bits, sdpa's own do not; but without bf16 instructions both
-        # are many times slower than float32, which takes the same time everywhere.
-        q, k, v = q.float(), k.float(), v.float()
     queries, grouped_out = _grouped(q, kv_heads), _grouped(out, kv_heads)
     attend = _fused if softcap is None else partial(_explicit, softcap=softcap)
+    # Half precision too goes through sdpa, the kernel of the model's own attention. Rejected: plain products, which were
+    # faster on one CPU, round every score to the model's dtype; those around a soft cap are done in float32 instead.
     for block in blocks:
         part = queries[:, :, block.start : block.stop]
         span = slice(block.first_key, block.last_key)
@@ -118,10 +116,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float) ->
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
-    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns alike."""
+    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns float32."""
     kv_heads, group, rows, head_dim = q.shape
     weights = _scores(q, k, block, scale=scale, softcap=softcap).softmax(-1)
-    return torch.bmm(weights, v.transpose(0, 1)).view(kv_heads, group, rows, head_dim)
+    return torch.bmm(weights, v.transpose(0, 1).float()).view(kv_heads, group, rows, head_dim)
 
 
 def attention_mass(
@@ -170,7 +168,7 @@ def _mean_weights(
     """Each block's weights, averaged over heads and 0 at a row's own position: float32 `[rows of the block, keys in
     span]`.
     """
-    queries, k, heads = _grouped(q.float(), k.shape[1]), k.float(), q.shape[1]
+    queries, heads = _grouped(q, k.shape[1]), q.shape[1]
     for block in blocks:
         rows = slice(block.start, block.stop)
         scores = _scores(queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap)
@@ -187,9 +185,12 @@ def _by_segment(weights: Tensor, block: RowBlock, bounds: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
-    """Masked scores `[kv_heads, group · rows, keys]` of one block; `q` `[kv_heads, group, rows, head_dim]`."""
+    """Masked scores `[kv_heads, group · rows, keys]` of one block, in float32; `q` `[kv_heads, group, rows, head_dim]`.
+
+    A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
+    """
     kv_heads, group, rows, head_dim = q.shape
-    scores = torch.bmm(q.reshape(kv_heads, group * rows, head_dim) * scale, k.permute(1, 2, 0))
+    scores = torch.bmm(q.float().reshape(kv_heads, group * rows, head_dim) * scale, k.float().permute(1, 2, 0))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if block.hidden is not None:

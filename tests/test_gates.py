@@ -6,7 +6,9 @@ bf16.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cachecraft_rag.births import BirthRecorder
 from cachecraft_rag.focus import FocusMonitor
 from cachecraft_rag.models import Decoder
-from cachecraft_rag.prefill import PrefillInput, PrefillOutput, Reused, decode_step, prefill
+from cachecraft_rag.prefill import MergedKV, PrefillInput, PrefillOutput, Reused, RowPass, decode_step, prefill
 
 pytestmark = pytest.mark.gate
 
@@ -212,23 +215,101 @@ def test_recomputing_every_token_of_moved_chunks_repairs_them(decoder: Decoder) 
     assert_same(prefill(decoder, work).logits, decoder.own_logits(list(work.token_ids))[0])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "demo"])
-@pytest.mark.parametrize("path", ["everything computed", "same prefix reused"])
-def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(
-    family: str, path: str, tiny_decoder: Callable[..., Decoder], request: pytest.FixtureRequest, demo_model: Path
-) -> None:
-    if family == "demo":
-        exact: Decoder = request.getfixturevalue("demo_decoder")
+# -- bf16 -------------------------------------------------------------------------------------------------------------
+#
+# An error of bf16 is a matter of luck at one position: a single token's logits may be twice as far off as the model's
+# own, or half as far. So nothing here is decided by one: a layer is compared over all its numbers, given the input that
+# the model's own layer had, and logits over hundreds of positions.
+
+PROMPTS = 24
+PATHS = ["everything computed", "same prefix reused"]
+
+
+@dataclass(frozen=True)
+class HalfPrecision:
+    """A model in bf16, and the very same weights in fp32."""
+
+    half: Decoder
+    exact: Decoder
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "demo"])
+def precisions(
+    request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path
+) -> HalfPrecision:
+    if request.param == "demo":
         half = Decoder.load(str(demo_model), dtype="bfloat16")
     else:
-        exact, half = tiny_decoder(family), tiny_decoder(family, dtype="bfloat16")
+        half = tiny_decoder(request.param, dtype="bfloat16")
+    return HalfPrecision(half, Decoder(copy.deepcopy(half.model).float(), half.tokenizer, name="exact"))
+
+
+@torch.inference_mode()
+def layer_outputs(decoder: Decoder, ids: list[int], inputs: list[Tensor], path: str) -> Tensor:
+    """What each layer's attention makes of its given input: `[layers, question's rows, hidden]`."""
+    rows, question = torch.arange(len(ids)), torch.tensor(QUESTION)
+    merged = MergedKV(decoder, len(ids))
+    recorder = BirthRecorder(decoder.layout, merged.kv, [(0, 0, QUESTION.start)])
+    whole, found = RowPass(merged, rows, recorder=recorder), []
+    again = RowPass(MergedKV(decoder, len(ids)), question)
+    for layer, hidden in enumerate(inputs):
+        given = hidden.to(decoder.dtype)
+        with decoder.watched() as seen:
+            decoder.layer(layer, given, positions=rows, layer_pass=whole)
+            if path == "same prefix reused":
+                ((birth, _),) = recorder.locate(rows)
+                again._merged.place(layer, birth.kv[layer], 0)
+                decoder.layer(layer, given[:, question], positions=question, layer_pass=again)
+        found.append(seen[-1][1][0, -len(question) :].float())
+    return torch.stack(found)
+
+
+def layer_errors(precisions: HalfPrecision, path: str, prompts: int = 4) -> tuple[Tensor, Tensor]:
+    """Relative errors of each layer's attention in bf16, ours and the model's own: `[layers]` each, over prompts."""
     ours, own = [], []
-    for seed in range(4):  # a mean over prompts, because the error of a single one is a matter of luck
+    for seed in range(prompts):
         ids = token_ids(seed=seed)
-        truth = exact.own_logits(ids)[0]
-        full = prefill(half, PrefillInput(ids, BOUNDS, EVERYTHING, births=(0, *CHUNKS)))
+        with precisions.half.watched() as seen:
+            precisions.half.own_logits(ids)
+        inputs = [hidden for hidden, _ in seen]
+        theirs = torch.stack([out[0, -len(QUESTION) :].float() for _, out in seen])
+        truth = layer_outputs(precisions.exact, ids, inputs, "everything computed")
+        for errors, found in ((ours, layer_outputs(precisions.half, ids, inputs, path)), (own, theirs)):
+            errors.append((found - truth).norm(dim=(1, 2)) / truth.norm(dim=(1, 2)))
+    return torch.stack(ours).mean(0), torch.stack(own).mean(0)
+
+
+def assert_layers_as_exact_as_the_models_own(precisions: HalfPrecision, path: str) -> None:
+    ours, own = layer_errors(precisions, path)
+    print(f"bf16, {path}: {float(ours.mean() / own.mean()):.3f} of the model's own error, worst {float((ours / own).max()):.3f}")
+    assert ours.mean() <= own.mean()
+    assert (ours <= 1.1 * own).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_layers_attention_in_bf16_is_further_from_fp32_than_the_models_own(
+    precisions: HalfPrecision, path: str
+) -> None:
+    assert_layers_as_exact_as_the_models_own(precisions, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfPrecision, path: str) -> None:
+    half, keep = precisions.half, len(QUESTION)
+    ours, own = [], []
+    for seed in range(PROMPTS):
+        ids = token_ids(seed=seed)
+        truth = precisions.exact.own_logits(ids, keep=keep)
+        full = prefill(half, PrefillInput(ids, BOUNDS, EVERYTHING, births=(0, *CHUNKS)), logits_to_keep=keep)
         if path == "same prefix reused":
-            full = prefill(half, PrefillInput(ids, BOUNDS, QUESTION, reused=births_of(full)))
-        ours.append((full.logits - truth).norm() / truth.norm())
-        own.append((half.own_logits(ids)[0] - truth).norm() / truth.norm())
-    assert sum(ours) <= 1.25 * sum(own)
+            work = PrefillInput(ids, BOUNDS, QUESTION, reused=births_of(full))
+            full = prefill(half, work, logits_to_keep=keep)
+        ours.append(divergence(truth, full.logits))
+        own.append(divergence(truth, half.own_logits(ids, keep=keep)))
+    print("E2E", float(torch.stack(ours).mean()/torch.stack(own).mean()), float((torch.stack(ours).mean(1)/torch.stack(own).mean(1)).log().mean().exp()), (torch.stack(ours).mean(1)/torch.stack(own).mean(1)).log().std())
+    assert torch.stack(ours).mean() <= 1.25 * torch.stack(own).mean()
+
+
+def divergence(truth: Tensor, found: Tensor) -> Tensor:
+    """Relative errors of the logits `[positions]`."""
+    return (found - truth).norm(dim=-1) / truth.norm(dim=-1)
