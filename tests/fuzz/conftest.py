@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ class Watch:
         assert grown < MOST_GROWTH, what
 
     def __str__(self) -> str:
-        return f"{self.items} items, slowest {self.slowest[0]:.2f} s {self.slowest[1]}, memory +{self.growth / 1e6:.0f} MB"
+        slowest, what = self.slowest
+        return f"{self.items} items, slowest {slowest:.2f} s {what}, memory +{self.growth / 1e6:.0f} MB"
 
 
 def resident() -> int:
@@ -98,8 +100,11 @@ class Fuzz:
 
 
 @pytest.fixture
-def fuzz() -> Fuzz:
-    return Fuzz()
+def fuzz(fuzz_decoder: Decoder) -> Iterator[Fuzz]:
+    gc.collect()
+    gc.freeze()  # looking through all that libraries hold takes a second, in the middle of any item
+    yield Fuzz()
+    gc.unfreeze()
 
 
 @pytest.fixture

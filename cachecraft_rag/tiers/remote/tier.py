@@ -31,6 +31,7 @@ from cachecraft_rag.types import Payload, TokenScores, Unavailable, Variant, Var
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
 MOST_ROW_BYTES = 8 << 20  # of one look-up: honest ones have a hundredth, and more would take its time to be read
+MOST_REMOVED = 8  # damaged rows, by one look-up
 MOST_FOREIGN = 256
 MOST_ROWS = 20_000  # remembered, of what look-ups found and puts sent
 STATS_S = 2.0  # an administrator waits longer than a request, but not for ever
@@ -116,7 +117,7 @@ class RemoteTier(Closing):
         outcome, answer = self._ask_rows(list(places.values()))
         with self._lock:
             self._lookups[outcome] += 1
-        left = MOST_ROW_BYTES
+        left, damaged = MOST_ROW_BYTES, 0
         for (chunk_id, place), rows in zip(places.items(), answer, strict=False):
             for raw in rows:
                 left -= len(raw)
@@ -134,7 +135,9 @@ class RemoteTier(Closing):
                     found.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
                     if isinstance(error, ConfigError):  # a codec of a newer version
                         continue
-                    self._in_background(partial(self._backend.remove_row, place, raw))
+                    damaged += 1
+                    if damaged <= MOST_REMOVED:  # the next look-up goes on
+                        self._in_background(partial(self._backend.remove_row, place, raw))
                     continue
                 self._remember(row)
                 found.variants[chunk_id].append(expected.informed(row.variant) if expected else row.variant)
