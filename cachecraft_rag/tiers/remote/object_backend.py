@@ -272,7 +272,9 @@ def _level(worth: float) -> int:
     >>> _level(1.0), _level(2.0), _level(3.0), _level(1000.0)
     (0, 2, 3, 19)
     """
-    return min(max(0, math.floor(2 * math.log2(max(worth, 1.0)))), _MOST_LEVEL)
+    if not worth < 2.0 ** (_MOST_LEVEL / 2):  # nor is it what is no number
+        return _MOST_LEVEL
+    return max(0, math.floor(2 * math.log2(max(worth, 1.0))))
 
 
 def _pieces(payload: Sequence[memoryview]) -> Iterator[memoryview]:

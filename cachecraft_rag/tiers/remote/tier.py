@@ -211,11 +211,10 @@ class RemoteTier(Closing):
         with self._lock:
             known = variant.variant_id in self._rows
             foreign = self._foreign.pop(variant.variant_id, None)
-        if foreign is not None:  # else nothing that is signed could ever take the place of what is not
-            self._in_background(partial(self._backend.remove_row, place, foreign))
         if not known:  # what a look-up told is where the remote's own copy lies
             self._remember(row)
-        return self._outbox.offer(Parcel(place, name, raw, 1.0 + variant.exact_share, payload))
+        # What is not signed gives way: else nothing that is signed could ever take its place.
+        return self._outbox.offer(Parcel(place, name, raw, 1.0 + variant.exact_share, payload, foreign))
 
     def raise_frequency(self, variant_id: str, gain: float) -> None:
         """f_r += gain there too, in the background, if this process has seen the variant there.
