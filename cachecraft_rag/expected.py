@@ -7,11 +7,8 @@ allocated, or which positions count as filled, is compared with what the model a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from cachecraft_rag.types import KVLayout, TokenScores, Variant
 
@@ -110,10 +107,9 @@ def unsound(variant: Variant) -> str:
 
 
 def unsound_scores(scores: TokenScores, tokens: int) -> bool:
-    """Whether token scores are of another number of tokens, or no attention at all."""
-    for one in (scores.inter, scores.received):
-        if one is not None and (one.shape != (tokens,) or not math.isfinite(total := float(one.sum())) or total < 0):
-            return True
-        if one is not None and not bool(np.all(one >= 0)):
-            return True
-    return False
+    """Whether token scores are of another number of tokens, or no attention: a token pays 1 and is paid `tokens`."""
+    there = [one for one in (scores.inter, scores.received) if one is not None]
+    return any(
+        one.shape != (tokens,) or not (float(one.min()) >= 0.0 and float(one.max()) <= tokens * _ROUNDING)
+        for one in there
+    )

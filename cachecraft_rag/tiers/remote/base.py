@@ -23,6 +23,7 @@ class Parcel:
     name     file name of its payload: variant id and `created`
     row      the bytes of its row, whose first 16 are `created`
     worth    the lower, the sooner it gives way to others
+    instead_of  a row of the same variant that has to go first, if it is still there
     """
 
     place: str
@@ -30,6 +31,7 @@ class Parcel:
     row: bytes
     worth: float
     payload: tuple[memoryview, ...]
+    instead_of: bytes | None = None
 
     @property
     def variant_id(self) -> str:

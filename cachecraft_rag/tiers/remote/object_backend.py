@@ -200,7 +200,7 @@ class ObjectBackend:
     async def remove_row(self, place: str, row: bytes) -> None:
         """See `Backend.remove_row`; the payload goes too: here nothing else would ever find it."""
         for entry in await self._list(place):
-            if entry.row is not None and await self._get(entry.row) == row:
+            if entry.row_bytes == len(row) and await self._get(entry.row) == row:
                 await self._delete([entry])
 
     async def usage(self) -> Usage:
@@ -284,7 +284,9 @@ def _level(worth: float) -> int:
     >>> _level(1.0), _level(2.0), _level(3.0), _level(1000.0)
     (0, 2, 3, 19)
     """
-    return min(max(0, math.floor(2 * math.log2(max(worth, 1.0)))), _MOST_LEVEL)
+    if not worth < 2.0 ** (_MOST_LEVEL / 2):  # nor is it what is no number
+        return _MOST_LEVEL
+    return max(0, math.floor(2 * math.log2(max(worth, 1.0))))
 
 
 def _pieces(payload: Sequence[memoryview]) -> Iterator[memoryview]:

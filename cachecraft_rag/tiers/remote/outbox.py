@@ -103,6 +103,8 @@ class Outbox:
             if gains:  # on their own: a use that cannot be counted must not keep a chunk-cache from being sent
                 await self._tried(self._backend.raise_worth(gains))
             if parcel is not None:
+                if parcel.instead_of is not None:
+                    await self._tried(self._backend.remove_row(parcel.place, parcel.instead_of))
                 outcome = await self._tried(self._backend.put(parcel))
         if parcel is not None:
             with self._state:

@@ -32,6 +32,7 @@ from cachecraft_rag.types import Payload, TokenScores, Unavailable, Variant, Var
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
 MOST_ROW_BYTES = 8 << 20  # of one look-up: honest ones have a hundredth, and more would take its time to be read
+MOST_REMOVED = 8  # damaged rows, by one look-up
 MOST_FOREIGN = 256
 MOST_ROWS = 20_000  # remembered, of what look-ups found and puts sent
 STATS_S = 2.0  # an administrator waits longer than a request, but not for ever
@@ -120,7 +121,7 @@ class RemoteTier(Closing):
         self._said.outcome = outcome
         with self._lock:
             self._lookups[outcome] += 1
-        left = MOST_ROW_BYTES
+        left, damaged = MOST_ROW_BYTES, 0
         for (chunk_id, place), rows in zip(places.items(), answer, strict=False):
             for raw in rows:
                 left -= len(raw)
@@ -138,7 +139,9 @@ class RemoteTier(Closing):
                     found.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
                     if isinstance(error, ConfigError):  # a codec of a newer version
                         continue
-                    self._in_background(partial(self._backend.remove_row, place, raw))
+                    damaged += 1
+                    if damaged <= MOST_REMOVED:  # the next look-up goes on
+                        self._in_background(partial(self._backend.remove_row, place, raw))
                     continue
                 self._remember(row)
                 found.variants[chunk_id].append(expected.informed(row.variant) if expected else row.variant)
@@ -218,11 +221,10 @@ class RemoteTier(Closing):
         with self._lock:
             known = variant.variant_id in self._rows
             foreign = self._foreign.pop(variant.variant_id, None)
-        if foreign is not None:  # else nothing that is signed could ever take the place of what is not
-            self._in_background(partial(self._backend.remove_row, place, foreign))
         if not known:  # what a look-up told is where the remote's own copy lies
             self._remember(row)
-        return self._outbox.offer(Parcel(place, name, raw, 1.0 + variant.exact_share, payload))
+        # What is not signed gives way: else nothing that is signed could ever take its place.
+        return self._outbox.offer(Parcel(place, name, raw, 1.0 + variant.exact_share, payload, foreign))
 
     def raise_frequency(self, variant_id: str, gain: float) -> None:
         """f_r += gain there too, in the background, if this process has seen the variant there.

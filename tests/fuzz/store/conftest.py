@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -101,8 +102,11 @@ class Fuzz:
 
 
 @pytest.fixture
-def fuzz() -> Fuzz:
-    return Fuzz()
+def fuzz(fuzz_decoder: Decoder) -> Iterator[Fuzz]:
+    gc.collect()
+    gc.freeze()  # looking through all that libraries hold takes a second, in the middle of any item
+    yield Fuzz()
+    gc.unfreeze()
 
 
 @pytest.fixture
