@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 from cachecraft_rag.errors import ConfigError
@@ -129,6 +130,17 @@ def check_callable(name: str, value: object) -> None:
     """A function, or None."""
     if value is not None and not callable(value):
         raise _wrong(name, "a function", value)
+
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """What a framework says of a wrong setting (pydantic's ValidationError is a ValueError), as a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_mapping(name: str, value: object) -> None:

@@ -407,7 +407,8 @@ class ChunkCacheStore(Closing):
     def _look_further(self, namespace: str, fingerprint: str, found: dict[str, list[Variant]]) -> str | None:
         """Add what the remote has of chunks of which too little is here; a variant that is here too stays as it is.
 
-        Returns how it answered, None where it was not asked. After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
+        Returns how it answered, None where it was not asked. After the catalog, not beside it: the catalog takes a
+        millisecond, and what it has need not be asked for.
         """
         if self._remote is None:
             return None
