@@ -72,8 +72,8 @@ def check_flag(name: str, value: object) -> None:
         raise _wrong(name, "True or False", value)
 
 
-def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True) -> None:
-    """Text that can be stored, or None where it is optional."""
+def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False) -> None:
+    """Text, or None where it is optional; `damaged`: also what cannot be stored, which a model reads with a "?"."""
     if optional and value is None:
         return
     if not isinstance(value, str):
@@ -82,7 +82,7 @@ def check_text(name: str, value: object, *, optional: bool = False, empty: bool 
     if not empty and not value:
         raise _wrong(name, "text with something in it", value)
     try:
-        value.encode()
+        value.encode(errors="surrogatepass" if damaged else "strict")
     except UnicodeEncodeError:
         raise _wrong(name, "text that is valid Unicode", value) from None
 

@@ -393,7 +393,9 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k"):
         query_engine_of(index, engine, similarty_top_k=3)
-    query_engine_of(index, engine, similarity_top_k=3, node_ids=None, vector_store_kwargs={}, verbose=False)
+    query_engine_of(index, engine, similarity_top_k=3, vector_store_kwargs={}, verbose=False)
+    with pytest.raises(ConfigError, match="node_ids"):  # as_retriever itself gives them
+        query_engine_of(index, engine, node_ids=[])
     with pytest.raises(ConfigError, match="embed_batch_sise"):
         CacheCraftEmbedding(embed_batch_sise=3)
     with pytest.raises(ConfigError, match="from_index"):

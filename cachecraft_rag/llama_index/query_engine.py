@@ -34,7 +34,10 @@ _OWN_OPTIONS = frozenset(
 
 def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
     """The index's retriever. LlamaIndex passes over options that it does not know; here they are an error."""
-    retriever = index.as_retriever(**options)
+    try:
+        retriever = index.as_retriever(**options)
+    except TypeError as error:
+        raise ConfigError(f"the index cannot make a retriever with {', '.join(options)}: {error}") from error
     takers = [type(index).as_retriever, *(vars(kind).get("__init__") for kind in type(retriever).__mro__)]
     known = {
         parameter.name
@@ -43,7 +46,7 @@ def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collectio
         for parameter in inspect.signature(taker).parameters.values()
         if parameter.kind is not parameter.VAR_KEYWORD
     }
-    check_names(options, (known - {"self", "index", "args"}) | {"vector_store_kwargs"} | own)
+    check_names(options, (known - {"self", "index", "args"}) | {"vector_store_kwargs"} | set(own))
     return retriever
 
 
