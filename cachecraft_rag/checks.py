@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 from cachecraft_rag.errors import ConfigError
@@ -71,8 +72,8 @@ def check_flag(name: str, value: object) -> None:
         raise _wrong(name, "True or False", value)
 
 
-def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True) -> None:
-    """Text that can be stored, or None where it is optional."""
+def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False) -> None:
+    """Text, or None where it is optional; `damaged`: also what cannot be stored, which a model reads with a "?"."""
     if optional and value is None:
         return
     if not isinstance(value, str):
@@ -81,7 +82,7 @@ def check_text(name: str, value: object, *, optional: bool = False, empty: bool 
     if not empty and not value:
         raise _wrong(name, "text with something in it", value)
     try:
-        value.encode()
+        value.encode(errors="surrogatepass" if damaged else "strict")
     except UnicodeEncodeError:
         raise _wrong(name, "text that is valid Unicode", value) from None
 
@@ -129,6 +130,17 @@ def check_callable(name: str, value: object) -> None:
     """A function, or None."""
     if value is not None and not callable(value):
         raise _wrong(name, "a function", value)
+
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """What a framework says of a wrong setting (pydantic's ValidationError is a ValueError), as a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_mapping(name: str, value: object) -> None:

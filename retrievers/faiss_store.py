@@ -122,7 +122,7 @@ class FaissStore(Closing):
         """
         check_path("folder", folder)
         path = Path(folder)
-        if not (path / DATABASE).is_file() and (dim is None or embedder_fingerprint is None):
+        if not os.path.isfile(path / DATABASE) and (dim is None or embedder_fingerprint is None):
             raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
         read_only = os.path.isfile(path / DATABASE) and not can_be_written(path / DATABASE)
         try:

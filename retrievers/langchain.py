@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole, config_errors
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.embeddings import Embedder
@@ -43,6 +44,7 @@ class CacheCraftEmbeddings(Embeddings):
     """An `Embedder` as LangChain's embeddings, for any vector store."""
 
     def __init__(self, embedder: Embedder | None = None) -> None:
+        check_kind("embedder", embedder, Embedder, optional=True)
         self.embedder = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -68,6 +70,9 @@ class CacheCraftVectorStore(Closing, VectorStore):
     """
 
     def __init__(self, index: FaissStore, embedding: Embeddings, *, caches: ChunkCacheStore | None = None) -> None:
+        check_kind("index", index, FaissStore, advice="FaissStore.open makes one")
+        check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
+        check_kind("caches", caches, ChunkCacheStore, optional=True, advice="engine.store is one")
         self.index, self._embedding, self._caches = index, embedding, caches
         self._owns_index = False
 
@@ -78,6 +83,8 @@ class CacheCraftVectorStore(Closing, VectorStore):
         Raises `IndexStoreError` where it was made with other embeddings, as far as their class, model name and width
         tell: LangChain's embeddings have no fingerprint.
         """
+        check_path("folder", folder)
+        check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
         if isinstance(embedding, CacheCraftEmbeddings):
             dim, fingerprint = embedding.embedder.dim, embedding.embedder.fingerprint
         else:
@@ -125,6 +132,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
         Raises `ConfigError` for metadata that JSON cannot hold.
         """
+        check_names(kwargs, ())
         documents = list(documents)
         given: Sequence[str | None] = ids or [document.id for document in documents]
         if len(given) != len(documents):
@@ -141,6 +149,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Delete documents; all of them where `ids` is None. Ids that are not there are no error."""
+        check_names(kwargs, ())
         index = self.index
         for name in [document.doc_id for document in index.documents()] if ids is None else ids:
             # What another program than LangChain brought in is known by chunk id.
@@ -174,6 +183,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
         filter  values that metadata must have, or a function that says yes to metadata. It is applied before the
                 search, so it never costs hits.
         """
+        check_names(kwargs, ("filter", "k"))
         return self._search(_unit(self._embedding.embed_query(query)), k, filter=filter)
 
     def max_marginal_relevance_search(
@@ -187,6 +197,9 @@ class CacheCraftVectorStore(Closing, VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """`k` of the `fetch_k` nearest documents that are near to the query and unlike each other."""
+        check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
+        check_whole("fetch_k", fetch_k, least=1)
+        check_number("lambda_mult", lambda_mult, most=1)
         vector = _unit(self._embedding.embed_query(query))
         found = [document for document, _ in self._search(vector, fetch_k, filter=filter)]
         known = self.index.known_vectors(chunk_id_of(document.page_content) for document in found)
@@ -194,8 +207,9 @@ class CacheCraftVectorStore(Closing, VectorStore):
         return [found[at] for at in maximal_marginal_relevance(vector, vectors, lambda_mult, k)]
 
     def _search(
-        self, vector: NDArray[np.float32], k: int, *, filter: Filter | None = None, **kwargs: Any
+        self, vector: NDArray[np.float32], k: int, *, filter: Filter | None = None, **unknown: Any
     ) -> list[tuple[Document, float]]:
+        check_names(unknown, ("filter", "k"))
         where = (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
         hits = self.index.search(vector, k, where=where)
         return [(_document(hit), hit.score) for hit in hits]
@@ -214,11 +228,16 @@ class CacheCraftRetriever(BaseRetriever):
     Nothing obliges anyone to use it: `CacheCraftGenerator` takes the documents of any retriever.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     store: CacheCraftVectorStore = Field(exclude=True, repr=False)
     k: int = 5
     filter: Any = None
+
+    def __init__(self, **settings: Any) -> None:
+        with config_errors():
+            super().__init__(**settings)
+        check_whole("k", self.k, least=1)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None

@@ -50,6 +50,7 @@ except ImportError as error:
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
     ) from error
 
+from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.rag import DEFAULT_TOP_K, CacheCraft
@@ -73,6 +74,7 @@ class CacheCraftEmbedding(BaseEmbedding):
     _embedder: Embedder = PrivateAttr()
 
     def __init__(self, model: str | os.PathLike[str] | Embedder = EMBEDDED_MODEL, **settings: Any) -> None:
+        check_names(settings, type(self).model_fields.keys() - {"model_name"}, what="setting")
         embedder = model if isinstance(model, Embedder) else Embedder(model)
         super().__init__(model_name=embedder.name, **settings)
         self._embedder = embedder
@@ -140,11 +142,15 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
         caches: ChunkCacheStore | None = None,
         embedding: str | None = None,
     ) -> None:
+        if not isinstance(folder, FaissStore):
+            check_path("folder", folder)
+        check_kind("caches", caches, ChunkCacheStore, optional=True, advice="engine.store is one")
+        check_text("embedding", embedding, optional=True, empty=False)
         given = folder if isinstance(folder, FaissStore) else None
         path = given.folder if given is not None else Path(str(folder))
         super().__init__(stores_text=True, folder=str(path), embedding=embedding)  # type: ignore[call-arg]
         self._store, self._caches, self._owned = given, caches, given is None
-        if given is None and (path / DATABASE).is_file():
+        if given is None and os.path.isfile(path / DATABASE):
             self._store = FaissStore.open(path, embedder_fingerprint=embedding)
 
     @classmethod
@@ -161,6 +167,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes with their embeddings; one whose id is there already is replaced. Returns the node ids."""
+        check_names(kwargs, ())
         nodes = list(nodes)
         documents: dict[str, dict[str, BaseNode]] = {}
         for node in nodes:
@@ -174,6 +181,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Remove a document's nodes. A chunk that another document has as well stays, and so does its chunk-cache."""
+        check_names(delete_kwargs, ())
         if self._store is not None:
             self._evict(self._store.delete_document(ref_doc_id).removed)
 
@@ -181,6 +189,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Remove the nodes that have one of the ids and pass the filters; one of the two must be given."""
+        check_names(delete_kwargs, ())
         if node_ids is None and filters is None:
             raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
         if self._store is not None:
@@ -219,6 +228,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nearest nodes, best first; of the query's modes only the default, and filters of any depth."""
+        check_names(kwargs, ())
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise ConfigError(f"CacheCraftVectorStore searches by embedding only, not in the mode {query.mode.value!r}")
         if query.query_embedding is None:
@@ -284,6 +294,9 @@ class CacheCraftRetriever(BaseRetriever):
         filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        check_kind("rag", rag, CacheCraft, advice="CacheCraft.from_pretrained makes one")
+        check_whole("top_k", top_k, least=1)
+        check_kind("filters", filters, MetadataFilters, optional=True)
         super().__init__(callback_manager=callback_manager)
         self._rag, self._top_k, self._filters = rag, top_k, filters
 

@@ -33,7 +33,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What both consoles print, as to a terminal without colours."""
     shown = io.StringIO()
     for module in (options, answers, chat, store, command):
@@ -41,7 +41,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
             if hasattr(module, name):
                 console = PlainConsole(file=shown, width=400, color_system=None, force_terminal=False)
                 monkeypatch.setattr(module, name, console)
-    yield shown
+    return shown
 
 
 def harmless(shown: str) -> bool:

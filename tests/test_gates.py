@@ -234,9 +234,7 @@ class HalfPrecision:
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "demo"])
-def precisions(
-    request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path
-) -> HalfPrecision:
+def precisions(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path) -> HalfPrecision:
     if request.param == "demo":
         half = Decoder.load(str(demo_model), dtype="bfloat16")
     else:
@@ -281,7 +279,9 @@ def layer_errors(precisions: HalfPrecision, path: str, prompts: int = 4) -> tupl
 
 def assert_layers_as_exact_as_the_models_own(precisions: HalfPrecision, path: str) -> None:
     ours, own = layer_errors(precisions, path)
-    print(f"bf16, {path}: {float(ours.mean() / own.mean()):.3f} of the model's own error, worst {float((ours / own).max()):.3f}")
+    print(
+        f"bf16, {path}: {float(ours.mean() / own.mean()):.3f} of the model's own error, worst {float((ours / own).max()):.3f}"
+    )
     assert ours.mean() <= own.mean()
     assert (ours <= 1.1 * own).all()
 
@@ -306,7 +306,12 @@ def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfP
             full = prefill(half, work, logits_to_keep=keep)
         ours.append(divergence(truth, full.logits))
         own.append(divergence(truth, half.own_logits(ids, keep=keep)))
-    print("E2E", float(torch.stack(ours).mean()/torch.stack(own).mean()), float((torch.stack(ours).mean(1)/torch.stack(own).mean(1)).log().mean().exp()), (torch.stack(ours).mean(1)/torch.stack(own).mean(1)).log().std())
+    print(
+        "E2E",
+        float(torch.stack(ours).mean() / torch.stack(own).mean()),
+        float((torch.stack(ours).mean(1) / torch.stack(own).mean(1)).log().mean().exp()),
+        (torch.stack(ours).mean(1) / torch.stack(own).mean(1)).log().std(),
+    )
     assert torch.stack(ours).mean() <= 1.25 * torch.stack(own).mean()
 
 

@@ -44,7 +44,7 @@ from cachecraft_rag.llama_index import (
     CacheCraftSynthesizer,
 )
 from cachecraft_rag.rag import CacheCraft
-from cachecraft_rag.retrievers.llama_index import CacheCraftRetriever
+from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument
 from cachecraft_rag.types import chunk_id_of
@@ -391,6 +391,13 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine, store="chunk-caches")
     with pytest.raises(ConfigError, match="namspace: no such option"):
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k"):
+        query_engine_of(index, engine, similarty_top_k=3)
+    query_engine_of(index, engine, similarity_top_k=3, vector_store_kwargs={}, verbose=False)
+    with pytest.raises(ConfigError, match="node_ids"):  # as_retriever itself gives them
+        query_engine_of(index, engine, node_ids=[])
+    with pytest.raises(ConfigError, match="embed_batch_sise"):
+        CacheCraftEmbedding(embed_batch_sise=3)
     with pytest.raises(ConfigError, match="from_index"):
         CacheCraftQueryEngine(index.as_retriever(), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="system"):

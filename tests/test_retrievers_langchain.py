@@ -74,6 +74,24 @@ def test_scores_are_cosines_whatever_the_length_of_the_vectors(store: CacheCraft
     assert ids(store.similarity_search_by_vector([0.0, 5.0], k=1)) == ["n"]
 
 
+def test_options_that_do_not_exist_are_refused(store: CacheCraftVectorStore) -> None:
+    store.add_texts(["0 east"], ids=["e"])
+    calls: list[Callable[[], object]] = [
+        lambda: store.similarity_search("0", filtr={"page": 1}),
+        lambda: store.similarity_search_by_vector([1.0, 0.0], filtr=None),
+        lambda: store.max_marginal_relevance_search("0", lamda_mult=0.5),
+        lambda: store.add_texts(["1 b"], id=["b"]),
+        lambda: store.delete(["e"], force=True),
+        lambda: store.as_retriever(search_kwargs={"top_k": 3}).invoke("0"),
+        lambda: CacheCraftRetriever(store=store, top_k=3),
+        lambda: CacheCraftRetriever(store=store, k=0),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call()
+    assert ids(store.similarity_search("0")) == ["e"]
+
+
 def test_marginal_relevance_prefers_what_is_unlike(store: CacheCraftVectorStore) -> None:
     store.add_texts(["10 a", "11 a twin", "50 another"], ids=["a", "twin", "other"])
     assert ids(store.similarity_search("5", k=2)) == ["a", "twin"]

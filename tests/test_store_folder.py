@@ -143,7 +143,7 @@ def as_nobody(action: Callable[[], object]) -> Any:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             result = json.dumps({"result": action()})
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to the parent
             result = json.dumps({"error": f"{type(error).__name__}: {error}"})
         os.write(writing, result.encode())
         os._exit(0)

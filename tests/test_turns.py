@@ -238,7 +238,8 @@ def test_who_leaves_early_lets_nobody_past_the_holder() -> None:
             thread.start()
             until(lambda place=place: waiting(lock, place))
         for name in ("second", "third"):
-            assert (ident := threads[name].ident) is not None
+            ident = threads[name].ident
+            assert ident is not None
             interrupt(ident)
         assert order == []
     for thread in threads.values():

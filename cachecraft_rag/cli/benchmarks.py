@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, waiting
 
@@ -20,11 +21,14 @@ def ttft(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 5,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, help="Length of each.")] = 400,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 400,
     recompute_ratio: Annotated[float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="r.")] = 0.15,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 7,
     threads: options.Threads = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of torch; the prompt is always the same.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of torch; the prompt is always the same."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Time to first token: reuse against the model's own prefill, side by side.
@@ -133,7 +137,7 @@ def load(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 8,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, help="Length of each.")] = 400,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 400,
     codec: Annotated[str, typer.Option("--codec", help="raw, int8 or entropy.")] = "raw",
     mb_per_s: Annotated[
         float | None,
@@ -150,6 +154,7 @@ def load(
 ) -> None:
     """How much of the disk's speed arrives (against dd), and how much loading layer-wise preloading hides."""
     options.set_threads(threads)
+    check_number("--mb-per-s", mb_per_s, optional=True)
     with waiting("Benchmark") as say:
         from cachecraft_rag.bench.load import LoadSettings, run
 

@@ -10,6 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 
@@ -39,7 +40,9 @@ Births = Annotated[
     str, typer.Option("--births", help="What chunks are born behind: unrelated, neighbours, alone, similar.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of questions, passages, births and halves.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, births and halves.")
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Calibrate on one half of the questions, see on the other whether it holds.")
 ]

@@ -10,6 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
 
@@ -44,7 +45,11 @@ Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each
 ChunkTokens = Annotated[
     int | None,
     typer.Option(
-        "--chunk-tokens", min=16, help="Longest chunk, about; needs --data.", show_default="as the format has it"
+        "--chunk-tokens",
+        min=16,
+        max=1 << 20,
+        help="Longest chunk, about; needs --data.",
+        show_default="as the format has it",
     ),
 ]
 Births = Annotated[
@@ -61,7 +66,12 @@ LinguaModel = Annotated[
     str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds lingua2.")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation goes on from it.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of questions, passages, births and the order of methods.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, births and the order of methods."
+    ),
+]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw away the measurements that --out holds.")]
 
 

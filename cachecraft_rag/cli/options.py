@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli.console import as_json, console_on
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+
+MOST_THREADS = 1024
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
 Remote = Annotated[
@@ -42,8 +46,10 @@ Embeddings = Annotated[
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
 Namespace = Annotated[str, typer.Option("--namespace", help="Tenant of chunk-caches (the index is per --store).")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="torch's choice")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampled answers.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads.", show_default="torch's choice")
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of sampled answers.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
 Ratio = Annotated[
@@ -132,9 +138,12 @@ def numbers(text: str) -> list[float]:
     [0.5, 1.0, 2.0]
     """
     try:
-        return [float(value) for value in text.split(",")]
+        found = [float(value) for value in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{text!r} is no list of numbers; write for example 0.5,1,2") from None
+        found = []
+    if not found or not all(map(math.isfinite, found)):
+        raise ConfigError(f"{text!r} is no list of numbers; write for example 0.5,1,2")
+    return found
 
 
 def megabytes(nbytes: int) -> str:

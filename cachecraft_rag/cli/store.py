@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from cachecraft_rag.checks import check_number
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, megabytes, out, print_json, progress_bar
 from cachecraft_rag.errors import ConfigError, StoreError
@@ -154,6 +155,8 @@ def evict(
     """Remove chunk-caches; the least worthy first. They are only a cache: nothing else is lost."""
     from cachecraft_rag.store import RowFilter
 
+    check_number("--older-than-days", older_than_days, optional=True)
+    check_number("--down-to-mb", down_to_mb, optional=True)
     before = None if older_than_days is None else time.time() - older_than_days * 86400
     chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_prefix=begins(chunk), created_before=before)
     if chosen == RowFilter() and down_to_mb is None and not everything:

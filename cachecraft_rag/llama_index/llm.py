@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -29,6 +29,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 
 from cachecraft_rag.bridge import iterate
+from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.config import ReuseConfig, SamplingParams
 from cachecraft_rag.engine import Engine, Generation
 from cachecraft_rag.errors import ConfigError
@@ -67,6 +68,9 @@ class CacheCraftLLM(CustomLLM):
         session: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        check_kind("engine", engine, Engine, advice="Engine.from_pretrained makes one")
+        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+        check_text("session", session, optional=True)
         sampling = sampling or SamplingParams()
         super().__init__(
             model_name=engine.decoder.name,
@@ -111,8 +115,10 @@ class CacheCraftLLM(CustomLLM):
                 f"{', '.join(unknown)}: no such option; there are documents, history (with chat: the messages), "
                 "sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
             )
-        documents = documents if isinstance(documents, str) else list(documents)  # a generator gives them only once
-        if isinstance(documents, str) or not all(isinstance(text, str) for text in documents):
+        if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
+            raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
+        documents = list(documents)  # a generator gives its texts once
+        if not all(isinstance(text, str) for text in documents):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         chunks = [Chunk(text) for text in documents if text.strip()]
         return self._engine.stream(

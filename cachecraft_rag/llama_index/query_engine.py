@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from typing import Any, Self, Unpack
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -12,6 +14,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
+from cachecraft_rag.checks import check_kind, check_names
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import SamplingParams
 from cachecraft_rag.engine import Engine, EngineOptions, PathLike
@@ -27,6 +30,24 @@ _LLAMA_INDEX_ONLY = frozenset(
 _OWN_OPTIONS = frozenset(
     {"engine", "streaming", "sampling", "session", "empty_response", "node_postprocessors", "callback_manager"}
 )
+
+
+def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
+    """The index's retriever. LlamaIndex passes over options that it does not know; here they are an error."""
+    try:
+        retriever = index.as_retriever(**options)
+    except TypeError as error:
+        raise ConfigError(f"the index cannot make a retriever with {', '.join(options)}: {error}") from error
+    takers = [type(index).as_retriever, *(vars(kind).get("__init__") for kind in type(retriever).__mro__)]
+    known = {
+        parameter.name
+        for taker in takers
+        if inspect.isfunction(taker)
+        for parameter in inspect.signature(taker).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    check_names(options, (known - {"self", "index", "args"}) | {"vector_store_kwargs"} | set(own))
+    return retriever
 
 
 class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
@@ -74,9 +95,10 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
                 f"{', '.join(refused)}: the model is named by `model`, the prompt by `system`, and every answer is one "
                 "pass over all chunks; leave these options out"
             )
+        check_kind("index", index, BaseIndex, advice="VectorStoreIndex.from_documents makes one")
         names = _OWN_OPTIONS | EngineOptions.__annotations__.keys()
         own = {name: options.pop(name) for name in list(options) if name in names}
-        return cls.from_defaults(index.as_retriever(**options), model=model, store=store, **own)
+        return cls.from_defaults(_retriever(index, options, own=names), model=model, store=store, **own)
 
     @classmethod
     def from_defaults(
@@ -107,6 +129,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         """
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
+        check_kind("retriever", retriever, BaseRetriever, advice="index.as_retriever() makes one")
+        check_kind("engine", engine, Engine, optional=True, advice="Engine.from_pretrained makes one")
         named = {"model": model, "store": store}
         to_open: dict[str, Any] = {name: value for name, value in named.items() if value is not None} | {**opening}
         settings: dict[str, Any] = {"streaming": streaming, "sampling": sampling, "session": session}

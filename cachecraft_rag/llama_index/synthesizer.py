@@ -24,6 +24,7 @@ from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
+from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.closing import Closing
 from cachecraft_rag.config import SamplingParams
 from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
@@ -70,6 +71,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closing):
         empty_response: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        check_flag("streaming", streaming)
+        check_text("empty_response", empty_response, optional=True)
         llm = CacheCraftLLM(engine, sampling=sampling, session=session)
         sizes: dict[str, Any] = {"context_window": llm.context_window, "num_output": llm.num_output}
         # Both helpers would otherwise count with OpenAI's tokenizer. Nothing here cuts chunks to size: the engine does.

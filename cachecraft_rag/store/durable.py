@@ -107,7 +107,7 @@ class DurableVariants:
         self._gone = False
         try:
             if self.read_only:
-                self.limits = replace(defaults, **self.catalog.remember({}) | limits)
+                self.limits = replace(defaults, **(self.catalog.remember({}) | dict(limits)))
                 return
             if leftovers := self._sweep(repair=True):
                 logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))

@@ -1,10 +1,9 @@
-"""A remote that is not there: said once, in the log and in the answer's numbers; a folder is never made in its place."""
+"""A remote that is not there: said once, in the log and in the answer's numbers; no folder is made in its place."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture
-def ask(tiny_decoder: Any, tmp_path: Path) -> Iterator[Any]:
+def ask(tiny_decoder: Any, tmp_path: Path) -> Any:
     """Asks one question over a fresh local store and returns the answer's numbers."""
 
     def once(remote: str | None, name: str) -> Any:
@@ -47,7 +46,7 @@ def ask(tiny_decoder: Any, tmp_path: Path) -> Iterator[Any]:
                 pass
             return answer.stats
 
-    yield once
+    return once
 
 
 def test_a_dead_redis_is_said_in_a_single_question(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
