@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cachecraft_rag.config import ReuseConfig, SamplingParams
-    from cachecraft_rag.engine import Engine
+    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.errors import CacheCraftError
-    from cachecraft_rag.models import Decoder
+    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.rag import CacheCraft
-    from cachecraft_rag.selfcheck import self_check
-    from cachecraft_rag.stats import Answer, RequestStats
+    from cachecraft_rag.engine.self_check import self_check
+    from cachecraft_rag.engine.stats import Answer, RequestStats
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.types import Chunk, Document
 

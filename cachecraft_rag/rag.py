@@ -18,15 +18,15 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
-from cachecraft_rag.closing import Closing
-from cachecraft_rag.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.engine.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.priming import Primer
-from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
-from cachecraft_rag.stats import Answer, RequestStats, Source
+from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types import Chunk, Document, SearchHit
 
@@ -88,7 +88,7 @@ class CacheCraft(Closing):
         model: str = "demo",
         *,
         store: PathLike = "chunk-caches",
-        embeddings: PathLike = EMBEDDED_MODEL,
+        embeddings: PathLike = BUNDLED_EMBEDDER,
         **options: Unpack[EngineOptions],
     ) -> Self:
         """Load a model and open (or make) a store folder.
@@ -149,7 +149,7 @@ class CacheCraft(Closing):
         progress: Callable[[int, int], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Bear every chunk behind its document's preceding chunks; returns how many were born, skipping what is there.
+        """Bear every chunk behind its document's preceding chunks; returns how many were captured, skipping what is there.
 
         Args:
             progress: called with (documents done, documents in all).
@@ -159,7 +159,7 @@ class CacheCraft(Closing):
         check_callable("progress", progress)
         primer = Primer(self.engine)
         documents = self.index.documents()
-        born = 0
+        captured = 0
         for done, document in enumerate(documents, start=1):
             chunks = self.index.chunks_of(document.doc_id)
             fitting = [chunk for chunk in chunks if primer.fits(chunk)]
@@ -168,10 +168,10 @@ class CacheCraft(Closing):
                     f"{document.doc_id}: {len(chunks) - len(fitting)} of {len(chunks)} chunks are too long for the "
                     "model and were not computed; index the document again with this model"
                 )
-            born += primer.prime(fitting)
+            captured += primer.prime(fitting)
             if progress is not None:
                 progress(done, len(documents))
-        return born
+        return captured
 
     def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
         """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
@@ -216,7 +216,7 @@ class CacheCraft(Closing):
         return self.stream(question, top_k=top_k, where=where, **answering).answer()
 
     def close(self) -> None:
-        """Finish and write the births under way; close what `from_pretrained` opened."""
+        """Finish and write the captures under way; close what `from_pretrained` opened."""
         with self._opened:
             self.engine.close()
 

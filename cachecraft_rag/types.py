@@ -102,13 +102,13 @@ class VariantKey:
     """Identity of a shared chunk-cache. Nothing is ever served across a difference in any of these four.
 
     `fingerprint` covers weights, config (rope included), tokenizer, adapter, dtype and layout version.
-    `birth_prefix` holds the ids of the segments that stood before the chunk, in order; the system segment is the first.
+    `origin_prefix` holds the ids of the segments that stood before the chunk, in order; the system segment is the first.
     """
 
     namespace: str
     fingerprint: str
     chunk_id: str
-    birth_prefix: tuple[str, ...]
+    origin_prefix: tuple[str, ...]
 
     @property
     def variant_id(self) -> str:
@@ -123,7 +123,7 @@ class VariantKey:
         3
         """
         owner = ("variant",) if session is None else ("private variant", session)
-        return digest(*owner, self.namespace, self.fingerprint, self.chunk_id, *self.birth_prefix)
+        return digest(*owner, self.namespace, self.fingerprint, self.chunk_id, *self.origin_prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +144,15 @@ class Payload:
 class Variant:
     """What the catalog knows of a chunk-cache without touching its tensors.
 
-    inter          eq. 3 towards each segment of the birth prefix (same order), averaged over heads and layers
+    inter          eq. 3 towards each segment of the capture prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
-    exact_share    share of the birth prefix's tokens that were exact when this variant was born: computed, or taken
-                   from a lossless chunk-cache of the very same prefix (1.0 = exact birth)
-    session        None when shared; otherwise the only session that may see it (it was born after private text)
+    exact_share    share of the capture prefix's tokens that were exact when this variant was captured: computed, or taken
+                   from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
+    session        None when shared; otherwise the only session that may see it (it was captured after private text)
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
-    primed         born ahead of questions, behind its document's neighbours
+    primed         captured ahead of questions, behind its document's neighbours
     home           where a look-up found it: in this store's own catalog, or on the remote that several engines share
     payload        what its bytes must be, as far as the look-up knew; no part of what it is
     """
@@ -177,7 +177,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail
 class TokenScores:
-    """What is known of a chunk's tokens from its birth, each float32 `[tokens]`, averaged over heads and layers.
+    """What is known of a chunk's tokens from its capture, each float32 `[tokens]`, averaged over heads and layers.
 
     inter     eq. 14's score: attention of the token to all chunks before it; None when none stood there
     received  H2O's score: attention that the later tokens of the chunk paid to the token, added up; None in
@@ -189,7 +189,7 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
-class Birth:
+class Capture:
     """A newly computed chunk-cache on its way into the store.
 
     `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU.

@@ -183,7 +183,7 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
 
 @st.fragment(run_every=4.0)
 def store_section(shared: Shared) -> None:
-    """How full the store is and how often it had what was asked for; looked at again and again, as births come late."""
+    """How full the store is and how often it had what was asked for; looked at again and again, as captures come late."""
     st.subheader("Store", anchor=False)
     try:
         stats = shared.rag.engine.store.stats()
@@ -233,7 +233,7 @@ def contents(shared: Shared) -> None:
             {
                 "chunk": segment_title(shared, v.key.chunk_id),
                 "variant": v.variant_id[:12],
-                "born behind": len(v.key.birth_prefix),
+                "captured behind": len(v.key.origin_prefix),
                 "tokens": v.tokens,
                 "CCI": v.cci,
                 "f_r": v.reuse_frequency,
@@ -243,10 +243,10 @@ def contents(shared: Shared) -> None:
             for v in rows
         ],
         column_config={
-            "born behind": st.column_config.NumberColumn(format="%d segments"),
+            "captured behind": st.column_config.NumberColumn(format="%d segments"),
             "CCI": st.column_config.NumberColumn(format="%.3f"),
             "f_r": st.column_config.NumberColumn(format="%.1f", help="How much it was used; the lowest is evicted"),
-            "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its birth prefix that was exact"),
+            "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its capture prefix that was exact"),
             "MB": st.column_config.NumberColumn(format="%.1f"),
         },
         hide_index=True,

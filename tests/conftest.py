@@ -14,9 +14,9 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from cachecraft_rag.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Dataset
-    from cachecraft_rag.models import Decoder
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.engine.decoder import Decoder
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.
@@ -29,7 +29,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would warn at ever
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo model; the first test on a machine waits for its conversion (about 20 seconds)."""
-    from cachecraft_rag.embedded import demo_model_folder
+    from cachecraft_rag.engine.demo_model import demo_model_folder
 
     return demo_model_folder()
 
@@ -37,7 +37,7 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def handbook() -> Path:
     """Folder of the sample handbook."""
-    from cachecraft_rag.embedded import handbook_folder
+    from cachecraft_rag.engine.demo_model import handbook_folder
 
     return handbook_folder()
 
@@ -89,7 +89,7 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
         import torch
         import transformers
 
-        from cachecraft_rag.models import Decoder
+        from cachecraft_rag.engine.decoder import Decoder
 
         name = f"tiny {family} {dtype} {seed} {sorted(settings.items(), key=str)}"
         if name not in made:
@@ -123,7 +123,7 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
 @pytest.fixture(scope="session")
 def town_dataset() -> Dataset:
     """Six questions over two documents of four short passages, three in each prompt, with gold answers."""
-    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
     from cachecraft_rag.types import Chunk
 
     documents = tuple(
@@ -144,7 +144,7 @@ def town_dataset() -> Dataset:
 @pytest.fixture
 def evaluation_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[Engine]:
     """A tiny engine that lays passages out in the given order, over an empty store."""
-    from cachecraft_rag.engine import Engine
+    from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.store import ChunkCacheStore
 
     with (

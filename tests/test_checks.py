@@ -17,15 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.checks import check_names, check_number, check_whole, shown
-from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ModelNotFoundError
-from cachecraft_rag.models import Decoder
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
-from cachecraft_rag.tiers.remote import RemoteConfig
+from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
@@ -176,7 +177,7 @@ def test_any_argument_of_a_question(engine: Engine, name: str, value: Any) -> No
 @given(value=GARBAGE.filter(lambda value: value is not None))
 def test_any_argument_of_an_examination(engine: Engine, name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"question": "Why?", "chunks": [], "max_new_tokens": 2} | {name: value}
-    taken_or_refused(lambda: engine.examine(**arguments))
+    taken_or_refused(lambda: engine.score_answer(**arguments))
 
 
 def test_bytes_are_no_question_and_false_no_config(engine: Engine) -> None:
@@ -202,7 +203,7 @@ def test_any_argument_of_opening_a_store(
     taken_or_refused(lambda: ChunkCacheStore.open(**arguments))
 
 
-@pytest.mark.parametrize("door", ["namespace", "session", "offset", "limit", "chosen", "down", "timeout", "birth"])
+@pytest.mark.parametrize("door", ["namespace", "session", "offset", "limit", "chosen", "down", "timeout", "capture"])
 @PROPERTY
 @given(value=GARBAGE)
 def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
@@ -215,7 +216,7 @@ def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
         "chosen": lambda: store.rows(value),
         "down": lambda: store.evict(down_to_bytes=value),
         "timeout": lambda: store.flush(value),
-        "birth": lambda: store.put(value),
+        "capture": lambda: store.put(value),
     }
     taken_or_refused(doors[door])
 
@@ -250,7 +251,7 @@ def test_a_name_that_the_hub_cannot_be_asked_for_fails_without_retries(tmp_path:
     script = (
         "import sys\n"
         "from cachecraft_rag.errors import ModelNotFoundError\n"
-        "from cachecraft_rag.models import Decoder\n"
+        "from cachecraft_rag.engine.decoder import Decoder\n"
         "from cachecraft_rag.retrievers.embeddings import Embedder\n"
         "for load in (Embedder, Decoder.load):\n"
         "    try:\n"

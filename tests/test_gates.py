@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.births import BirthRecorder
-from cachecraft_rag.focus import FocusMonitor
-from cachecraft_rag.models import Decoder
-from cachecraft_rag.prefill import MergedKV, PrefillInput, PrefillOutput, Reused, RowPass, decode_step, prefill
+from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.planning.early_termination import FocusMonitor
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.compute.prefill import MergedKV, PrefillInput, PrefillOutput, Reused, RowPass, decode_step, prefill
 
 pytestmark = pytest.mark.gate
 
@@ -68,9 +68,9 @@ def token_ids(seed: int = 0, length: int = BOUNDS[-1]) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def births_of(output: PrefillOutput) -> list[Reused]:
-    """What was born in a pass, at the places where it was born."""
-    return [Reused(birth.start, birth.kv) for birth in output.recorder.births]
+def origins_of(output: PrefillOutput) -> list[Reused]:
+    """What was captured in a pass, at the places where it was captured."""
+    return [Reused(capture.start, capture.kv) for capture in output.recorder.captures]
 
 
 def greedy(decoder: Decoder, output: PrefillOutput, position: int, count: int = 8) -> list[int]:
@@ -98,7 +98,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 def test_g1_recomputing_everything_is_the_models_own_forward(decoder: Decoder) -> None:
     ids = token_ids()
-    work = PrefillInput(ids, BOUNDS, EVERYTHING, births=CHUNKS, capacity=BOUNDS[-1] + 8)
+    work = PrefillInput(ids, BOUNDS, EVERYTHING, captures=CHUNKS, capacity=BOUNDS[-1] + 8)
     output = prefill(decoder, work)
     assert_same(output.logits, decoder.own_logits(ids)[0])
     assert greedy(decoder, output, len(ids)) == own_greedy(decoder, ids)
@@ -106,8 +106,8 @@ def test_g1_recomputing_everything_is_the_models_own_forward(decoder: Decoder) -
 
 def test_g2_reuse_behind_the_same_prefix_is_the_models_own_forward(decoder: Decoder) -> None:
     ids = token_ids()
-    born = prefill(decoder, PrefillInput(ids[:-20], BOUNDS[:-1], range(BOUNDS[-2]), births=(0, *CHUNKS)))
-    work = PrefillInput(ids, BOUNDS, QUESTION, reused=births_of(born), capacity=BOUNDS[-1] + 8)
+    captured = prefill(decoder, PrefillInput(ids[:-20], BOUNDS[:-1], range(BOUNDS[-2]), captures=(0, *CHUNKS)))
+    work = PrefillInput(ids, BOUNDS, QUESTION, reused=origins_of(captured), capacity=BOUNDS[-1] + 8)
     output = prefill(decoder, work)
     assert output.row_layers == len(QUESTION) * decoder.layout.layers
     assert_same(output.logits, decoder.own_logits(ids)[0])
@@ -116,12 +116,12 @@ def test_g2_reuse_behind_the_same_prefix_is_the_models_own_forward(decoder: Deco
 
 def test_g3_a_moved_key_is_the_key_computed_there(decoder: Decoder) -> None:
     chunk = token_ids(seed=1, length=40)
-    near = prefill(decoder, PrefillInput(chunk, [0, 40], range(40), births=[0]))
+    near = prefill(decoder, PrefillInput(chunk, [0, 40], range(40), captures=[0]))
     ids = [*token_ids(seed=2, length=60), *chunk, *token_ids(seed=3, length=10)]
     moved = prefill(
         decoder,
         PrefillInput(
-            ids, [0, 60, 100, 110], [*range(60), *range(100, 110)], reused=[Reused(60, births_of(near)[0].kv)]
+            ids, [0, 60, 100, 110], [*range(60), *range(100, 110)], reused=[Reused(60, origins_of(near)[0].kv)]
         ),
     )
     with decoder.stock() as model, torch.inference_mode():
@@ -134,10 +134,10 @@ def test_g3_a_moved_key_is_the_key_computed_there(decoder: Decoder) -> None:
 @pytest.mark.parametrize("meeting", [0, 1, 20, 33, 70, 149, 189, 190])
 def test_g4_any_meeting_point_of_computed_front_and_loaded_tail_is_full_prefill(decoder: Decoder, meeting: int) -> None:
     ids = token_ids()
-    born = births_of(prefill(decoder, PrefillInput(ids[:-20], BOUNDS[:-1], range(BOUNDS[-2]), births=(0, *CHUNKS))))
+    captured = origins_of(prefill(decoder, PrefillInput(ids[:-20], BOUNDS[:-1], range(BOUNDS[-2]), captures=(0, *CHUNKS))))
     tail = [
         Reused(max(one.start, meeting), one.kv[:, :, max(0, meeting - one.start) :])
-        for one in born
+        for one in captured
         if one.start + one.kv.shape[2] > meeting
     ]
     output = prefill(decoder, PrefillInput(ids, BOUNDS, [*range(meeting), *QUESTION], reused=tail))
@@ -174,8 +174,8 @@ def test_g6_chunks_born_alone_are_a_forward_with_a_block_diagonal_mask(decoder: 
     ids = token_ids()
     alone = []
     for start, stop in pairwise(BOUNDS[:-1]):
-        born = prefill(decoder, PrefillInput(ids[start:stop], [0, stop - start], range(stop - start), births=[0]))
-        alone.append(Reused(start, births_of(born)[0].kv))
+        captured = prefill(decoder, PrefillInput(ids[start:stop], [0, stop - start], range(stop - start), captures=[0]))
+        alone.append(Reused(start, origins_of(captured)[0].kv))
     output = prefill(decoder, PrefillInput(ids, BOUNDS, QUESTION, reused=alone))
     assert_same(output.logits, block_diagonal_logits(decoder, ids))
 
@@ -198,13 +198,13 @@ def block_diagonal_logits(decoder: Decoder, ids: list[int]) -> Tensor:
 
 
 def moved_chunks(decoder: Decoder, *, share: float) -> PrefillInput:
-    """All chunks born in another order, some of their tokens recomputed."""
+    """All chunks captured in another order, some of their tokens recomputed."""
     ids = token_ids()
     pieces = [ids[BOUNDS[i] : BOUNDS[i + 1]] for i in (0, 3, 1, 2)]
     edges = [sum(map(len, pieces[:i])) for i in range(5)]
     elsewhere = [token for piece in pieces for token in piece]
-    born = births_of(prefill(decoder, PrefillInput(elsewhere, edges, range(edges[-1]), births=(0, 1, 2, 3))))
-    reused = [Reused(0, born[0].kv), *(Reused(BOUNDS[to], born[i].kv) for to, i in ((1, 2), (2, 3), (3, 1)))]
+    captured = origins_of(prefill(decoder, PrefillInput(elsewhere, edges, range(edges[-1]), captures=(0, 1, 2, 3))))
+    reused = [Reused(0, captured[0].kv), *(Reused(BOUNDS[to], captured[i].kv) for to, i in ((1, 2), (2, 3), (3, 1)))]
     rows = [(p, i) for i in CHUNKS for p in range(BOUNDS[i], BOUNDS[i] + int(share * (BOUNDS[i + 1] - BOUNDS[i])))]
     rows += [(p, -1) for p in QUESTION]
     return PrefillInput(ids, BOUNDS, [p for p, _ in rows], reused=reused, owners=[owner for _, owner in rows])
@@ -247,7 +247,7 @@ def layer_outputs(decoder: Decoder, ids: list[int], inputs: list[Tensor], path: 
     """What each layer's attention makes of its given input: `[layers, question's rows, hidden]`."""
     rows, question = torch.arange(len(ids)), torch.tensor(QUESTION)
     merged = MergedKV(decoder, len(ids))
-    recorder = BirthRecorder(decoder.layout, merged.kv, [(0, 0, QUESTION.start)])
+    recorder = CaptureRecorder(decoder.layout, merged.kv, [(0, 0, QUESTION.start)])
     whole, found = RowPass(merged, rows, recorder=recorder), []
     again = RowPass(MergedKV(decoder, len(ids)), question)
     for layer, hidden in enumerate(inputs):
@@ -255,8 +255,8 @@ def layer_outputs(decoder: Decoder, ids: list[int], inputs: list[Tensor], path: 
         with decoder.watched() as seen:
             decoder.layer(layer, given, positions=rows, layer_pass=whole)
             if path == "same prefix reused":
-                ((birth, _),) = recorder.locate(rows)
-                again._merged.place(layer, birth.kv[layer], 0)
+                ((capture, _),) = recorder.locate(rows)
+                again._merged.place(layer, capture.kv[layer], 0)
                 decoder.layer(layer, given[:, question], positions=question, layer_pass=again)
         found.append(seen[-1][1][0, -len(question) :].float())
     return torch.stack(found)
@@ -300,9 +300,9 @@ def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfP
     for seed in range(PROMPTS):
         ids = token_ids(seed=seed)
         truth = precisions.exact.own_logits(ids, keep=keep)
-        full = prefill(half, PrefillInput(ids, BOUNDS, EVERYTHING, births=(0, *CHUNKS)), logits_to_keep=keep)
+        full = prefill(half, PrefillInput(ids, BOUNDS, EVERYTHING, captures=(0, *CHUNKS)), logits_to_keep=keep)
         if path == "same prefix reused":
-            work = PrefillInput(ids, BOUNDS, QUESTION, reused=births_of(full))
+            work = PrefillInput(ids, BOUNDS, QUESTION, reused=origins_of(full))
             full = prefill(half, work, logits_to_keep=keep)
         ours.append(divergence(truth, full.logits))
         own.append(divergence(truth, half.own_logits(ids, keep=keep)))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.config import ReuseConfig, SamplingParams
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.errors import ConfigError, IndexStoreError
-from cachecraft_rag.models import chunk_bound_of
+from cachecraft_rag.engine.decoder import chunk_bound_of
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
@@ -42,7 +43,7 @@ def rag(demo_model: Path, documents: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def fresh(rag: CacheCraft) -> CacheCraft:
     """The same facade with an empty chunk-cache store."""
-    rag.engine.births.wait_for([])
+    rag.engine.captures.wait_for([])
     rag.engine.store.flush()
     rag.engine.store.evict(down_to_bytes=0)
     return rag
@@ -97,8 +98,8 @@ def test_a_chunk_moves_when_another_question_ranks_it_elsewhere(fresh: CacheCraf
 def test_priming_bears_every_chunk_once_and_resumes(fresh: CacheCraft) -> None:
     chunks = fresh.index.stats().chunks
     seen: list[tuple[int, int]] = []
-    born = fresh.prime(progress=lambda done, total: seen.append((done, total)))
-    assert born == chunks + 1  # the chunks and the system segment
+    captured = fresh.prime(progress=lambda done, total: seen.append((done, total)))
+    assert captured == chunks + 1  # the chunks and the system segment
     assert seen[-1] == (len(PAGES), len(PAGES))
     assert fresh.prime() == 0
     answer = fresh.ask(QUESTION, sampling=SHORT)
@@ -138,7 +139,7 @@ def test_documents_in_memory_and_filters(fresh: CacheCraft) -> None:
 
 
 def test_another_namespace_sees_no_chunk_caches(fresh: CacheCraft, documents: Path) -> None:
-    from cachecraft_rag.engine import Engine
+    from cachecraft_rag.engine.engine import Engine
 
     fresh.ask(QUESTION, sampling=SHORT)
     tenant = Engine(fresh.engine.decoder, fresh.engine.store, namespace="another tenant")

@@ -39,7 +39,7 @@ def ttft(
     with waiting("Benchmark") as say:
         import torch
 
-        from cachecraft_rag.bench.ttft import run
+        from cachecraft_rag.evaluation.latency.ttft import run
 
         if seed is not None:
             torch.manual_seed(seed)
@@ -95,7 +95,7 @@ def cake(
     """
     options.set_threads(threads)
     with waiting("Benchmark") as say:
-        from cachecraft_rag.bench.cake import Grid, run
+        from cachecraft_rag.evaluation.latency.overlap import Grid, run
 
         options.quiet_libraries()
         grid = Grid(
@@ -107,7 +107,7 @@ def cake(
         )
         cells = list(run(model, grid, dtype=dtype, progress=say))
     if plot is not None:
-        from cachecraft_rag.bench.plots import draw_cake
+        from cachecraft_rag.evaluation.latency.plots import draw_cake
 
         draw_cake(cells, plot)
     if as_json:
@@ -156,7 +156,7 @@ def load(
     options.set_threads(threads)
     check_number("--mb-per-s", mb_per_s, optional=True)
     with waiting("Benchmark") as say:
-        from cachecraft_rag.bench.load import LoadSettings, run
+        from cachecraft_rag.evaluation.latency.load import LoadSettings, run
 
         options.quiet_libraries()
         settings = LoadSettings(chunks=chunks, chunk_tokens=chunk_tokens, codec=codec, mb_per_s=mb_per_s, pairs=pairs)

@@ -15,8 +15,8 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.calibrate import Calibrated, CalibrationSettings, Point
-    from cachecraft_rag.evaluation.dataset import Dataset
+    from cachecraft_rag.evaluation.quality.calibrate import Calibrated, CalibrationSettings, Point
+    from cachecraft_rag.evaluation.formats.dataset import Dataset
 
 FEW_QUESTIONS = 20  # with fewer, the bootstrap's intervals are too narrow by more than a little
 
@@ -36,12 +36,12 @@ Metric = Annotated[
 ]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions; with --check, of both halves together.")]
 Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
-Births = Annotated[
-    str, typer.Option("--births", help="What chunks are born behind: unrelated, neighbours, alone, similar.")
+Captures = Annotated[
+    str, typer.Option("--captures", help="What chunks are captured behind: unrelated, neighbours, alone, similar.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
 Seed = Annotated[
-    int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, births and halves.")
+    int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, captures and halves.")
 ]
 Check = Annotated[
     bool, typer.Option("--check", help="Calibrate on one half of the questions, see on the other whether it holds.")
@@ -57,7 +57,7 @@ def calibrate(
     metric: Metric = "rouge_l",
     limit: Limit = 50,
     passages: Passages = 3,
-    births: Births = "unrelated",
+    captures: Captures = "unrelated",
     answer_tokens: AnswerTokens = 16,
     check: Check = False,
     dtype: options.Dtype = "auto",
@@ -71,13 +71,13 @@ def calibrate(
     Every engine opened on that store with that model then recomputes so much. Nothing else in the store changes.
     """
     options.set_threads(threads)
-    from cachecraft_rag.calibration import CALIBRATION_FILE
-    from cachecraft_rag.evaluation.calibrate import CalibrationSettings, halves
-    from cachecraft_rag.evaluation.dataset import load_dataset
-    from cachecraft_rag.evaluation.metrics import rouge_l
+    from cachecraft_rag.planning.calibration import CALIBRATION_FILE
+    from cachecraft_rag.evaluation.quality.calibrate import CalibrationSettings, halves
+    from cachecraft_rag.evaluation.formats.dataset import load_dataset
+    from cachecraft_rag.evaluation.quality.metrics import rouge_l
 
     rouge_l("one", "two")  # a missing package is said before the work, not after it
-    settings = CalibrationSettings(quality, metric, births, answer_tokens, seed)
+    settings = CalibrationSettings(quality, metric, captures, answer_tokens, seed)
     dataset = load_dataset(data, format=format, passages=passages, limit=limit, seed=seed)
     settings.require(dataset)
     parts = halves(dataset, seed=seed) if check else (dataset,)
@@ -95,9 +95,9 @@ def _measure(
     """Calibrate on the first part, keep the result, and check it on the second part, if there is one."""
     from contextlib import ExitStack
 
-    from cachecraft_rag.calibration import save_calibration
+    from cachecraft_rag.planning.calibration import save_calibration
     from cachecraft_rag.evaluation import calibrate as calibrating
-    from cachecraft_rag.evaluation.runner import open_engine
+    from cachecraft_rag.evaluation.quality.runner import open_engine
 
     options.quiet_libraries()
     checked = None
@@ -140,8 +140,8 @@ def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
     if not found.pays:
         _say(
             f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
-            "with --quality, or make chunks be born behind their neighbours (cachecraft index --prime) and calibrate "
-            "for that with --births neighbours."
+            "with --quality, or make chunks be captured behind their neighbours (cachecraft index --prime) and calibrate "
+            "for that with --captures neighbours."
         )
     if chosen.questions < FEW_QUESTIONS:
         err.print(f"{chosen.questions} questions are few to promise anything on; raise --limit", style="yellow")

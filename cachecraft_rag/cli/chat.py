@@ -10,13 +10,13 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.answers import load, print_calibration, print_sources, print_stats, print_stream, require_index
+from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
-from cachecraft_rag.config import SamplingParams
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ContextLengthError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.prompt import Turn
+    from cachecraft_rag.engine.prompt import Turn
     from cachecraft_rag.rag import AnswerStream, CacheCraft
 
 HELP = "Ask away. /sources, /new, /quit; Ctrl-C stops an answer"

@@ -15,11 +15,11 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.dataset import Dataset
-    from cachecraft_rag.evaluation.measuring import Record
-    from cachecraft_rag.evaluation.methods import Method
-    from cachecraft_rag.evaluation.report import Report
-    from cachecraft_rag.evaluation.runner import Settings
+    from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.evaluation.quality.measuring import Record
+    from cachecraft_rag.evaluation.quality.methods import Method
+    from cachecraft_rag.evaluation.quality.report import Report
+    from cachecraft_rag.evaluation.quality.runner import Settings
 
 DEFAULT_OUT = Path("cachecraft-eval")
 
@@ -52,14 +52,14 @@ ChunkTokens = Annotated[
         show_default="as the format has it",
     ),
 ]
-Births = Annotated[
+Captures = Annotated[
     str,
     typer.Option(
-        "--births", help="What chunks are born behind: unrelated, neighbours, alone, similar; or stream: as in use."
+        "--captures", help="What chunks are captured behind: unrelated, neighbours, alone, similar; or stream: as in use."
     ),
 ]
 Warmup = Annotated[
-    int, typer.Option("--warmup", min=0, help="With --births stream: so many first questions are not measured.")
+    int, typer.Option("--warmup", min=0, help="With --captures stream: so many first questions are not measured.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
 LinguaModel = Annotated[
@@ -69,7 +69,7 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a 
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, births and the order of methods."
+        "--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, captures and the order of methods."
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw away the measurements that --out holds.")]
@@ -84,7 +84,7 @@ def evaluate(
     limit: Limit = 100,
     passages: Passages = 5,
     chunk_tokens: ChunkTokens = None,
-    births: Births = "unrelated",
+    captures: Captures = "unrelated",
     warmup: Warmup = 20,
     answer_tokens: AnswerTokens = 16,
     lingua2_model: LinguaModel = None,
@@ -100,15 +100,15 @@ def evaluate(
     Writes report.md with figures to --out. Stopped with Ctrl-C, the same command goes on from there.
     """
     options.set_threads(threads)
-    from cachecraft_rag.evaluation.figures import EXTRA
-    from cachecraft_rag.evaluation.measuring import trials_of
-    from cachecraft_rag.evaluation.report import summarise
-    from cachecraft_rag.evaluation.runner import Settings
-    from cachecraft_rag.plotting import pyplot
+    from cachecraft_rag.evaluation.quality.figures import EXTRA
+    from cachecraft_rag.evaluation.quality.measuring import trials_of
+    from cachecraft_rag.evaluation.quality.report import summarise
+    from cachecraft_rag.evaluation.quality.runner import Settings
+    from cachecraft_rag.evaluation.plotting import pyplot
 
     pyplot(EXTRA)  # what is missing is said before the work, not after it
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
-    settings = Settings(trials, births=births, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
+    settings = Settings(trials, captures=captures, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
     dataset = dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
     settings.measured(dataset)
     described, records = _measure(
@@ -124,7 +124,7 @@ def evaluate(
 
 def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
     """Those named; without names all that need nothing further, and lingua2 where its model is given."""
-    from cachecraft_rag.evaluation.methods import METHODS, methods_named
+    from cachecraft_rag.evaluation.quality.methods import METHODS, methods_named
 
     if names is not None and names != "all":
         return methods_named([*(name.strip() for name in names.split(",")), *(["lingua2"] if lingua2 else [])])
@@ -137,7 +137,7 @@ def dataset_of(
 ) -> Dataset:
     """The questions of a file, or the sample handbook's own without one."""
     from cachecraft_rag.errors import ConfigError
-    from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
+    from cachecraft_rag.evaluation.formats.dataset import handbook_dataset, load_dataset
 
     if path is not None:
         return load_dataset(path, format=format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
@@ -158,7 +158,7 @@ def _measure(
 ) -> tuple[dict[str, Any], list[Record]]:
     """The settings as described in the records, and all records."""
     from cachecraft_rag.evaluation import runner
-    from cachecraft_rag.evaluation.records import RecordLog
+    from cachecraft_rag.evaluation.quality.records import RecordLog
 
     options.quiet_libraries()
     with ExitStack() as opened:
@@ -177,8 +177,8 @@ def _measure(
 def _write(report: Report, described: dict[str, Any], folder: Path) -> Path:
     """The figures and the page that shows them; returns its path."""
     from cachecraft_rag.errors import ConfigError
-    from cachecraft_rag.evaluation.figures import draw
-    from cachecraft_rag.evaluation.report import markdown
+    from cachecraft_rag.evaluation.quality.figures import draw
+    from cachecraft_rag.evaluation.quality.report import markdown
 
     page = folder / "report.md"
     figures = draw(report, folder)
@@ -190,7 +190,7 @@ def _write(report: Report, described: dict[str, Any], folder: Path) -> Path:
 
 
 def _print(report: Report, page: Path) -> None:
-    from cachecraft_rag.evaluation.report import HEADINGS, short_rows
+    from cachecraft_rag.evaluation.quality.report import HEADINGS, short_rows
 
     table = Table(box=SIMPLE_HEAD)
     for place, heading in enumerate(HEADINGS):

@@ -30,7 +30,7 @@ app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=Tr
 @contextmanager
 def opened(folder: Path, remote: str | None = None) -> Iterator[ChunkCacheStore]:
     """The store below a folder, or in it where it is an engine's own. It must exist: a typo makes no new one."""
-    from cachecraft_rag.engine import CACHE_FOLDER
+    from cachecraft_rag.engine.engine import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
 
     # os.path, because pathlib raises for what is out of reach instead of saying no.
@@ -61,7 +61,7 @@ def ls(
 ) -> None:
     """List variants, the most worthy first.
 
-    Shown of each: how its id and its chunk's id begin, behind how many segments it was born, its CCI, the share of
+    Shown of each: how its id and its chunk's id begin, behind how many segments it was captured, its CCI, the share of
     tokens before it that were exact, its f_r (how much it was used). --json has all, in full.
     """
     from cachecraft_rag.store import RowFilter
@@ -81,7 +81,7 @@ def ls(
         table.add_row(
             v.variant_id[:ID_LETTERS],
             v.key.chunk_id[:ID_LETTERS],
-            str(len(v.key.birth_prefix)),
+            str(len(v.key.origin_prefix)),
             str(v.tokens),
             f"{v.cci:.3f}",
             f"{v.exact_share:.0%}",
@@ -96,7 +96,7 @@ def ls(
 @app.command()
 def stats(store: options.Store = DEFAULT_STORE, remote: options.Remote = None, as_json: options.Json = False) -> None:
     """How many, how large, and within which budgets; with --remote also what all engines together have there."""
-    from cachecraft_rag.calibration import all_calibrations
+    from cachecraft_rag.planning.calibration import all_calibrations
 
     with opened(store, remote) as found:
         numbers = found.stats()
@@ -144,7 +144,7 @@ def evict(
         str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")
     ] = None,
     older_than_days: Annotated[
-        float | None, typer.Option("--older-than-days", min=0.0, help="Variants born before.")
+        float | None, typer.Option("--older-than-days", min=0.0, help="Variants captured before.")
     ] = None,
     down_to_mb: Annotated[
         float | None, typer.Option("--down-to-mb", min=0.0, help="Only until this much is left.")

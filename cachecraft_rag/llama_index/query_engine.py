@@ -15,9 +15,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
 from cachecraft_rag.checks import check_kind, check_names
-from cachecraft_rag.closing import Closing
-from cachecraft_rag.config import SamplingParams
-from cachecraft_rag.engine import Engine, EngineOptions, PathLike
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.engine import Engine, EngineOptions, PathLike
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
 
@@ -171,5 +171,5 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         return type(self)(retriever, self.synthesizer, self._node_postprocessors, self.callback_manager)
 
     def close(self) -> None:
-        """Finish the births under way and close what was opened here; an engine that was given stays open."""
+        """Finish the captures under way and close what was opened here; an engine that was given stays open."""
         self.synthesizer.close()

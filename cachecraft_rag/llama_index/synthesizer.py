@@ -25,9 +25,9 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.checks import check_flag, check_text
-from cachecraft_rag.closing import Closing
-from cachecraft_rag.config import SamplingParams
-from cachecraft_rag.engine import Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.engine import Engine, EngineOptions, Generation, PathLike
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
 from cachecraft_rag.types import chunk_id_of
@@ -116,7 +116,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closing):
         return made
 
     def close(self) -> None:
-        """Finish the births under way and close what `from_pretrained` opened."""
+        """Finish the captures under way and close what `from_pretrained` opened."""
         self._opened.close()
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:

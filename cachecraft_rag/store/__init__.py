@@ -3,7 +3,7 @@
     with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:  # remote="redis://…" to share them
         variants = store.lookup(namespace, fingerprint, chunk_ids)   # rows only, a millisecond
         loaded = store.load(variants[chunk_ids[0]][0])               # host memory first, then disk
-        store.put(birth)                                             # returns at once; a background thread writes
+        store.put(capture)                                             # returns at once; a background thread writes
 
 What cannot be served is a miss with a reason, what cannot be written is dropped with a logged reason; neither ever
 raises. Only `open` and the administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
@@ -11,10 +11,10 @@ raises. Only `open` and the administrator's methods (`stats`, `rows`, `evict`, `
 Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
 """
 
-from cachecraft_rag.catalog import Listed, RowFilter
+from cachecraft_rag.store.catalog import Listed, RowFilter
 from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
-from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats
+from cachecraft_rag.store.config import StoreConfig, StoreSettings, StoreStats
 
 __all__ = [
     "CATALOG_FILE",

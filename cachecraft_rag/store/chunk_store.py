@@ -14,23 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, Unpack
 
-from cachecraft_rag.catalog import FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole
-from cachecraft_rag.closing import Closing
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
-from cachecraft_rag.expected import Expected, Found
-from cachecraft_rag.processes import HomeProcess
-from cachecraft_rag.scoring import reuse_gain
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.processes import HomeProcess
+from cachecraft_rag.planning.scoring import reuse_gain
 from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
-from cachecraft_rag.store.finding import Finder
-from cachecraft_rag.store.intake import flaw_of, variant_of
-from cachecraft_rag.store.settings import StoreConfig, StoreSettings, StoreStats, configured
-from cachecraft_rag.throttle import Throttle
-from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
-from cachecraft_rag.tiers.memory import Memory
-from cachecraft_rag.tiers.remote import RemoteConfig, RemoteStream, RemoteTier
-from cachecraft_rag.types import Birth, LoadedVariant, TokenScores, Unavailable, Variant
+from cachecraft_rag.store.finder import Finder
+from cachecraft_rag.store.writer import flaw_of, variant_of
+from cachecraft_rag.store.config import StoreConfig, StoreSettings, StoreStats, configured
+from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.types import Damaged
+from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
+from cachecraft_rag.store.memory import Memory
+from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
+from cachecraft_rag.types import Capture, LoadedVariant, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class ChunkCacheStore(Closing):
         self._warned: set[str] = set()
         self._lookups: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
-        self._births: Counter[str] = Counter()
-        # One thread: births are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
+        self._captures: Counter[str] = Counter()
+        # One thread: captures are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
         # executor's own exit handler waits for it, so a program that forgets `close` still stores what it put.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-store-writer")
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
@@ -236,25 +236,25 @@ class ChunkCacheStore(Closing):
             return False
         return True
 
-    def put(self, birth: Birth) -> Future[Variant | Unavailable]:
-        """Store a chunk-cache in the background; the caller never waits and must not write to `birth.kv` any more.
+    def put(self, capture: Capture) -> Future[Variant | Unavailable]:
+        """Store a chunk-cache in the background; the caller never waits and must not write to `capture.kv` any more.
 
         Memory has the tensor at once, but `lookup` shows the variant only when its row is committed. The future gives
-        the stored variant, or the reason why the birth was dropped (also logged). A birth of the same identity replaces
+        the stored variant, or the reason why the capture was dropped (also logged). A capture of the same identity replaces
         the older one in one step. Raises StoreError when the tensor is not what its layout says: that is a mistake in
         the caller.
         """
         self._home.require()
-        check_kind("birth", birth, Birth)
-        variant = self._variant_of(birth)
+        check_kind("capture", capture, Capture)
+        variant = self._variant_of(capture)
         with self._lock:
-            reason = self._refusal(birth, variant)
+            reason = self._refusal(capture, variant)
             if not reason:
                 self._queued_bytes += variant.nbytes
         future = None
         if not reason:
-            self._memory.host.add(variant, birth.kv)
-            future = self._in_background(partial(self._store, variant, birth))
+            self._memory.host.add(variant, capture.kv)
+            future = self._in_background(partial(self._store, variant, capture))
             if future is not None:
                 future.add_done_callback(partial(self._after_put, variant))
             else:
@@ -301,7 +301,7 @@ class ChunkCacheStore(Closing):
                 queued_bytes=self._queued_bytes,
                 lookups=dict(self._lookups),
                 loads=dict(self._loads),
-                births=dict(self._births),
+                captures=dict(self._captures),
                 remote=remote,
             )
 
@@ -386,20 +386,20 @@ class ChunkCacheStore(Closing):
         future.add_done_callback(_log_mistake)
         return future
 
-    def _store(self, variant: Variant, birth: Birth) -> Variant | Unavailable:
-        """Write one birth. Whatever the disk or the catalog objects to becomes a dropped birth."""
+    def _store(self, variant: Variant, capture: Capture) -> Variant | Unavailable:
+        """Write one capture. Whatever the disk or the catalog objects to becomes a dropped capture."""
         try:
-            encoded = encode(variant, birth.layout, birth.kv)
+            encoded = encode(variant, capture.layout, capture.kv)
         except ValueError as error:  # a lossy codec and values that it cannot take
             return self._drop(variant, f"it cannot be encoded: {error}")
-        stored = self._write(variant, birth, encoded)
-        if self._remote is not None and birth.session is None:  # also what the disk has no room for
-            self._remote.put(variant, encoded, birth.token_scores)
+        stored = self._write(variant, capture, encoded)
+        if self._remote is not None and capture.session is None:  # also what the disk has no room for
+            self._remote.put(variant, encoded, capture.token_scores)
         return stored
 
-    def _write(self, variant: Variant, birth: Birth, encoded: Encoded) -> Variant | Unavailable:
+    def _write(self, variant: Variant, capture: Capture, encoded: Encoded) -> Variant | Unavailable:
         try:
-            reason = self._durable.write(variant, encoded, birth.token_scores)
+            reason = self._durable.write(variant, encoded, capture.token_scores)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
@@ -408,7 +408,7 @@ class ChunkCacheStore(Closing):
         if reason:
             return self._drop(variant, reason)
         with self._lock:
-            self._births["stored"] += 1
+            self._captures["stored"] += 1
         return variant
 
     # -- the remote ---------------------------------------------------------------------------------------------------
@@ -466,30 +466,30 @@ class ChunkCacheStore(Closing):
                 for variant_id, gain in gains.items():
                     self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
 
-    def _variant_of(self, birth: Birth) -> Variant:
-        with self._lock:  # `created` names the file, so no two births of this process may share it
+    def _variant_of(self, capture: Capture) -> Variant:
+        with self._lock:  # `created` names the file, so no two captures of this process may share it
             created = self._last_created = max(time.time(), self._last_created + 1e-6)
-        return variant_of(birth, codec=self.config.codec, created=created)
+        return variant_of(capture, codec=self.config.codec, created=created)
 
-    def _refusal(self, birth: Birth, variant: Variant) -> str:
-        """Why a birth cannot even be queued, or ""; the caller holds the lock."""
+    def _refusal(self, capture: Capture, variant: Variant) -> str:
+        """Why a capture cannot even be queued, or ""; the caller holds the lock."""
         if self._closed:
             return "the store is closed"
         if variant.codec == "raw" and variant.nbytes > self.config.disk_bytes:  # others: when its size is known
             return f"larger than the whole byte budget: {variant.nbytes} of {self.config.disk_bytes} bytes"
         if self._queued_bytes + variant.nbytes > self.config.queue_bytes:
-            return f"too many births are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
-        return flaw_of(birth, variant)
+            return f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
+        return flaw_of(capture, variant)
 
     def _drop(self, variant: Variant, reason: str) -> Unavailable:
         self._memory.remove(variant.variant_id, variant.created)
         with self._lock:
-            self._births[_kind(reason)] += 1
+            self._captures[_kind(reason)] += 1
         self._warn_once(_kind(reason), f"Chunk-cache of chunk {variant.key.chunk_id} is not stored: {reason}")
         return Unavailable(variant.variant_id, reason)
 
     def _warn_once(self, kind: str, message: str) -> None:
-        """A warning for the first of its kind; the others at level INFO, because a full disk says so at every birth."""
+        """A warning for the first of its kind; the others at level INFO, because a full disk says so at every capture."""
         with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)

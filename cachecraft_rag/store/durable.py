@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from cachecraft_rag.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
-from cachecraft_rag.database import can_be_written
+from cachecraft_rag.store.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
+from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.throttle import Throttle
-from cachecraft_rag.tiers import Damaged
-from cachecraft_rag.tiers.disk import DiskTier, FoundFile
-from cachecraft_rag.tiers.layout import Encoded
-from cachecraft_rag.tiers.presence import Presence
+from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.types import Damaged
+from cachecraft_rag.store.disk import DiskTier, FoundFile
+from cachecraft_rag.store.layout import Encoded
+from cachecraft_rag.store.writers import Presence
 from cachecraft_rag.types import TokenScores, Unavailable, Variant
 
 FindingKind = Literal[

@@ -19,7 +19,7 @@ MIN_TOKENS = 4  # a chunk is never asked to be shorter: nothing can be said in l
 class Compressor(Protocol):
     """Shortens the chunks of one question.
 
-    Effects: computes, and changes nothing that anyone else sees; no chunk-cache is read, used or born. Whoever calls
+    Effects: computes, and changes nothing that anyone else sees; no chunk-cache is read, used or captured. Whoever calls
     charges its time to the time to the first token, and answers over the result by ordinary full prefill.
     Lifetime: a compressor serves any number of questions, one at a time; it keeps its model until it is dropped.
     """

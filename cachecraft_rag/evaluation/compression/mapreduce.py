@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from cachecraft_rag.config import ReuseConfig, SamplingParams
-from cachecraft_rag.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ContextLengthError
 from cachecraft_rag.evaluation.compression.base import check_ratio, token_budget
 from cachecraft_rag.types import Chunk
@@ -46,7 +47,7 @@ class MapReduce:
             INSTRUCTION.format(words=max(1, int(budget * WORDS_PER_TOKEN))),
             [chunk],
             sampling=SamplingParams(max_new_tokens=budget),
-            config=ReuseConfig(reuse=False, births=False),
+            config=ReuseConfig(reuse=False, captures=False),
         )
         for _ in generation:
             pass

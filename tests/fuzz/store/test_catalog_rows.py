@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cachecraft_rag.catalog_rows import COLUMNS, pack_ids, sum_of, sum_of_scores
-from cachecraft_rag.engine import Engine
-from cachecraft_rag.models import Decoder
+from cachecraft_rag.store.catalog_rows import COLUMNS, pack_ids, sum_of, sum_of_scores
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.tiers.layout import Header, encode
+from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.types import KVLayout, Variant, VariantKey
 
 NAMES = [name.strip().removeprefix("v.") for name in COLUMNS.split(",")]
@@ -107,7 +107,7 @@ def change_prefix(folder: Folder, dice: random.Random, row_sum: str) -> tuple[st
         many = dice.choice((1, 2, 100, 30_000))
         ids = ["00" * 16] * many if dice.random() < 0.5 else [f"{n:032x}" for n in range(many)]
         key = VariantKey(was["namespace"], was["fingerprint"], was["chunk_id"], tuple(ids))
-        row = was | {"birth_prefix": pack_ids(ids), "inter": struct.pack(f"<{many}f", *[0.1] * many)}
+        row = was | {"origin_prefix": pack_ids(ids), "inter": struct.pack(f"<{many}f", *[0.1] * many)}
         if dice.random() < 0.5:
             row["variant_id"] = key.variant_id
         folder.put(database, was, row, row_sum)
@@ -152,7 +152,7 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
             return "another file in its place", False
         codec = dice.choice(("raw", "int8", "entropy"))
         row = was | {"tokens": tokens, "nbytes": layout.nbytes(tokens), "codec": codec}
-        scores = ((0.1,) * len(header.key.birth_prefix), 0.1, 0.6, 1.0)
+        scores = ((0.1,) * len(header.key.origin_prefix), 0.1, 0.6, 1.0)
         numbers = (tokens, header.tokens_digest, *scores, None, codec, row["nbytes"], 0.0, was["created"])
         kv = torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype))
         encoded = encode(Variant(header.key, header.key.variant_id, *numbers), layout, kv)

@@ -17,12 +17,12 @@ import pytest
 import torch
 import xxhash
 
-from cachecraft_rag.engine import Engine
-from cachecraft_rag.models import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.tiers.layout import Header, encode
-from cachecraft_rag.tiers.remote import RemoteConfig
-from cachecraft_rag.tiers.remote.rows import framed
+from cachecraft_rag.store.layout import Header, encode
+from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.store.remote.rows import framed
 from cachecraft_rag.types import KVLayout, Variant, VariantKey
 
 KEY = "a key that only its engines know"
@@ -73,7 +73,7 @@ class Remote:
         created, name = data[:16], row.name
         if not keep_id:
             key = fields["key"]
-            parts = (key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["birth_prefix"]))
+            parts = (key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["origin_prefix"]))
             fields["variant_id"] = VariantKey(*parts).variant_id
             name = fields["variant_id"] + row.name[32:]
         if type(fields.get("created")) is float:
@@ -111,7 +111,7 @@ def with_fields(data: bytes, change: Callable[[dict[str, Any]], object]) -> byte
 
 def variant_in(row: Path, fields: dict[str, Any]) -> Variant:
     key = fields["key"]
-    identity = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["birth_prefix"]))
+    identity = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["origin_prefix"]))
     names = ("variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share")
     rest = ("codec", "nbytes", "reuse_frequency", "created")
     return Variant(identity, *(fields[name] for name in names), None, *(fields[name] for name in rest))
@@ -183,10 +183,10 @@ def long_prefix(remote: Remote, dice: random.Random) -> str:
     row, _ = remote.pair(dice)
     many = dice.choice((2, 100, 3000, 30_000))
     ids = [row.name[:32]] * many if dice.random() < 0.5 else [f"{n:032x}" for n in range(many)]
-    system = json.loads(row.read_bytes()[32:].partition(b"\n")[0])["key"]["birth_prefix"][:1]
+    system = json.loads(row.read_bytes()[32:].partition(b"\n")[0])["key"]["origin_prefix"][:1]
 
     def change(fields: dict[str, Any]) -> None:
-        fields["key"]["birth_prefix"] = [*system, *ids]
+        fields["key"]["origin_prefix"] = [*system, *ids]
         fields["inter"] = [0.1] * (len(system) + many)
 
     remote.change_row(row, change, keep_id=False)
@@ -324,7 +324,7 @@ def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
     with ChunkCacheStore.open(tmp_path / "honest", remote=config) as store, Engine(fuzz_decoder, store) as engine:
         for _ in engine.stream(fuzz.question, fuzz.chunks):
             pass
-        engine.births.close()
+        engine.captures.close()
         assert store.flush(60)
     remote, watch = Remote(tmp_path / "shared"), fuzz.watch()
     assert len(remote.honest) == 6

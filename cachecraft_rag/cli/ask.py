@@ -1,0 +1,239 @@
+"""`cachecraft index` and `ask`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
+from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.chunk_bound import ModelTokens
+    from cachecraft_rag.rag import AnswerStream, CacheCraft
+    from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
+    from cachecraft_rag.engine.stats import RequestStats
+
+
+def require_index(store: Path) -> None:
+    """Raise IndexStoreError unless something has been indexed: before a model is loaded or a folder made in vain."""
+    from cachecraft_rag.rag import INDEX_FOLDER
+
+    if not os.path.isdir(store / INDEX_FOLDER):  # pathlib raises for what is out of reach instead of saying no
+        raise IndexStoreError(
+            f"{store} holds no documents yet; add some with `cachecraft index DIR --store {store}`, or name another "
+            "folder with --store"
+        )
+
+
+def load(model: str, **settings: Any) -> CacheCraft:
+    """The facade with a spinner while the model loads."""
+    with waiting(f"Loading {model}"):
+        from cachecraft_rag.rag import CacheCraft
+
+        options.quiet_libraries()
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        return CacheCraft.from_pretrained(model, **chosen)
+
+
+def index(
+    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF.")],
+    store: options.Store = DEFAULT_STORE,
+    prime: Annotated[
+        bool, typer.Option("--prime", help="Also compute all chunk-caches now, so that the first question is fast too.")
+    ] = False,
+    model: options.Model = "demo",
+    embeddings: options.Embeddings = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    namespace: options.Namespace = "default",
+    remote: options.Remote = None,
+    threads: options.Threads = None,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Also index what links in the folder lead to outside of it.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Index documents; only what changed since the last time is embedded again, and what vanished is removed."""
+    options.set_threads(threads)
+    require_readable(folder)  # before the models are loaded and a store is made
+    with waiting("Loading the embedding model"):
+        from cachecraft_rag.rag import open_index
+        from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
+        from cachecraft_rag.retrievers.indexer import index_folder
+
+        options.quiet_libraries()
+        embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
+        bound = chunk_bound(model)
+    with progress_bar("Indexing") as move, open_index(store, embedder) as found:
+
+        def step(done: IndexProgress) -> None:
+            move(done.files_done, done.files_total, f"{done.chunks_embedded} chunks embedded")
+
+        report = index_folder(folder, found, embedder, progress=step, model=bound, follow_links=follow_links)
+    evict_removed(store, report)
+    captured = None
+    skipped: list[str] = []
+    if prime:
+        with (
+            load(
+                model,
+                store=store,
+                embeddings=embeddings,
+                dtype=dtype,
+                device=device,
+                namespace=namespace,
+                remote=remote,
+            ) as rag,
+            progress_bar("Computing chunk-caches") as move,
+        ):
+            captured = rag.prime(progress=move, skipped=skipped.append)
+    if as_json:
+        print_json({**asdict(report), "captured": captured, "not_primed": skipped})
+    else:
+        print_index_report(report, captured)
+        for sentence in skipped:
+            err.print(sentence, style="yellow", markup=False, highlight=False)
+
+
+def chunk_bound(model: str) -> ModelTokens | None:
+    """How long a chunk may be for the model; None where it is not installed, because indexing can do without."""
+    from cachecraft_rag.engine.decoder import chunk_bound_of
+
+    try:
+        return chunk_bound_of(model)
+    except ModelNotFoundError:
+        return None
+
+
+def evict_removed(store: Path, report: IndexReport) -> None:
+    """Drop the chunk-caches of chunks that are in no document any more."""
+    from cachecraft_rag.engine.engine import CACHE_FOLDER
+    from cachecraft_rag.store import ChunkCacheStore, RowFilter
+
+    if report.removed_chunk_ids and (store / CACHE_FOLDER).is_dir():
+        with ChunkCacheStore.open(store / CACHE_FOLDER) as caches:
+            caches.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
+
+
+def print_index_report(report: IndexReport, captured: int | None) -> None:
+    """The report in two or three lines."""
+    out.print(
+        f"{len(report.added)} documents added, {len(report.updated)} updated, {len(report.removed)} removed, "
+        f"{len(report.unchanged)} unchanged; {report.chunks_embedded} chunks embedded in {report.seconds:.1f} s"
+    )
+    if captured is not None:
+        out.print(f"{captured} chunk-caches computed")
+    for problem in report.problems:
+        err.print(f"left out {problem.reason}", style="yellow", highlight=False)
+    if not any((report.added, report.updated, report.removed, report.unchanged)):
+        err.print(f"nothing was found to index; files end in {', '.join(SUFFIXES)}", style="yellow", highlight=False)
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    store: options.Store = DEFAULT_STORE,
+    model: options.Model = "demo",
+    embeddings: options.Embeddings = None,
+    top_k: options.TopK = 5,
+    max_new_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    recompute_ratio: options.Ratio = None,
+    focus: options.Focus = "off",
+    reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse stored chunk-caches.")] = True,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    namespace: options.Namespace = "default",
+    remote: options.Remote = None,
+    threads: options.Threads = None,
+    seed: options.Seed = None,
+    as_json: options.Json = False,
+) -> None:
+    """Answer one question over the indexed documents."""
+    options.set_threads(threads)
+    config = ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, focus=focus)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    require_index(store)
+    with load(
+        model,
+        store=store,
+        embeddings=embeddings,
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        reuse=config,
+        remote=remote,
+    ) as rag:
+        stream = rag.stream(question, top_k=top_k, sampling=sampling)
+        if as_json:
+            print_json(stream.answer().as_dict())
+        else:
+            print_stream(stream)
+            print_sources(stream)
+            print_stats(stream.stats)
+            print_calibration(rag)
+
+
+def print_stream(stream: AnswerStream) -> None:
+    """The answer as it comes."""
+    for piece in stream:
+        out.print(piece, end="", highlight=False, soft_wrap=True)
+    out.print()
+
+
+def print_sources(stream: AnswerStream) -> None:
+    """Where each chunk comes from, and what happened to its chunk-cache."""
+    reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
+    table = Table(box=None)
+    for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier"):
+        table.add_column(
+            name, overflow="fold", no_wrap=name in ("#", "score", "tokens", "recomputed", "computed", "tier")
+        )
+    for place, source in enumerate(stream.sources, start=1):
+        chunk = reports[source.chunk_id]
+        outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
+        score = "" if source.score is None else f"{source.score:.2f}"
+        where, heading = (str(source.metadata.get(key) or "") for key in ("source", "heading"))
+        table.add_row(
+            str(place),
+            where,
+            heading,
+            score,
+            str(chunk.tokens),
+            outcome,
+            str(chunk.recomputed),
+            str(chunk.computed),
+            chunk.tier or "",
+        )
+    out.print(table)
+
+
+def print_calibration(rag: CacheCraft) -> None:
+    """One line where a calibrated α decides how much is recomputed."""
+    config, found = rag.engine.config, rag.engine.calibration
+    decides = config.reuse and config.recompute_ratio is None and config.alpha is None
+    if decides and found is not None and found.fits(config):
+        out.print(str(found), style="dim", highlight=False)
+
+
+def print_stats(stats: RequestStats) -> None:
+    """One line of numbers."""
+    out.print(
+        f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "
+        f"prefill {stats.prefill_s:.2f}); "
+        f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, {stats.tokens_recomputed} recomputed, "
+        f"{stats.tokens_computed} computed",
+        style="dim",
+        highlight=False,
+    )
+    if stats.remote not in (None, "answered"):
+        err.print(f"the remote was done without: {stats.remote}", style="yellow")

@@ -1,0 +1,189 @@
+"""`cachecraft demo`: the whole story on the sample handbook and the embedded model."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.ask import load
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
+
+if TYPE_CHECKING:
+    from cachecraft_rag.rag import CacheCraft
+    from cachecraft_rag.engine.stats import Answer
+
+
+ANSWER_TOKENS = 60
+SENTENCE_ENDS = (". ", ".\n")  # left to itself, a model of this size goes on and invents
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One question, answered over reused chunk-caches and over a fully computed prompt."""
+
+    asked: HandbookQuestion
+    reused: Answer
+    full: Answer
+    own_prefill_s: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times sooner the first token came than the model's own prefill takes."""
+        return self.own_prefill_s / self.reused.stats.ttft_s
+
+    def is_right(self, answer: Answer) -> bool:
+        """Whether the answer holds the facts it should."""
+        return all(re.search(pattern, answer.text, re.IGNORECASE) for pattern in self.asked.expect)
+
+
+def demo(
+    store: options.Store = DEFAULT_STORE / "demo",
+    questions: Annotated[int, typer.Option("--questions", min=1, help="How many to ask.")] = 10,
+    top_k: options.TopK = 5,
+    remote: options.Remote = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Index a sample handbook, answer questions about it, and compare with full prefill.
+
+    Run it twice: the second run starts from the disk.
+    """
+    options.set_threads(threads)
+    with load("demo", store=store, remote=remote) as rag:
+        _prepare(rag)
+        _warm_up(rag, top_k)
+        compared = []
+        for asked in handbook_questions()[:questions]:
+            compared.append(_compare(rag, asked, top_k))
+            if not as_json:
+                _print_one(compared[-1])
+    if as_json:
+        print_json([_as_dict(one) for one in compared])
+    else:
+        _print_summary(compared)
+
+
+def _prepare(rag: CacheCraft) -> None:
+    """Index the handbook and bear its chunk-caches; both skip what an earlier run has done."""
+    with progress_bar("Indexing the sample handbook") as move:
+        report = rag.add_documents(handbook_folder(), progress=lambda done: move(done.files_done, done.files_total))
+    with progress_bar("Computing chunk-caches") as move:
+        captured = rag.prime(progress=move)
+    done = f"{captured} chunk-caches computed" if captured else "all chunk-caches are on disk from an earlier run"
+    err.print(f"{len(report.added)} pages added, {len(report.unchanged)} unchanged; {done}", highlight=False)
+
+
+def _warm_up(rag: CacheCraft, top_k: int) -> None:
+    """Let both sides run once before anything is timed: the first pass of a process is always slow."""
+    with waiting("Warming up"):
+        _own_prefill(rag, "Are you ready?", top_k)
+        rag.ask("Are you ready?", top_k=1, sampling=SamplingParams(max_new_tokens=1))
+
+
+def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
+    sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
+    reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)
+    full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig(reuse=False, captures=False))
+    return Compared(asked, reused, full, _own_prefill(rag, asked.question, top_k))
+
+
+def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
+    """Seconds of the unmodified model's own prefill of the same prompt, down to the first token."""
+    hits = rag.retrieve(question, top_k=top_k)
+    prompt = rag.engine.prompts.build(question, rag.index.get([hit.chunk_id for hit in hits]), reserve=ANSWER_TOKENS)
+    started = time.perf_counter()
+    rag.engine.decoder.own_logits(prompt.token_ids).argmax().item()
+    return time.perf_counter() - started
+
+
+def _print_one(one: Compared) -> None:
+    stats = one.reused.stats
+    out.print(f"\n{one.asked.question}", style="bold", highlight=False)
+    out.print(_sentence(one.reused), highlight=False)
+    if one.reused.text != one.full.text:
+        out.print("full prefill says:", _sentence(one.full), style="yellow", highlight=False)
+    sources = dict.fromkeys(str(source.metadata.get("source")) for source in one.reused.sources)
+    tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
+    out.print(f"from {', '.join(sources)}", style="dim", highlight=False)
+    line = Text.assemble(
+        f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, ",
+        (f"{one.speedup:.1f} times sooner", "bold"),
+        f"; {stats.tokens_prompt} tokens, {stats.tokens_reused} reused "
+        f"(from {tiers or 'nowhere yet'}), {stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed",
+    )
+    out.print(line, style="dim", highlight=False)
+
+
+def _sentence(answer: Answer) -> str:
+    """The answer, with the full stop that ended it."""
+    return answer.text.strip() + ("." if answer.stats.finish == "stop" else "")
+
+
+def _print_summary(compared: list[Compared]) -> None:
+    table = Table(box=SIMPLE_HEAD, title="Time to first token", title_justify="left")
+    table.add_column("question", no_wrap=True, overflow="ellipsis", max_width=22)
+    for name in ("full", "reuse", "sooner", "kept/fixed/new"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("right", no_wrap=True)
+    for one in compared:
+        stats = one.reused.stats
+        table.add_row(
+            one.asked.question,
+            f"{one.own_prefill_s:.2f} s",
+            f"{stats.ttft_s:.2f} s",
+            f"{one.speedup:.1f} ×",
+            f"{stats.tokens_reused}/{stats.tokens_recomputed}/{stats.tokens_computed}",
+            _verdict(one),
+        )
+    out.print(table)
+    own = statistics.median(one.own_prefill_s for one in compared)
+    reuse = statistics.median(one.reused.stats.ttft_s for one in compared)
+    right = sum(one.is_right(one.reused) for one in compared)
+    full_right = sum(one.is_right(one.full) for one in compared)
+    same = sum(one.reused.text == one.full.text for one in compared)
+    out.print(
+        Text(f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: ")
+        + Text(f"{own / reuse:.1f} times sooner", style="bold"),
+        highlight=False,
+    )
+    out.print(
+        f"right answers: {right} of {len(compared)} with reuse, {full_right} with full prefill; "
+        f"{same} word for word the same",
+        highlight=False,
+    )
+    out.print(
+        "kept/fixed/new: prompt tokens taken over from chunk-caches, recomputed in them, and computed afresh",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _verdict(one: Compared) -> str:
+    """Which of the two answers hold the facts."""
+    if one.is_right(one.reused):
+        return "both" if one.is_right(one.full) else "reuse"
+    return "full" if one.is_right(one.full) else "neither"
+
+
+def _as_dict(one: Compared) -> dict[str, Any]:
+    return {
+        "question": one.asked.question,
+        "answer": one.reused.as_dict(),
+        "full_text": one.full.text,
+        "right": one.is_right(one.reused),
+        "full_right": one.is_right(one.full),
+        "own_prefill_s": one.own_prefill_s,
+        "speedup": one.speedup,
+    }

@@ -1,0 +1,174 @@
+"""Captures: chunks computed afresh, recorded during a pass and described after it.
+
+What is stored of a capture is its raw keys and values; what the planner later needs of it are its attention statistics
+(eq. 3, 4, 9–11, the token scores of eq. 14 and H2O's). Those need attention weights, which fast attention kernels never
+form. So the pass keeps the captured chunks' queries, and a `AttentionAccumulator` computes the statistics once the answer is out.
+Rejected: explicit softmax inside the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cachecraft_rag.kernels.attention import attention_mass, row_blocks
+from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.planning.scoring import context_impact
+from cachecraft_rag.types import KVLayout, TokenScores
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How a layer attends: factor on the scores, sliding window in tokens and soft cap of the scores (None = none)."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class RecordedChunk:
+    """A chunk computed in one pass.
+
+    segment      its index in the prompt
+    start, stop  its positions
+    kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw
+    queries      layer → `[tokens, heads, head_dim]`, rotated
+    """
+
+    segment: int
+    start: int
+    stop: int
+    kv: Tensor
+    queries: dict[int, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return self.kv.nbytes + sum(queries.nbytes for queries in self.queries.values())
+
+
+class CaptureRecorder:
+    """Copies raw keys and values of newly computed chunks out of the passes of one prompt and keeps their queries."""
+
+    def __init__(self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
+        """`like` gives dtype and device; `spans` are (segment, start, stop), ascending."""
+        self._layout, self._like, self._spans = layout, like, spans
+        self._found: dict[int, RecordedChunk] = {}
+        self.settings: list[AttentionSettings] = []
+
+    @property
+    def captures(self) -> tuple[RecordedChunk, ...]:
+        """Those that were computed through all layers, ascending; of others nothing is worth keeping."""
+        whole = [capture for capture in self._found.values() if len(capture.queries) == self._layout.layers]
+        return tuple(sorted(whole, key=lambda capture: capture.segment))
+
+    def forget(self, segment: int) -> None:
+        """This one need not be kept."""
+        self._found.pop(segment, None)
+
+    def locate(self, positions: Tensor) -> list[tuple[RecordedChunk, slice]]:
+        """The captures among the ascending positions `[rows]` of a pass, and their rows.
+
+        A chunk of which a pass computes only some tokens is none. A new chunk is computed whole, in one pass.
+        """
+        edges = positions.new_tensor([edge for _, *span in self._spans for edge in span])
+        rows = torch.searchsorted(positions, edges).tolist()
+        found = []
+        for (segment, start, stop), first, last in zip(self._spans, rows[::2], rows[1::2], strict=True):
+            if last - first != stop - start:  # it is of another pass
+                continue
+            if segment not in self._found:
+                kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
+                self._found[segment] = RecordedChunk(segment, start, stop, kv, {})
+            found.append((self._found[segment], slice(first, last)))
+        return found
+
+    def record(
+        self,
+        layer: int,
+        places: Sequence[tuple[RecordedChunk, slice]],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        settings: AttentionSettings,
+    ) -> None:
+        """Keep one layer of the captures that `locate` found.
+
+        Args:
+            qkv: rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`.
+            settings: how the layer attends.
+        """
+        if layer == len(self.settings):
+            self.settings.append(settings)
+        q, k, v = qkv
+        for capture, rows in places:
+            capture.kv[layer, 0] = k[rows]
+            capture.kv[layer, 1] = v[rows]
+            capture.queries[layer] = q[rows]
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """As in `types.Variant` and `types.Capture`."""
+
+    inter: tuple[float, ...]
+    intra: float
+    cci: float
+    token_scores: TokenScores
+
+
+class AttentionAccumulator:
+    """Adds up one capture's attention layer by layer, so that the work can be done in small pieces between requests.
+
+    Args:
+        capture, settings: from the recorder.
+        bounds: `[segments + 1]` of the prompt; segment 0 is the system's.
+        sink_tokens: so many first tokens of the prompt no sum counts: most attention falls on them, and says nothing.
+    """
+
+    def __init__(
+        self, capture: RecordedChunk, settings: Sequence[AttentionSettings], *, bounds: Sequence[int], sink_tokens: int
+    ) -> None:
+        self._capture, self._settings, self._bounds = capture, settings, list(bounds)
+        device = capture.kv.device
+        edges = self._bounds[: capture.segment + 2]
+        edges[0] = min(sink_tokens, edges[1])
+        self._edges = torch.tensor(edges, device=device)
+        self._positions = torch.arange(capture.start, capture.stop, device=device)
+        self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, device=device)
+        self._received = torch.zeros(capture.stop, device=device)
+
+    @torch.inference_mode()
+    def add_layer(self, layer: int, keys: Tensor) -> None:
+        """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the capture's end."""
+        use = self._settings[layer]
+        blocks = row_blocks(self._positions, window=use.window)
+        mass, received = attention_mass(
+            self._capture.queries[layer],
+            keys[: self._capture.stop],
+            blocks,
+            self._positions,
+            self._edges,
+            scale=use.scale,
+            softcap=use.softcap,
+        )
+        self._mass += mass
+        self._received += received
+
+    def statistics(self) -> AttentionStatistics:
+        """The averages over the layers added (eq. 10) and what follows from them."""
+        mass = self._mass.cpu().numpy() / len(self._settings)  # [tokens, segments up to the capture's own]
+        own = self._capture.segment
+        prior = mass[:, 1:own]  # the chunks before it; the system segment is in every prompt and tells nothing
+        lengths = [self._bounds[i + 1] - self._bounds[i] for i in range(1, own)]
+        intra = float(mass[:, own].sum())
+        cci = context_impact(
+            inter=prior.sum(0).tolist(), prefix_tokens=lengths, intra=intra, tokens=self._capture.stop - self._capture.start
+        )
+        self._received[: self._edges[0]] = 0.0  # sinks, in the system segment
+        received = self._received[self._capture.start :].cpu().numpy() / len(self._settings)
+        scores = TokenScores(prior.sum(1).astype(np.float32) if own > 1 else None, received)
+        return AttentionStatistics(tuple(mass[:, :own].sum(0).tolist()), intra, cci, scores)

@@ -1,0 +1,155 @@
+"""Captures on their way to the store: described and written in the background, one at a time.
+
+No answer waits for its own captures. A later question that needs a chunk which is still being captured waits for it
+(`wait_for`): the rest of the capture is a fraction of what computing the chunk a second time would cost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
+from cachecraft_rag.types import Segment
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.types import Capture, KVLayout, VariantKey
+
+logger = logging.getLogger("cachecraft_rag.write_back")
+
+
+@dataclass(frozen=True)
+class CaptureContext:
+    """What all captures of one pass share.
+
+    segments, bounds  of the prompt they were captured in
+    exact_shares      per segment, see `planner.exact_shares`
+    session           whose they are if something private stood before them
+    sink_tokens       see `ReuseConfig`
+    primed            see `types.Variant`
+    """
+
+    segments: Sequence[Segment]
+    bounds: Sequence[int]
+    exact_shares: Sequence[float]
+    session: str | None
+    sink_tokens: int
+    primed: bool = False
+
+
+class WriteBackQueue:
+    """Takes recorded captures and stores them in the background.
+
+    Args:
+        store, namespace, fingerprint, layout: where and as what they are stored.
+        turn: held for the short spells of computing, so that requests go first come, first served with them.
+        max_bytes: most memory for captures that wait; those of a pass that finds more waiting are dropped.
+    """
+
+    def __init__(
+        self,
+        store: ChunkCacheStore,
+        *,
+        namespace: str,
+        fingerprint: str,
+        layout: KVLayout,
+        turn: FairLock,
+        max_bytes: int = 2 << 30,
+    ) -> None:
+        self._store, self._turn = store, turn
+        self._namespace, self._fingerprint, self._layout = namespace, fingerprint, layout
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
+        self._guard = threading.Lock()
+        self._pending: dict[str, Future[None]] = {}
+        self._max_bytes, self._waiting_bytes = max_bytes, 0
+
+    def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
+        """Queue what a pass recorded; returns at once.
+
+        It is dropped, which is no concern of its answer, after `close` and where captures come faster than they are
+        stored.
+
+        Args:
+            keys: `[layers, keys, kv_heads, head_dim]`, the pass's rotated keys; must not change below the captures' ends.
+        """
+        for capture in recorder.captures:
+            key = self._key(capture, context)
+            private = any(segment.private for segment in context.segments[: capture.segment + 1])
+            if private and context.session is None:  # nobody could ever be served this
+                continue
+            session = context.session if private else None
+            nbytes = capture.nbytes
+            with self._guard:
+                if self._waiting_bytes > self._max_bytes:
+                    logger.warning("captures are dropped: %d MB of them wait already", self._waiting_bytes // 10**6)
+                    return
+                try:
+                    job = self._worker.submit(
+                        self._store_capture, capture, recorder, keys, context=context, key=key, session=session
+                    )
+                except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+                    logger.info("the captures of an answer that outlived its engine are dropped")
+                    return
+                self._pending[key.chunk_id] = job
+                self._waiting_bytes += nbytes
+            job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
+
+    def wait_for(self, segment_ids: Iterable[str]) -> None:
+        """Block until none of these segments is being captured any more."""
+        with self._guard:
+            jobs = [self._pending[name] for name in segment_ids if name in self._pending]
+        wait(jobs)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._worker.shutdown(wait=True)
+
+    def _forget(self, chunk_id: str, nbytes: int, job: Future[None]) -> None:
+        with self._guard:
+            self._waiting_bytes -= nbytes
+            if self._pending.get(chunk_id) is job:
+                del self._pending[chunk_id]
+        if (error := job.exception()) is not None:  # nobody waits for a capture, and a mistake must not go unheard
+            logger.error("the capture of chunk %s failed and is not stored", chunk_id, exc_info=error)
+
+    def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
+        prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
+        return VariantKey(self._namespace, self._fingerprint, context.segments[capture.segment].segment_id, prefix)
+
+    def _store_capture(
+        self,
+        capture: RecordedChunk,
+        recorder: CaptureRecorder,
+        keys: Tensor,
+        *,
+        context: CaptureContext,
+        key: VariantKey,
+        session: str | None,
+    ) -> None:
+        describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds, sink_tokens=context.sink_tokens)
+        for layer in range(self._layout.layers):
+            with self._turn.take():
+                describer.add_layer(layer, keys[layer])
+        found = describer.statistics()
+        stored = self._store.put(
+            Capture(
+                key=key,
+                layout=self._layout,
+                tokens_digest=context.segments[capture.segment].tokens_digest,
+                kv=capture.kv.cpu(),
+                token_scores=found.token_scores,
+                inter=found.inter,
+                intra=found.intra,
+                cci=found.cci,
+                exact_share=context.exact_shares[capture.segment],
+                session=session,
+                primed=context.primed,
+            )
+        )
+        stored.result()

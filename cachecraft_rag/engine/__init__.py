@@ -1,0 +1,1 @@
+"""The engine on Hugging Face models: prompts, decoding, scheduling, statistics."""

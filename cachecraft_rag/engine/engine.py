@@ -1,0 +1,514 @@
+"""The engine: chunks and a question in, an answer out, token by token.
+
+One request: prompt → look-up → plan → partial prefill while the rest is loaded → decode; new captures go to the store in
+the background once the answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none
+sees another's state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.planning.calibration import Calibration, load_calibration
+from cachecraft_rag.checks import check_flag, check_kind, check_names, check_path, check_text, check_whole
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig, check_engine
+from cachecraft_rag.engine.sampling import Sampler, TextStream
+from cachecraft_rag.engine.errands import Errands
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.store.loading.pending import Tail
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.planning.planner import Plan, exact_shares, make_plan, with_selection, with_taken
+from cachecraft_rag.compute.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
+from cachecraft_rag.store.processes import HomeProcess
+from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
+from cachecraft_rag.types import Segment
+from cachecraft_rag.engine.request import (
+    Request,
+    check_asked,
+    monitor_of,
+    reused_segments,
+    probe_of,
+    shared_edge,
+    stats_of,
+)
+from cachecraft_rag.engine.self_check import self_check
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.types import Chunk, LoadedVariant, Unavailable, Variant
+
+logger = logging.getLogger("cachecraft_rag")
+T = TypeVar("T")
+
+CACHE_FOLDER = "caches"  # below the folder a user names as the store
+
+PathLike = str | os.PathLike[str]
+
+
+class EngineOptions(TypedDict, total=False):
+    """How `Engine.from_pretrained` opens an engine; what is left out, or None, is as it says here.
+
+    dtype, device   of the model, see `Decoder.load`; "auto"
+    namespace       the tenant; chunk-caches never cross it; "default"
+    reuse           how caches are reused; `ReuseConfig()`
+    system          the instruction in front of every prompt; `prompt.DEFAULT_SYSTEM`
+    device_bytes, host_bytes, disk_bytes  byte budgets for chunk-caches; 2 GiB on the device where there is one, 2 GiB
+                    in memory, 20 GiB on disk or what the folder was told last
+    codec           how new chunk-caches are written, see `codecs`: "raw", "int8" or "entropy"; "raw"
+    remote          URL of a Redis or an object store whose chunk-caches several engines share, see docs/remote.md; none
+    """
+
+    dtype: str
+    device: str
+    namespace: str
+    reuse: ReuseConfig | None
+    system: str
+    device_bytes: int | None
+    host_bytes: int | None
+    disk_bytes: int | None
+    codec: str
+    remote: RemoteConfig | str | None
+
+
+class AnswerOptions(TypedDict, total=False):
+    """What a question may bring with it, see `Engine.stream`."""
+
+    history: Iterable[Turn]
+    session: str | None
+    sampling: SamplingParams | None
+    config: ReuseConfig | None
+
+
+class Generation(Iterator[str]):
+    """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
+
+    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], errands: Errands) -> None:
+        self._pieces, self._stats, self._errands = pieces, stats, errands
+        self.text = ""
+
+    def __next__(self) -> str:
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self._errands.wait()
+            raise
+        self.text += piece
+        return piece
+
+    @property
+    def stats(self) -> RequestStats:
+        """Numbers of the request so far; `finish` is None until it has ended."""
+        return self._stats()
+
+    def close(self) -> None:
+        """End the answer here; what was captured is kept, in the background. Finalisers may call this."""
+        self._pieces.close()
+
+
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer and what the model thought on the way.
+
+    tokens   of the greedy answer, with the token that ended it, if one did
+    logits   float32 `[answer, vocabulary]`: what was predicted for each token of the answer it was led along
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logits: Tensor
+    stats: RequestStats
+
+
+class Engine(Closing):
+    """Answers questions over chunks with one model and one store.
+
+    Args:
+        decoder: the model; one that nobody has tried yet should pass `selfcheck.self_check` first.
+        store: where its chunk-caches live; may be shared with other engines and processes.
+        namespace: the tenant; chunk-caches never cross it.
+        config: how caches are reused; a call may bring its own.
+        system: the instruction in front of every prompt; `private_system` where it holds one user's text.
+        best_last: see `PromptBuilder`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: ChunkCacheStore,
+        *,
+        namespace: str = "default",
+        config: ReuseConfig | None = None,
+        system: str = DEFAULT_SYSTEM,
+        private_system: bool = False,
+        best_last: bool = True,
+    ) -> None:
+        check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
+        check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
+        check_engine(namespace=namespace, reuse=config, system=system)
+        check_flag("private_system", private_system)
+        check_flag("best_last", best_last)
+        self.decoder, self.store, self.namespace = decoder, store, namespace
+        self.config = config or ReuseConfig()
+        self.calibration: Calibration | None = None
+        self.prompts = PromptBuilder(
+            decoder.tokenizer,
+            context_length=decoder.context_length,
+            system=system,
+            private_system=private_system,
+            best_last=best_last,
+        )
+        self.speed = ComputeSpeed(decoder.keys_per_row)
+        self.loader = Loader(store, decoder.layout.layers)
+        self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
+        self._opened = ExitStack()  # what `close` closes besides the captures
+        self._home = HomeProcess("engine")
+        self._errands = Errands("cachecraft-endings")  # what answers leave behind
+        self.captures = WriteBackQueue(
+            store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, turn=self.turn
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "demo", *, store: PathLike = "chunk-caches", **options: Unpack[EngineOptions]
+    ) -> Self:
+        """Load a model, try it out (`self_check`) and open (or make) the chunk-caches below a store folder.
+
+        Args:
+            model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
+            store: the folder; several processes may share it. `close` closes the chunk-caches too.
+
+        Raises:
+            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
+        """
+        check_names(options, EngineOptions.__annotations__)
+        check_text("model", model, empty=False)
+        check_path("store", store)
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        settings = {name: given[name] for name in StoreSettings.__annotations__.keys() & given.keys() - {"device"}}
+        system = given.get("system", DEFAULT_SYSTEM)
+        check_engine(namespace=given.get("namespace", "default"), reuse=given.get("reuse"), system=system)
+        for name in ("dtype", "device"):
+            check_text(name, given.get(name, "auto"))
+        StoreConfig(**settings)  # what is wrong is said before a model is loaded
+        decoder = Decoder.load(model, dtype=given.get("dtype", "auto"), device=given.get("device", "auto"))
+        self_check(decoder)
+        if decoder.device.type != "cpu":
+            settings["device"] = str(decoder.device)
+        with ExitStack() as opened:
+            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, **settings))
+            engine = cls(
+                decoder,
+                caches,
+                namespace=given.get("namespace", "default"),
+                config=given.get("reuse"),
+                system=system,
+            )
+            engine._opened = opened.pop_all()
+        engine.calibration = load_calibration(Path(store), decoder.fingerprint)
+        if engine.calibration is not None:
+            logger.info("%s", engine.calibration)
+        return engine
+
+    def stream(
+        self,
+        question: str,
+        chunks: Iterable[Chunk],
+        *,
+        history: Iterable[Turn] = (),
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+    ) -> Generation:
+        """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first
+        piece.
+
+        Args:
+            history: earlier turns of the conversation, user first; they stand behind the chunks.
+            session: whose private chunk-caches may be used besides the shared ones.
+
+        Raises:
+            ContextLengthError: question, history and answer do not fit the model's context.
+            ConfigError: the question is empty or the history does not alternate.
+        """
+        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+        request = self._request(
+            question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
+        )
+        stats = partial(stats_of, request, self.decoder.layout.layers)
+        return Generation(self._pieces(request), stats, self._errands)
+
+    def score_answer(
+        self,
+        question: str,
+        chunks: Iterable[Chunk],
+        *,
+        along: Iterable[int] | None = None,
+        max_new_tokens: int = 32,
+        config: ReuseConfig | None = None,
+    ) -> ScoredAnswer:
+        """Answer greedily, and compare: what would have been predicted on the way to another answer?
+
+        Takes the same way as `stream`, up to the first token; so its TTFT is that of `stream`.
+
+        Args:
+            along: token ids of the other answer, at most `max_new_tokens`; None = its own.
+
+        Raises:
+            ContextLengthError, ConfigError: as in `stream`.
+        """
+        along = None if along is None else _listed(along, "along")
+        sampling = SamplingParams(max_new_tokens=max_new_tokens)
+        for token in along or ():
+            check_whole("each token of along", token, most=self.decoder.model.config.vocab_size - 1)
+        if along is not None and not 0 < len(along) <= max_new_tokens:
+            raise ConfigError(f"the answer to go along has {len(along)} tokens; it needs 1 to {max_new_tokens}")
+        request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
+        output = self._prefill(request)
+        if along is None:
+            text = "".join(self._decode(request, output))
+            logits = self._logits_along(request, output, request.tokens)
+        else:
+            logits = self._logits_along(request, output, along)
+            own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
+            same = next((place for place, token in enumerate(along) if own[place] != token), len(along) - 1)
+            text = "".join(self._decode(request, output, begun=own[: same + 1]))
+        self._settle(request, output)
+        return ScoredAnswer(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
+
+    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
+        """What is stored of these segments for this model; nothing that could not be of it, or of them."""
+        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
+        expected = Expected(self.decoder.layout, self.decoder.context_length, tokens)
+        return self.store.find(
+            self.namespace, self.decoder.fingerprint, list(tokens), session=session, expected=expected
+        )
+
+    def close(self) -> None:
+        """Finish the captures under way. A store that `from_pretrained` did not open stays open."""
+        if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
+            return
+        with self._opened:
+            self._errands.close()
+            self.captures.close()
+
+    def _request(
+        self,
+        question: str,
+        chunks: Iterable[Chunk],
+        *,
+        history: Iterable[Turn],
+        session: str | None,
+        sampling: SamplingParams,
+        config: ReuseConfig | None,
+    ) -> Request:
+        started = time.perf_counter()
+        self._home.require()
+        chunks, history = _listed(chunks, "chunks"), _listed(history, "history")  # a generator gives them only once
+        check_asked(question, history, session=session, config=config)
+        if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
+            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
+        prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
+        return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
+
+    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        decides = config.recompute_ratio is None and config.alpha is None
+        if decides and self.calibration is not None and self.calibration.fits(config):
+            return replace(config, alpha=self.calibration.alpha)
+        return config
+
+    def _pieces(self, request: Request) -> Generator[str]:
+        output = self._prefill(request)
+        try:
+            yield from self._decode(request, output)
+        finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `Errands`
+            request.finish = request.finish or "closed"
+            request.ended_s = request.clock()
+            self._errands.add(partial(self._settle, request, output))
+
+    def _prefill(self, request: Request) -> PrefillOutput:
+        self._home.require()
+        try:
+            self._resolve(request)
+            return self._compute(request)
+        finally:  # whoever keeps the answer does not keep its tensors
+            for stored in request.stored.values():
+                stored.close()
+            request.stored.clear()
+            request.loaded.clear()
+
+    def _resolve(self, request: Request) -> None:
+        """Plan, open what the plan reuses, and plan again without what turned out to be missing or damaged."""
+        found: dict[str, list[Variant]] = {}
+        refused: dict[str, str] = {}
+        if request.config.reuse:
+            ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
+            self._errands.wait()
+            self.captures.wait_for(ids)
+            looked = self.look_up(request.prompt.segments[:-1], session=request.session)
+            found, refused = looked.variants, looked.refused
+            request.remote = looked.remote
+        lost: dict[str, str] = {}
+        while True:
+            plan = make_plan(request.prompt, found, request.config, lost=lost, refused=refused)
+            wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
+            missing = [v for name, v in wanted.items() if name not in request.loaded and name not in request.stored]
+            if not missing:
+                break
+            for variant, opened in zip(missing, self.store.open_variants(missing), strict=True):
+                match opened:
+                    case LoadedVariant() as loaded:
+                        request.loaded[variant.variant_id] = loaded
+                    case StoredVariant() as stored:
+                        request.stored[variant.variant_id] = stored
+                    case Unavailable() as unavailable:
+                        lost[variant.variant_id] = unavailable.reason
+        reused = [s.variant.variant_id for s in plan.segments if s.to_fix and s.variant is not None]
+        request.token_scores = self.store.token_scores(reused)
+        request.plan = with_selection(plan, request.token_scores, request.config)
+        request.planned_s = request.clock()
+
+    def _compute(self, request: Request) -> PrefillOutput:
+        """Prefill, while what is not in memory is being loaded."""
+        prompt, bounds = request.prompt, request.prompt.bounds
+        rows: dict[int, int] = {}  # position → the segment whose focus decides how long it is recomputed, or -1
+        reused: list[Reused] = []
+        stored: dict[int, StoredVariant] = {}
+        captures = []
+        for index, planned in enumerate(request.plan.segments):
+            start, stop = bounds[index], bounds[index + 1]
+            if planned.variant is None:
+                rows.update(dict.fromkeys(range(start, stop), -1))
+                if request.config.captures and prompt.segments[index].kind != "question":
+                    captures.append(index)
+                continue
+            rows.update((start + offset, index) for offset in planned.recompute)
+            if (loaded := request.loaded.get(planned.variant.variant_id)) is not None:
+                unmoved = planned.to_fix and "positions" in request.config.without
+                reused.append(Reused(start, loaded.kv, rotated_from=bounds[1] if unmoved else None))
+            else:
+                stored[index] = request.stored[planned.variant.variant_id]
+                if request.config.captures:  # it may have to be computed after all
+                    captures.append(index)
+        tail = self.loader.begin([(one, bounds[index]) for index, one in stored.items()])
+        capacity = bounds[-1] + request.sampling.max_new_tokens
+        passes = PartialPrefill(self.decoder, prompt.token_ids, bounds, captures=captures, capacity=capacity)
+        probe = probe_of(request)
+        ends = OverlappedPrefill(
+            passes,
+            rows,
+            reused,
+            tail=tail,
+            speed=self.speed,
+            turn=self.turn,
+            loading=request.config.loading,
+            chunks={i: range(bounds[i], bounds[i + 1]) for i in reused_segments(request.plan)},
+            drift=request.config.drift,
+            probe=probe,
+            edge=shared_edge(request),
+        )
+        try:
+            output = ends.run(monitor_of(request))
+        finally:
+            self.loader.end(tail)
+        request.waited_s, request.row_layers = ends.waited_s, output.row_layers
+        request.focus_layer = output.monitor.layer if output.monitor is not None else None
+        request.tiers = {
+            name: held.tier for held_by in (request.loaded, request.stored) for name, held in held_by.items()
+        }
+        request.plan = _as_it_went((probe or request).plan, stored, tail, output)
+        return output
+
+    def _logits_along(self, request: Request, output: PrefillOutput, answer: Sequence[int]) -> Tensor:
+        """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
+        if not request.first_token_s:
+            int(output.logits.argmax())  # as drawing the first token would wait for a GPU
+            request.first_token_s = request.clock()
+        if len(answer) == 1:
+            return output.logits[None]
+        with self.turn.take():
+            rest = decode_along(self.decoder, output.merged, answer[:-1], request.prompt.bounds[-1])
+        return torch.cat((output.logits[None], rest))
+
+    def _decode(self, request: Request, output: PrefillOutput, *, begun: Sequence[int] = ()) -> Iterator[str]:
+        """The answer; its first tokens are `begun` where they are known and, but for the last, have their K/V."""
+        sampling, ahead = request.sampling, list(begun)
+        sampler, text = Sampler(sampling), TextStream(self.decoder.tokenizer, sampling.stop)
+        position, logits = request.prompt.bounds[-1], output.logits
+        while True:
+            token = ahead.pop(0) if ahead else sampler.draw(logits)
+            request.first_token_s = request.first_token_s or request.clock()
+            request.tokens.append(token)
+            if token in self.decoder.end_tokens:
+                request.finish = "end"
+                break
+            request.generated += 1
+            if piece := text.push(token):
+                yield piece
+            if text.stopped:
+                request.finish = "stop"
+                break
+            if request.generated == sampling.max_new_tokens:
+                request.finish = "length"
+                break
+            if not ahead:
+                self._home.require()
+                with self.turn.take():
+                    started = time.perf_counter()
+                    logits = decode_step(self.decoder, output.merged, token, position)
+                    self.speed.stepped(time.perf_counter() - started)
+            position += 1
+        rest = text.finish()
+        if text.stopped:  # by a stop string in what was held back, too
+            request.finish = "stop"
+        if rest:
+            yield rest
+
+    def _settle(self, request: Request, output: PrefillOutput) -> None:
+        """After the answer: count the uses and hand over the captures; returns at once."""
+        request.ended_s = request.ended_s or request.clock()
+        for planned in request.plan.segments:
+            if planned.variant is not None:
+                self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
+        prompt = request.prompt
+        shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
+        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session, request.config.sink_tokens)
+        self.captures.submit(output.recorder, output.merged.kv[:, 0], context)
+
+
+def _listed(given: Iterable[T], name: str) -> list[T]:
+    """What was given, as often as it is read; ConfigError where it cannot be read even once."""
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"{name} must be a list, not {given!r}; put a single one into a list")
+    return list(given)
+
+
+def _as_it_went(plan: Plan, stored: Mapping[int, StoredVariant], tail: Tail, output: PrefillOutput) -> Plan:
+    """The plan with what was computed instead of loaded; captures of which the same is stored already are forgotten."""
+    segments = list(plan.segments)
+    for index, one in stored.items():
+        lost = tail.lost(one)
+        reason = lost.reason if lost is not None else "computing it was sooner than loading it"
+        if lost is None and not segments[index].to_fix:
+            output.recorder.forget(index)
+        segments[index] = with_taken(segments[index], tail.taken(one), reason)
+    return Plan(tuple(segments))

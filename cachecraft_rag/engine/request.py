@@ -1,0 +1,172 @@
+"""One request on its way through the engine: what was asked, what has been gathered, and what it tells in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from cachecraft_rag.checks import check_kind, check_text, shown
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.early_termination import FocusMonitor
+from cachecraft_rag.planning.planner import Plan, with_selection
+from cachecraft_rag.types import Prompt
+from cachecraft_rag.compute.probe import PROBES, Probe
+from cachecraft_rag.planning.selectors import selector_named
+from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.types import LoadedVariant, TierName, TokenScores
+
+
+@dataclass
+class Request:
+    """What one request was asked and what it has gathered so far."""
+
+    prompt: Prompt
+    config: ReuseConfig
+    sampling: SamplingParams
+    session: str | None
+    started: float
+    planned_s: float = 0.0
+    waited_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    plan: Plan = field(default_factory=lambda: Plan(()))
+    token_scores: dict[str, TokenScores] = field(default_factory=dict)
+    loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
+    stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
+    tiers: dict[str, TierName] = field(default_factory=dict)  # variant id → where it came from
+    row_layers: int = 0
+    focus_layer: int | None = None
+    tokens: list[int] = field(default_factory=list)  # of the answer, with the one that ended it
+    generated: int = 0
+    finish: Finish | None = None
+    remote: str | None = None  # how it took the look-up
+
+    def clock(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self.started
+
+
+def monitor_of(request: Request) -> FocusMonitor | None:
+    """Early termination for this request, where it is on and there is something to end."""
+    if request.config.focus == "off" or not any(planned.recompute for planned in request.plan.segments):
+        return None
+    chunks = len(request.prompt.segments) - 2
+    return FocusMonitor(chunks, rule=request.config.focus, window=request.config.early_termination_window)
+
+
+def reused_segments(plan: Plan) -> list[int]:
+    """The segments that are moved and partly recomputed."""
+    return [index for index, planned in enumerate(plan.segments) if planned.to_fix]
+
+
+def shared_edge(request: Request) -> int:
+    """The position behind the last chunk that will be computed and stored for everybody; 0 where there is none.
+
+    What stands before it must not depend on the question, or one user's question would shape what others are served.
+    """
+    segments, edge = request.prompt.segments, 0
+    if not request.config.captures:
+        return edge
+    for index, (segment, planned) in enumerate(zip(segments, request.plan.segments, strict=True)):
+        if segment.private:  # it, and whatever is computed behind it, stays with its session
+            break
+        if planned.variant is None:
+            edge = request.prompt.bounds[index + 1]
+    return edge
+
+
+def probe_of(request: Request) -> Probe | None:
+    """What looks at the prompt before the last pass, where the selector wants that and it is worth it."""
+    kind = selector_named(request.config.selector).probe
+    fixed = sum(len(planned.recompute) for planned in request.plan.segments)
+    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
+    new = sum(n for n, planned in zip(lengths, request.plan.segments, strict=True) if planned.variant is None)
+    if kind is None or not fixed or fixed + new < request.config.probe_min_rows:
+        return None
+    bounds, probe = request.prompt.bounds, PROBES[kind]
+    edge = shared_edge(request) if probe.private else 0
+    if all(bounds[index] < edge for index in reused_segments(request.plan)):
+        return None
+    closing = request.prompt.segments[-1].closing  # says nothing of what is asked
+    return probe(
+        request.plan,
+        bounds,
+        range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1)),
+        lambda seen, recomputed, gone: with_selection(
+            request.plan, request.token_scores, request.config, probed=seen, recomputed=recomputed, gone=gone
+        ),
+        edge=edge,
+    )
+
+
+def stats_of(request: Request, layers: int) -> RequestStats:
+    """The numbers of a request so far; `layers` of the model."""
+    plan = request.plan
+    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
+    recomputed = sum(len(planned.recompute) for planned in plan.segments)
+    taken = sum(planned.taken for planned in plan.segments)
+    kept = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None) - taken
+    total = sum(lengths)
+    return RequestStats(
+        ttft_s=request.first_token_s,
+        plan_s=request.planned_s,
+        load_s=request.waited_s,
+        prefill_s=max(0.0, request.first_token_s - request.planned_s - request.waited_s),
+        total_s=request.ended_s or request.clock(),
+        tokens_prompt=total,
+        tokens_reused=kept - recomputed,
+        tokens_recomputed=recomputed,
+        tokens_computed=total - kept,
+        tokens_generated=request.generated,
+        recompute_share=request.row_layers / (total * layers),
+        focus_layer=request.focus_layer,
+        finish=request.finish,
+        chunks=tuple(_chunk_stats(request)),
+        remote=request.remote,
+    )
+
+
+def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
+    for segment, planned in zip(request.prompt.segments, request.plan.segments, strict=False):
+        if segment.kind != "chunk":
+            continue
+        variant = planned.variant
+        yield ChunkStats(
+            chunk_id=segment.segment_id,
+            outcome=planned.outcome,
+            reason=planned.reason,
+            tokens=len(segment.token_ids),
+            recomputed=len(planned.recompute),
+            computed=len(segment.token_ids) if variant is None else planned.taken,
+            cfo=planned.cfo,
+            beta_prime=planned.adjusted,
+            variant_id=variant.variant_id if variant is not None else None,
+            tier=request.tiers.get(variant.variant_id) if variant is not None else None,
+        )
+    too_long = dict(request.prompt.too_long)
+    for chunk_id in request.prompt.trimmed:
+        length = too_long.get(chunk_id)
+        if length is None:
+            reason = "the prompt was full: chunks are left out from the last-ranked on"
+        else:
+            reason = (
+                f"it has {length} tokens and the model's context has room for {request.prompt.room}; split its "
+                "document into smaller chunks"
+            )
+        yield ChunkStats(chunk_id, "trimmed", reason)
+
+
+def check_asked(question: object, history: object, *, session: object, config: object) -> None:
+    """What every question brings with it but chunks; raises ConfigError."""
+    check_text("question", question, damaged=True)  # from a terminal, say
+    check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
+    for turn in cast(Sequence[object], history):
+        if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
+            raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
+    check_text("session", session, optional=True)
+    check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")

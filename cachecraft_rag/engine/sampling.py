@@ -1,0 +1,109 @@
+"""From logits to text: drawing tokens, turning them into text as they come, and stopping at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.engine.sampling import SamplingParams
+
+
+class Sampler:
+    """Draws tokens as `SamplingParams` says; the same seed draws the same tokens from the same logits."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def draw(self, logits: Tensor) -> int:
+        """One token id from `[vocabulary]` logits."""
+        if self._params.temperature == 0.0:
+            return int(logits.argmax())
+        logits = logits.double().cpu()  # float32 has no room for the smallest temperatures
+        shares = torch.softmax((logits - logits.max()) / self._params.temperature, dim=-1)
+        if self._params.top_p < 1.0:
+            ordered, ids = shares.sort(descending=True)
+            before = ordered.cumsum(0) - ordered  # a token stays when those before it have not reached top_p
+            shares = torch.zeros_like(shares).scatter(0, ids, ordered * (before < self._params.top_p))
+        return int(torch.multinomial(shares, 1, generator=self._generator))
+
+
+class TextStream:
+    """Turns token ids into text piece by piece.
+
+    A piece is given out once no later token can change it: bytes of an unfinished character and a possible beginning
+    of a stop string are held back. `text` is everything given out so far.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._anchor = 0  # where the last piece that had any text begins
+        self._settled = 0  # the ids before it are text for good
+        self._pending = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take one more token; returns the text that is now certain (possibly empty)."""
+        self._ids.append(token)
+        fresh = self._fresh()
+        if fresh.endswith("\ufffd"):  # in the middle of a character
+            return ""
+        self._settle(fresh)
+        return self._release(final=False)
+
+    def finish(self) -> str:
+        """The rest that was held back."""
+        self._settle(self._fresh())
+        return self._release(final=True)
+
+    def _fresh(self) -> str:
+        """The text of the ids that are not settled.
+
+        The piece before them is decoded along, because tokenizers drop a space at the beginning. Whole pieces, not a
+        number of tokens: a decoder that starts in the middle of a character garbles the next one too.
+        """
+        known = self._decode(self._ids[self._anchor : self._settled])
+        return self._decode(self._ids[self._anchor :])[len(known) :]
+
+    def _settle(self, fresh: str) -> None:
+        if fresh:
+            self._anchor = self._settled
+        self._settled = len(self._ids)
+        self._pending += fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _release(self, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        cuts = [place for word in self._stop if (place := self._pending.find(word)) >= 0]
+        if cuts:
+            self.stopped = True
+            piece, self._pending = self._pending[: min(cuts)], ""
+        else:
+            held = 0 if final else max((_overlap(self._pending, word) for word in self._stop), default=0)
+            cut = len(self._pending) - held
+            piece, self._pending = self._pending[:cut], self._pending[cut:]
+        self.text += piece
+        return piece
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of `text` that begins `word`.
+
+    >>> _overlap("the en", "end"), _overlap("the end", "xyz")
+    (2, 0)
+    """
+    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)

@@ -1,0 +1,88 @@
+"""A short self-check when a model is loaded: is reuse exact on this very model?
+
+Structure can look right and still be wrong: a layer without rotary embedding, a sink parameter in the attention,
+another order of dimensions. Garbled answers are the worst way to find out, so a model whose numbers do not agree with
+its own forward is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.compute.prefill import MergedKV, PrefillInput, PrefillOutput, Reused, RowPass, prefill
+
+PROBE_TOKENS = 48
+# Largest relative errors (L2) taken for rounding: of the logits, and of one layer's attention given the same input. The
+# largest seen on sound models in bf16: 0.021 and 0.006.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
+LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
+
+
+def self_check(decoder: Decoder) -> float:
+    """Compare recomputing everything (gate G1), reusing everything (gate G2) and each layer's attention with the
+    model's own forward on a few tokens.
+
+    Returns:
+        The larger relative error of the logits.
+
+    Raises:
+        UnsupportedModelError: an error is beyond rounding, or a layer's sliding window is not the configured one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = int(decoder.model.config.vocab_size)
+    ids = torch.randint(0, size, (PROBE_TOKENS,), generator=generator).tolist()
+    layer, error = _worst_layer(decoder, ids)
+    if not error <= LAYER_TOLERANCE[decoder.dtype]:
+        raise _refusal(decoder, f"the attention of layer {layer} differs by {error:.1%}")
+    own = decoder.own_logits(ids)[0]
+    half = PROBE_TOKENS // 2
+    bounds = [0, half, PROBE_TOKENS]
+    full = prefill(decoder, PrefillInput(ids, bounds, range(PROBE_TOKENS), captures=[0]))
+    reused = [Reused(capture.start, capture.kv) for capture in full.recorder.captures]
+    partial = prefill(decoder, PrefillInput(ids, bounds, range(half, PROBE_TOKENS), reused=reused))
+    # Not max() over floats: it passes over a NaN that does not come first.
+    error = float(torch.stack([(out.logits - own).norm() / own.norm() for out in (full, partial)]).max())
+    if not error <= TOLERANCE[decoder.dtype]:
+        raise _refusal(decoder, f"the logits differ by {error:.1%}")
+    _check_windows(decoder, full)
+    return error
+
+
+@torch.inference_mode()
+def _worst_layer(decoder: Decoder, ids: list[int]) -> tuple[int, float]:
+    """The layer whose attention errs most, given what the model's own layer was given, and its relative error.
+
+    The logits alone are too blunt in half precision: rounding adds up over the layers until a wrong one hides in it.
+    """
+    with decoder.watched() as own:
+        decoder.own_logits(ids)
+    positions = torch.arange(len(ids), device=decoder.device)
+    rows = RowPass(MergedKV(decoder, len(ids)), positions)
+    errors = []
+    for layer, (hidden, expected) in enumerate(own):
+        with decoder.watched() as seen:
+            decoder.layer(layer, hidden, positions=positions, layer_pass=rows)
+        errors.append((seen[0][1].float() - expected.float()).norm() / expected.float().norm())
+    worst = torch.stack(errors).nan_to_num(nan=torch.inf)
+    return int(worst.argmax()), float(worst.max())
+
+
+def _check_windows(decoder: Decoder, output: PrefillOutput) -> None:
+    """Sliding windows are longer than the probe, so that its numbers say nothing about them."""
+    config = decoder.model.config
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    for layer, found in enumerate(output.recorder.settings):
+        expected = window if kinds is None or kinds[layer] == "sliding_attention" else None
+        if found.window != expected:
+            raise _refusal(decoder, f"layer {layer} attends within a window of {found.window}, not {expected}")
+
+
+def _refusal(decoder: Decoder, finding: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{decoder.name} ({decoder.model.config.model_type}) cannot be served from chunk-caches: in a self-check on "
+        f"{PROBE_TOKENS} tokens against the model's own forward, {finding}. Its attention does something this package "
+        "does not know; please report it."
+    )

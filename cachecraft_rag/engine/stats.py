@@ -1,0 +1,100 @@
+"""What an answer tells about itself: per-request numbers come back as data, never as log lines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from cachecraft_rag.types import Metadata, TierName
+
+Finish = Literal["end", "length", "stop", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStats:
+    """What happened to one chunk of the prompt.
+
+    outcome     exact: stored behind the very same prefix by a lossless codec; reused: moved and partly recomputed, or
+                kept by a lossy codec as it was captured; computed: afresh; trimmed: left out
+    reason      why it was not simply reused, in words; empty otherwise
+    tokens              its length
+    recomputed          how many of them were recomputed to fix them
+    computed            how many were computed afresh: all, or those that were sooner computed than loaded
+    cfo, beta_prime     eq. 12 and eq. 8 of the chosen variant; None where none was stored
+    variant_id, tier    which chunk-cache, and where it was read from; None where it was computed
+    """
+
+    chunk_id: str
+    outcome: Literal["exact", "reused", "computed", "trimmed"]
+    reason: str = ""
+    tokens: int = 0
+    recomputed: int = 0
+    computed: int = 0
+    cfo: float | None = None
+    beta_prime: float | None = None
+    variant_id: str | None = None
+    tier: TierName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Times in seconds and tokens of one request.
+
+    ttft_s             from the call to the first answer token: plan_s + load_s + prefill_s
+    load_s             waiting for what was being loaded; most loading goes on beside computing and shows nowhere
+    plan_s             prompt, look-up and plan, including any wait for a chunk that was still being captured
+    tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
+    tokens_reused      taken over from chunk-caches untouched
+    tokens_recomputed  of reused chunks, recomputed
+    tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
+                       chunks that were sooner computed than loaded
+    recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
+    focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
+    finish             why the answer ended: by itself, at max_new_tokens, at a stop string, or closed by its reader;
+                       None while it is still being written
+    remote             how the remote took the look-up: "answered", "too slow", "failed", "left alone"; None where there
+                       is none, or where it need not be asked
+    """
+
+    ttft_s: float
+    plan_s: float
+    load_s: float
+    prefill_s: float
+    total_s: float
+    tokens_prompt: int
+    tokens_reused: int
+    tokens_recomputed: int
+    tokens_computed: int
+    tokens_generated: int
+    recompute_share: float
+    focus_layer: int | None
+    finish: Finish | None
+    chunks: tuple[ChunkStats, ...]
+    remote: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A retrieved chunk, as ranked by the retriever: best first."""
+
+    chunk_id: str
+    text: str
+    score: float | None
+    metadata: Metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer's text, the chunks it could draw on (best first), and its numbers (chunks in prompt order)."""
+
+    text: str
+    sources: tuple[Source, ...]
+    stats: RequestStats
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)

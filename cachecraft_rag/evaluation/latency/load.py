@@ -1,0 +1,197 @@
+"""Loading: how much of the disk's speed arrives, and how much of the loading time layer-wise preloading hides."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.types import LoadedVariant, Variant
+
+_LOAD_SHARE = 0.4
+_RATIO = 0.15  # of the moved chunks' tokens is recomputed while their layers come
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Medians over the pairs; files cold (page cache dropped) wherever they are read.
+
+    disk_fraction_of_raw  our bytes per second / those of dd on the same files with the same block size
+    disk_mb_s, raw_mb_s   both; ours are verified tensors in memory
+    block_bytes           of both: what one layer of one chunk takes
+    layerwise_hidden      (whole_s - layerwise_s) / what could be hidden: the shorter of load_s and the computing of all
+                          layers but one
+    whole_s, layerwise_s  time to the first token: load, then compute; each layer just ahead of its computing
+    cake_s                the same with both ends, which is free to compute what it could load
+    load_s                the waiting part of whole_s
+    read_mb_s_limit       at which these times were taken; None: as fast as the disk is
+    """
+
+    disk_fraction_of_raw: float
+    layerwise_hidden: float
+    disk_mb_s: float
+    raw_mb_s: float
+    block_bytes: int
+    files_mb: float
+    whole_s: float
+    layerwise_s: float
+    cake_s: float
+    load_s: float
+    pairs: int
+    prompt_tokens: int
+    read_mb_s_limit: float | None
+    codec: str
+    model: str
+    dtype: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """What is loaded: chunks of so many tokens, as `codec`.
+
+    mb_per_s  limit of the layer-wise part; None: such that loading takes 0.4 of computing, because a load of a
+              twentieth would drown in the noise of what it hides behind; infinite: none
+    """
+
+    chunks: int = 8
+    chunk_tokens: int = 400
+    codec: str = "raw"
+    mb_per_s: float | None = None
+    pairs: int = 7
+
+
+def run(
+    model: str, settings: LoadSettings, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+) -> LoadReport:
+    """Measure. Raises ConfigError when the chunks do not fit the model or the sample text."""
+    decoder = Decoder.load(model, dtype=dtype)
+    with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+        bench = _Bench(decoder, Path(folder), settings)
+        progress("reads")
+        ours, raw, block = bench.reads()
+        limit = bench.limit()
+        times: dict[str, list[RequestStats]] = {name: [] for name in ("whole", "layerwise", "cake")}
+        for pair in range(settings.pairs):
+            progress(f"pair {pair + 1} of {settings.pairs}")
+            turn = pair % len(times)  # each goes first as often as the others
+            for loading, found in [*times.items()][turn:] + [*times.items()][:turn]:
+                found.append(bench.ask(loading, limit))  # type: ignore[arg-type]  # the keys are the literals
+    ttft = {name: statistics.median(stats.ttft_s for stats in found) for name, found in times.items()}
+    load_s = statistics.median(stats.load_s for stats in times["whole"])
+    layers = decoder.layout.layers
+    hideable = min(load_s, (ttft["whole"] - load_s) * (layers - 1) / layers)
+    return LoadReport(
+        disk_fraction_of_raw=ours / raw,
+        layerwise_hidden=(ttft["whole"] - ttft["layerwise"]) / hideable,
+        disk_mb_s=ours / 1e6,
+        raw_mb_s=raw / 1e6,
+        block_bytes=block,
+        files_mb=bench.nbytes / 1e6,
+        whole_s=ttft["whole"],
+        layerwise_s=ttft["layerwise"],
+        cake_s=ttft["cake"],
+        load_s=load_s,
+        pairs=settings.pairs,
+        prompt_tokens=times["whole"][0].tokens_prompt,
+        read_mb_s_limit=limit / 1e6 if limit < math.inf else None,
+        codec=settings.codec,
+        model=decoder.name,
+        dtype=decoder.layout.dtype,
+        threads=torch.get_num_threads(),
+    )
+
+
+class _Bench:
+    """Chunk-caches on disk, each captured behind other neighbours than those of the question."""
+
+    def __init__(self, decoder: Decoder, folder: Path, settings: LoadSettings) -> None:
+        self._decoder, self._folder, self._settings = decoder, folder, settings
+        self._speed = ComputeSpeed(decoder.keys_per_row)  # one for all: engines come and go
+        self._chunks = chunks_of(decoder, count=settings.chunks, tokens=settings.chunk_tokens)
+        with self._open() as store:
+            engine = self._engine(store)
+            with engine:
+                Primer(engine, window=decoder.context_length).prime([*self._chunks[1:], self._chunks[0]])
+            store.flush()
+            rows = store.rows(limit=10_000)
+        self._variants: list[Variant] = [row.variant for row in rows]
+        self._tier = DiskTier(folder / "caches" / "variants")
+        self._paths = [self._tier.path(variant.variant_id, variant.created) for variant in self._variants]
+        self.nbytes = sum(path.stat().st_size for path in self._paths)
+        self.ask("whole")
+        self.ask("cake")
+
+    def reads(self) -> tuple[float, float, int]:
+        """Bytes per second of our reads and of dd, and the block size of both."""
+        block = max(variant.nbytes for variant in self._variants) // self._decoder.layout.layers
+        ours, raw = [], []
+        for _ in range(2 * self._settings.pairs):
+            ours.append(self._timed(self._read_ours))
+            drop_page_cache(self._folder)
+            raw.append(sum(_dd_seconds(path, block) for path in self._paths))
+        return self.nbytes / statistics.median(ours), self.nbytes / statistics.median(raw), block
+
+    def limit(self) -> float:
+        """Bytes per second that the layer-wise part may read."""
+        if self._settings.mb_per_s is not None:
+            return self._settings.mb_per_s * 1e6
+        stats = [self.ask("whole") for _ in range(3)]
+        return self.nbytes / (_LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats))
+
+    def ask(self, loading: Loading, bytes_per_s: float = math.inf) -> RequestStats:
+        """One question, its chunk-caches cold."""
+        drop_page_cache(self._folder)
+        config = ReuseConfig(recompute_ratio=_RATIO, captures=False, loading=loading)
+        with self._open() as store, self._engine(store) as engine:
+            engine.speed = self._speed
+            store.throttle.bytes_per_s = bytes_per_s
+            sampling = SamplingParams(max_new_tokens=2)
+            generation = engine.stream(QUESTION, self._chunks, config=config, sampling=sampling)
+            for _ in generation:
+                pass
+        return generation.stats
+
+    def _timed(self, read: Callable[[], None]) -> float:
+        drop_page_cache(self._folder)
+        started = time.perf_counter()
+        read()
+        return time.perf_counter() - started
+
+    def _read_ours(self) -> None:
+        for variant in self._variants:
+            assert isinstance(self._tier.read(variant), LoadedVariant), "a file could not be read"
+
+    def _open(self) -> ChunkCacheStore:
+        return ChunkCacheStore.open(self._folder / "caches", codec=self._settings.codec)
+
+    def _engine(self, store: ChunkCacheStore) -> Engine:
+        return Engine(self._decoder, store, best_last=False)
+
+
+def _dd_seconds(path: Path, block: int) -> float:
+    """What dd takes by its own account: starting it is not counted."""
+    command = ["dd", f"if={path}", "of=/dev/null", f"bs={block}"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": os.defpath})
+    found = re.search(r"copied, ([0-9.e-]+) s", said.stderr)
+    assert found is not None, f"dd said: {said.stderr}"
+    return float(found[1])

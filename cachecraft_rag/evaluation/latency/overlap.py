@@ -1,0 +1,171 @@
+"""Cake's own comparison: computing only, loading only, and both ends at once, at several bandwidths.
+
+A prompt's chunks are all stored behind this very prefix, so that nothing of them has to be recomputed: Cake as it was
+published. Files are real and cold (page cache dropped); a token bucket at the reader limits the bandwidth to a multiple
+of the rate at which this machine computes KV bytes; half of the compute is half of the threads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.store import ChunkCacheStore
+
+CHUNK_TOKENS = 256
+_COMPUTE = ReuseConfig(reuse=False, captures=False)
+_SAMPLING = SamplingParams(max_new_tokens=8)  # more than the first token: the next ones show what the cache is worth
+_SPLITS = 200
+
+
+@dataclass(frozen=True)
+class CakeCell:
+    """Seconds to the first token, medians.
+
+    tokens           of the chunks together
+    bandwidth_ratio  bandwidth / KV bytes that full prefill computes per second with all threads of this cell
+    compute_share    threads in use / threads there are
+    compute_only_s   full prefill, in one pass
+    load_only_s      everything is loaded, then the question is computed
+    cake_s           both ends
+    best_split_s     what the best split would take: front and tail at once, then the question, from this cell's rates
+    exact            the first tokens of the answer are those after full prefill
+    """
+
+    tokens: int
+    bandwidth_ratio: float
+    compute_share: float
+    codec: str
+    compute_only_s: float
+    load_only_s: float
+    cake_s: float
+    best_split_s: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: every combination."""
+
+    tokens: Sequence[int] = (1024, 2048, 4096)
+    bandwidths: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    shares: Sequence[float] = (1.0, 0.5)
+    codecs: Sequence[str] = ("raw", "int8")
+    pairs: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if min(self.tokens) < CHUNK_TOKENS:
+            raise ConfigError(f"a context needs at least {CHUNK_TOKENS} tokens, one chunk")
+        if min(self.bandwidths) <= 0 or self.pairs < 1 or not all(0 < share <= 1 for share in self.shares):
+            raise ConfigError("bandwidths must be above 0, compute shares above 0 and at most 1, pairs at least 1")
+
+
+def run(
+    model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+) -> Iterator[CakeCell]:
+    """Measure cell by cell. Raises ConfigError when a context does not fit the model or the sample text."""
+    threads = torch.get_num_threads()
+    decoder = Decoder.load(model, dtype=dtype)
+    try:
+        for tokens in grid.tokens:
+            for share in grid.shares:
+                torch.set_num_threads(max(1, round(threads * share)))
+                with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+                    yield from _Context(decoder, Path(folder), tokens).cells(grid, share, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Context:
+    """One prompt, its chunk-caches on disk in every codec, and the ways to its first token."""
+
+    def __init__(self, decoder: Decoder, folder: Path, tokens: int) -> None:
+        self._decoder, self._folder = decoder, folder
+        self._chunks = chunks_of(decoder, count=tokens // CHUNK_TOKENS, tokens=CHUNK_TOKENS)
+        self._tokens = tokens
+        self._speed = ComputeSpeed(decoder.keys_per_row)  # of this share of the compute: engines come and go
+
+    def cells(self, grid: Grid, share: float, progress: Callable[[str], None]) -> Iterator[CakeCell]:
+        """All bandwidths and codecs."""
+        for codec in grid.codecs:
+            self._bear(codec)
+        text, full = self._ask(_COMPUTE, grid.codecs[0])
+        rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
+        for bandwidth in grid.bandwidths:
+            for codec in grid.codecs:
+                progress(f"{self._tokens} tokens, {share:g} of the compute, bandwidth {bandwidth:g}, {codec}")
+                yield self._cell(bandwidth, codec, share=share, rate=rate, pairs=grid.pairs, right=text)
+
+    def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
+        compute, load, cake, question, exact = [], [], [], [], True
+        for _ in range(pairs):
+            compute.append(self._ask(_COMPUTE, codec)[1].ttft_s)
+            stats = self._load(codec, bandwidth * rate, "whole")[1]
+            load.append(stats.ttft_s)
+            question.append(stats.ttft_s - stats.load_s)
+            text, stats = self._load(codec, bandwidth * rate, "cake")
+            cake.append(stats.ttft_s)
+            exact &= text == right
+        only, loaded, alone = map(statistics.median, (compute, load, question))
+        return CakeCell(
+            tokens=self._tokens,
+            bandwidth_ratio=bandwidth,
+            compute_share=share,
+            codec=codec,
+            compute_only_s=only,
+            load_only_s=loaded,
+            cake_s=statistics.median(cake),
+            best_split_s=self._best_split(only - alone, loaded - alone) + alone,
+            exact=exact,
+        )
+
+    def _best_split(self, compute_s: float, load_s: float) -> float:
+        """Seconds of the better of all splits when both ends work at their measured rates without hindering another."""
+        rows, n = self._speed.rows, self._tokens
+        whole = rows(range(n))
+        splits = [part * n // _SPLITS for part in range(_SPLITS + 1)]
+        return min(max(compute_s * rows(range(m)) / whole, load_s * (n - m) / n) for m in splits)
+
+    def _bear(self, codec: str) -> None:
+        with self._open(codec) as store:
+            engine = self._engine(store)
+            self._answer(engine, ReuseConfig(reuse=False))
+            engine.close()
+
+    def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
+        """An answer from files that are not in memory. The engine has answered before, but never from this disk."""
+        drop_page_cache(self._folder)
+        return self._ask(ReuseConfig(captures=False, loading=loading), codec, bytes_per_s=bytes_per_s)
+
+    def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
+        with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:
+            return self._answer(engine, config)
+
+    def _open(self, codec: str, bytes_per_s: float = float("inf")) -> ChunkCacheStore:
+        return ChunkCacheStore.open(self._folder / codec, codec=codec, read_bytes_per_s=bytes_per_s)
+
+    def _engine(self, store: ChunkCacheStore) -> Engine:
+        engine = Engine(self._decoder, store, best_last=False)
+        engine.speed = self._speed
+        return engine
+
+    def _answer(self, engine: Engine, config: ReuseConfig) -> tuple[str, RequestStats]:
+        generation = engine.stream(QUESTION, self._chunks, config=config, sampling=_SAMPLING)
+        text = "".join(generation)
+        if any(chunk.outcome == "trimmed" for chunk in generation.stats.chunks):
+            raise ConfigError(f"{self._tokens} tokens do not fit the model's context of {self._decoder.context_length}")
+        return text, generation.stats

@@ -1,0 +1,192 @@
+"""Time to first token: reuse against the model's own prefill, both in one run and in the dtype in which that prefill
+is fastest.
+
+The prompt holds some chunks that were all captured behind *other* neighbours, so every one of them is moved and partly
+recomputed. The sides are run in turn and compared by medians, because a machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.prompt import PromptBuilder
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.store import ChunkCacheStore
+
+
+@dataclass(frozen=True)
+class TtftReport:
+    """Medians over the pairs. Ratios are to the model's own prefill (transformers' sdpa, logits of the last token
+    only).
+
+    ratio_host, ratio_disk  reuse with the chunk-caches in memory, and on disk (page cache dropped where the system
+                            lets us)
+    ratio_focus             as ratio_host with early termination (mended rule) on
+    ratio_all_recomputed    our own engine computing everything
+    token_ratio             rows computed / prompt tokens: what the time ratio would be if everything scaled with rows
+    """
+
+    ratio_host: float
+    ratio_disk: float
+    ratio_focus: float
+    ratio_all_recomputed: float
+    token_ratio: float
+    own_prefill_s: float
+    host_s: float
+    disk_s: float
+    focus_s: float
+    all_recomputed_s: float
+    pairs: int
+    prompt_tokens: int
+    chunks: int
+    recompute_ratio: float
+    model: str
+    dtype: str
+    threads: int
+
+
+def run(
+    model: str,
+    *,
+    dtype: str = "auto",
+    chunks: int = 5,
+    chunk_tokens: int = 400,
+    ratio: float = 0.15,
+    pairs: int = 7,
+    progress: Callable[[str], None] = lambda _: None,
+) -> TtftReport:
+    """Measure; `dtype="auto"` first finds out in which dtype the model's own prefill is fastest here.
+
+    Raises:
+        ConfigError: fewer than two chunks or one pair, or more chunks than the model's context or the text holds.
+    """
+    if chunks < 2 or pairs < 1:
+        raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
+    decoder = _fastest(model, dtype, chunks * chunk_tokens, progress)
+    with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+        bench = _Bench(decoder, Path(folder), chunks=chunks, chunk_tokens=chunk_tokens, ratio=ratio)
+        try:
+            return bench.report(pairs, progress)
+        finally:
+            bench.close()
+
+
+class _Bench:
+    """One prepared prompt and the ways to prefill it."""
+
+    def __init__(self, decoder: Decoder, folder: Path, *, chunks: int, chunk_tokens: int, ratio: float) -> None:
+        self.decoder, self.folder = decoder, folder
+        self.config = ReuseConfig(recompute_ratio=ratio, captures=False)
+        self.chunks = chunks_of(decoder, count=chunks, tokens=chunk_tokens)
+        prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
+        prompt = prompts.build(QUESTION, self.chunks, reserve=1)
+        if prompt.trimmed:
+            raise ConfigError(
+                f"{chunks} chunks of {chunk_tokens} tokens do not fit the model's context of {decoder.context_length}; "
+                "choose fewer (--chunks) or shorter ones (--chunk-tokens)"
+            )
+        self.ids = prompt.token_ids
+        self.store = ChunkCacheStore.open(folder / "caches")
+        self.engine = Engine(decoder, self.store, config=self.config, best_last=False)
+        primer = Primer(self.engine, window=decoder.context_length)
+        primer.prime([*self.chunks[1:], self.chunks[0]])  # asked for in another order, so no chunk keeps its prefix
+        self.store.flush()
+
+    def report(self, pairs: int, progress: Callable[[str], None]) -> TtftReport:
+        """Run all sides in turn and compare their medians."""
+        full = ReuseConfig(reuse=False, captures=False)
+        focus = ReuseConfig(recompute_ratio=self.config.recompute_ratio, captures=False, focus="gap")
+        times: dict[str, list[float]] = {name: [] for name in ("own", "host", "disk", "focus", "all")}
+        stats = self._ask(self.engine, self.config)  # warm-up, and the memory tier is filled
+        assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
+        self._own()
+        for pair in range(pairs):
+            progress(f"pair {pair + 1} of {pairs}")
+            times["own"].append(self._own())
+            stats = self._ask(self.engine, self.config)
+            times["host"].append(stats.ttft_s)
+            times["focus"].append(self._ask(self.engine, focus).ttft_s)
+            times["disk"].append(self._from_disk())
+            times["all"].append(self._ask(self.engine, full).ttft_s)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        own = medians["own"]
+        return TtftReport(
+            ratio_host=medians["host"] / own,
+            ratio_disk=medians["disk"] / own,
+            ratio_focus=medians["focus"] / own,
+            ratio_all_recomputed=medians["all"] / own,
+            token_ratio=(stats.tokens_recomputed + stats.tokens_computed) / stats.tokens_prompt,
+            own_prefill_s=own,
+            host_s=medians["host"],
+            disk_s=medians["disk"],
+            focus_s=medians["focus"],
+            all_recomputed_s=medians["all"],
+            pairs=pairs,
+            prompt_tokens=stats.tokens_prompt,
+            chunks=len(self.chunks),
+            recompute_ratio=self.config.recompute_ratio or 0.0,
+            model=self.decoder.name,
+            dtype=self.decoder.layout.dtype,
+            threads=torch.get_num_threads(),
+        )
+
+    def close(self) -> None:
+        """End the engine and the store."""
+        self.engine.close()
+        self.store.close()
+
+    def _ask(self, engine: Engine, config: ReuseConfig) -> RequestStats:
+        generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=1))
+        for _ in generation:
+            pass
+        return generation.stats
+
+    def _own(self) -> float:
+        started = time.perf_counter()
+        self.decoder.own_logits(self.ids).argmax().item()
+        return time.perf_counter() - started
+
+    def _from_disk(self) -> float:
+        """TTFT in a store that was opened this moment, with the files out of the page cache."""
+        drop_page_cache(self.folder)
+        with ChunkCacheStore.open(self.folder / "caches") as store:
+            engine = Engine(self.decoder, store, config=self.config, best_last=False)
+            try:
+                stats = self._ask(engine, self.config)
+            finally:
+                engine.close()
+        assert all(chunk.tier == "disk" for chunk in stats.chunks), "the caches did not come from the disk"
+        return stats.ttft_s
+
+
+def _fastest(model: str, dtype: str, tokens: int, progress: Callable[[str], None]) -> Decoder:
+    """The model in the wanted dtype, or in the one in which its own prefill of so many tokens is fastest."""
+    if dtype != "auto":
+        return Decoder.load(model, dtype=dtype)
+    best: tuple[float, Decoder] | None = None
+    for name in ("bfloat16", "float32"):
+        progress(f"own prefill in {name}")
+        decoder = Decoder.load(model, dtype=name)
+        ids = [token % 1000 + 10 for token in range(tokens)]
+        decoder.own_logits(ids)
+        started = time.perf_counter()
+        decoder.own_logits(ids)
+        seconds = time.perf_counter() - started
+        if best is None or seconds < best[0]:
+            best = seconds, decoder
+    assert best is not None
+    return best[1]

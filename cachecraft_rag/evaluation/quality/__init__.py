@@ -1,0 +1,1 @@
+"""What reuse costs in answers: methods, measurements, reports."""

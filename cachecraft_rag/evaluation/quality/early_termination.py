@@ -1,0 +1,124 @@
+"""Early termination judged fairly: against recomputing less of everything, at the same cost.
+
+A rule that ends recomputation early saves something whatever it ends, so comparing it with going on says nothing. Here
+every question is answered three times at one recompute ratio: without a rule, with it, and without it at the smaller
+ratio that computes as many tokens in as many layers as the rule left. The rule wins if its KL is below the last one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from cachecraft_rag.evaluation.quality.intervals import Interval, mean_interval, paired_interval
+from cachecraft_rag.evaluation.quality.measuring import reference_of
+from cachecraft_rag.evaluation.quality.methods import METHODS
+from cachecraft_rag.evaluation.quality.metrics import divergence
+from cachecraft_rag.planning.early_termination import FocusRule
+
+if TYPE_CHECKING:
+    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.evaluation.quality.conditions import Captures
+    from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.evaluation.quality.measuring import Reference
+
+RULES: tuple[FocusRule, ...] = get_args(FocusRule)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One rule under one method, over all questions.
+
+    kl, flat_kl   with the rule, and with the smaller flat budget of the same cost
+    difference    kl - flat_kl, paired: above 0 the rule loses
+    saved         share of the recomputed token-layers that the rule saves
+    """
+
+    method: str
+    rule: str
+    kl: Interval
+    flat_kl: Interval
+    difference: Interval
+    saved: float
+
+    @property
+    def wins(self) -> bool:
+        """Whether the whole interval speaks for the rule."""
+        return self.difference.high < 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "method": self.method,
+            "rule": self.rule,
+            "kl": self.kl.mean,
+            "flat_kl": self.flat_kl.mean,
+            "difference": self.difference.mean,
+            "difference_ci": [self.difference.low, self.difference.high],
+            "saved": self.saved,
+            "wins": self.wins,
+        }
+
+
+def judge_focus(
+    engine: Engine,
+    dataset: Dataset,
+    captures: Captures,
+    *,
+    ratio: float = 0.15,
+    methods: Sequence[str] = ("craft", "default"),
+    answer_tokens: int = 16,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Judgement]:
+    """Try every rule under every method on all questions.
+
+    Args:
+        engine, captures: as in `runner.evaluate`.
+        ratio: recompute ratio r without a rule.
+        progress: called with the questions done, all of them, and an empty note.
+    """
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for done, question in enumerate(dataset.questions):
+        if progress is not None:
+            progress(done, len(dataset.questions), "")
+        captures.before(question)
+        reference = reference_of(engine, question, answer_tokens=answer_tokens)
+        for method in methods:
+            config = replace(METHODS[method].config(ratio), probe_min_rows=0)  # all three with a probe, whatever is left
+            for rule, trial in _trials(engine, reference, config, ratio):
+                found.setdefault((method, rule), []).append(trial)
+    return [_judgement(method, rule, trials) for (method, rule), trials in found.items()]
+
+
+def _trials(
+    engine: Engine, reference: Reference, config: ReuseConfig, ratio: float
+) -> list[tuple[str, tuple[float, float, float]]]:
+    """For each rule: KL with it, KL of the flat budget of its cost, and the share it saves."""
+    _, rows, recomputed = _answer(engine, reference, config)
+    trials = []
+    for rule in RULES:
+        kl, rows_left, _ = _answer(engine, reference, replace(config, focus=rule))
+        saved = (rows - rows_left) / recomputed if recomputed else 0.0
+        flat_kl, _, _ = _answer(engine, reference, replace(config, recompute_ratio=ratio * max(0.0, 1.0 - saved)))
+        trials.append((str(rule), (kl, flat_kl, saved)))
+    return trials
+
+
+def _answer(engine: Engine, reference: Reference, config: ReuseConfig) -> tuple[float, float, int]:
+    """KL to full prefill; rows computed, on average over the layers; tokens of chunks recomputed."""
+    question, full = reference.question, reference.answer
+    found = engine.score_answer(
+        question.text, question.passages, along=full.tokens, max_new_tokens=reference.answer_tokens, config=config
+    )
+    stats = found.stats
+    kl, _ = divergence(full.logits, found.logits)
+    return kl, stats.recompute_share * stats.tokens_prompt, stats.tokens_recomputed
+
+
+def _judgement(method: str, rule: str, trials: Sequence[tuple[float, float, float]]) -> Judgement:
+    kl, flat, saved = ([trial[part] for trial in trials] for part in range(3))
+    return Judgement(
+        method, rule, mean_interval(kl), mean_interval(flat), paired_interval(kl, flat), sum(saved) / len(saved)
+    )

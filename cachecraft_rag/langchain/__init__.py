@@ -1,0 +1,1 @@
+"""LangChain: a chat model and a generator over the engine."""

@@ -1,0 +1,103 @@
+"""α as calibrated on a validation set (Cache-Craft eq. 13), kept beside the store for whoever opens it next.
+
+`cachecraft calibrate` writes it; `Engine.from_pretrained` reads it where `ReuseConfig.alpha` is not given. It holds for
+one model and one way of choosing tokens: with another selector the same α buys another quality.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.errors import ConfigError, StoreError
+
+CALIBRATION_FILE = "calibration.json"  # below the folder a user names as the store
+
+logger = logging.getLogger("cachecraft_rag")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was found.
+
+    alpha                     α* of eq. 13
+    metric, quality           what was asked for: a mean of at least `quality`
+    reached, low              the mean on the validation set, and the lower end of its interval
+    recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
+    dataset, questions        on which it was found
+    captures                    what the chunks were captured behind, a name of `evaluation.conditions`
+    selector, budget_scope, drift  with which it was found
+    """
+
+    alpha: float
+    metric: str
+    quality: float
+    reached: float
+    low: float
+    recomputed: float
+    dataset: str
+    questions: int
+    captures: str
+    selector: str
+    budget_scope: str
+    drift: float
+
+    def fits(self, config: ReuseConfig) -> bool:
+        """Whether it was found with this way of choosing tokens, and nothing else makes quality another."""
+        plain = config.focus == "off" and config.scope == "anywhere" and not config.without
+        return plain and (self.selector, self.budget_scope, self.drift) == (config.selector, config.budget_scope, config.drift)
+
+    def __str__(self) -> str:
+        return (
+            f"α = {self.alpha:.3g}, calibrated for {self.metric} ≥ {self.quality:g} on {self.questions} questions of "
+            f"{self.dataset}"
+        )
+
+
+def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
+    """Keep it for this model, in place of an earlier one; StoreError where the folder cannot be written to."""
+    path = store / CALIBRATION_FILE
+    scratch = path.with_suffix(f".{os.getpid()}")
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}. Name a folder you may write to.") from error
+
+
+def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
+    """What was found for this model, or None; what is damaged is as if it were not there, with a warning."""
+    found = _known(store / CALIBRATION_FILE).get(fingerprint)
+    if found is None:
+        return None
+    try:
+        known = Calibration(**found)  # type: ignore[arg-type]  # JSON says nothing about types
+        if not all(isinstance(number, int | float) for number in (known.alpha, known.quality, known.questions)):
+            raise TypeError("a number is none")
+        ReuseConfig(alpha=known.alpha)
+    except (TypeError, ValueError, ConfigError) as error:
+        logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
+        return None
+    return known
+
+
+def all_calibrations(store: Path) -> dict[str, Calibration]:
+    """What was found for each model, by its fingerprint; what is damaged is left out, with a warning."""
+    found = {fingerprint: load_calibration(store, fingerprint) for fingerprint in _known(store / CALIBRATION_FILE)}
+    return {fingerprint: one for fingerprint, one in found.items() if one is not None}
+
+
+def _known(path: Path) -> dict[str, dict[str, object]]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s); run cachecraft calibrate again", path, error)
+        return {}
+    return read if isinstance(read, dict) else {}

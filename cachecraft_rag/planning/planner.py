@@ -1,0 +1,293 @@
+"""What is reused, recomputed and computed: decided before any tensor moves (Cache-Craft §3.4.1). Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from cachecraft_rag.store.codecs import is_lossless
+from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
+from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.planning.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
+from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
+from cachecraft_rag.types import TokenScores, Variant
+
+_PRIMED = 0.8  # what CFO counts when a primed variant is compared with others
+# The exact share of context that a lossy codec has kept: below 1, so that nothing computed behind it is called exact;
+# little below, because what a codec loses is far less than what other neighbours change (0.2 % and 6 % of its KL,
+# docs/benchmarks.md), and nothing would be won by fixing it.
+_LOSSY_SHARE = 0.99
+
+Outcome = Literal["exact", "reused", "computed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """What happens to one segment.
+
+    outcome      exact: stored under the very same prefix by a lossless codec, nothing to fix; reused: moved and partly
+                 recomputed, or as captured but kept by a lossy codec; computed: afresh
+    reason       why it was not reused as it is, in words
+    variant      the chosen variant of a reused or exact segment
+    beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
+    recompute    tokens to recompute, as offsets in the segment, ascending
+    taken        so many tokens were computed because that was sooner than loading them
+    as_captured      reused behind the very same prefix: only a lossy codec keeps it from being exact, and nothing is fixed
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    variant: Variant | None = None
+    beta: float | None = None
+    gamma: float | None = None
+    adjusted: float | None = None
+    cfo: float | None = None
+    recompute: tuple[int, ...] = ()
+    taken: int = 0
+    as_captured: bool = False
+
+    @property
+    def to_fix(self) -> bool:
+        """Whether it was moved, so that some of its tokens may have to be recomputed."""
+        return self.outcome == "reused" and not self.as_captured
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One entry for each segment of the prompt, in order."""
+
+    segments: tuple[SegmentPlan, ...]
+
+
+def make_plan(
+    prompt: Prompt,
+    stored: Mapping[str, Sequence[Variant]],
+    config: ReuseConfig,
+    *,
+    lost: Mapping[str, str] = MappingProxyType({}),
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """Choose for each segment the stored variant with the lowest CFO, or to compute it afresh.
+
+    Args:
+        prompt: the segments; the last one, the question, is always computed.
+        stored: segment id → the variants on offer, of this model and namespace only.
+        lost: variant id → why it could not be loaded when an earlier plan chose it.
+        refused: segment id → why something that is stored was not on offer.
+
+    The tokens to recompute are not chosen here but in `with_selection`, which needs the winners' token scores only.
+    """
+    segments = prompt.segments
+    permuted = _set_prefix(prompt, stored, lost) if config.scope == "set" else {}
+    places: dict[str, int] = {}  # the chunks before the current one → their place
+    plans = []
+    for index, segment in enumerate(segments):
+        if segment.kind == "question":
+            plans.append(SegmentPlan("computed", "the question is always computed"))
+            continue
+        if not config.reuse:
+            plans.append(SegmentPlan("computed", "reuse is off"))
+        else:
+            prefix = tuple(s.segment_id for s in segments[:index])
+            offers = stored.get(segment.segment_id, ())
+            there = [variant for variant in offers if variant.variant_id not in lost]
+            if index in permuted:
+                best = permuted[index]
+            else:
+                best = _best(segment, there, prefix=prefix, places=places, config=config)
+            if best.variant is None and len(there) < len(offers):
+                best = replace(best, reason=next(lost[v.variant_id] for v in offers if v.variant_id in lost))
+            elif best.variant is None and not offers and segment.segment_id in refused:
+                best = replace(best, reason=refused[segment.segment_id])
+            plans.append(best)
+        if segment.kind == "chunk":
+            places[segment.segment_id] = index
+    return Plan(tuple(plans))
+
+
+def _best(
+    segment: Segment,
+    variants: Sequence[Variant],
+    *,
+    prefix: tuple[str, ...],
+    places: Mapping[str, int],
+    config: ReuseConfig,
+) -> SegmentPlan:
+    best: SegmentPlan | None = None
+    for variant in variants:
+        if not _fits(variant, segment):
+            continue
+        scored = _score(variant, prefix=prefix, places=places, config=config)
+        if scored.outcome == "exact":
+            return scored
+        if best is None or _rank(scored) < _rank(best):
+            best = scored
+    if best is not None and config.scope != "anywhere" and not best.as_captured:
+        return SegmentPlan("computed", "stored behind other chunks only")
+    if best is None:
+        reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
+        return SegmentPlan("computed", reason)
+    if config.recompute_ratio is None and (best.cfo or 0.0) >= 1.0:
+        reason = "CFO is 1: fixing it costs as much as computing it"
+        return replace(best, outcome="computed", reason=reason, variant=None)
+    return best
+
+
+def _fits(variant: Variant, segment: Segment) -> bool:
+    """Whether a variant was captured of these very tokens; of fewer, positions would stay as they were allocated."""
+    return variant.tokens_digest == segment.tokens_digest and variant.tokens == len(segment.token_ids)
+
+
+def _set_prefix(
+    prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str]
+) -> dict[int, SegmentPlan]:
+    """The longest run of first chunks that was computed once before as a prefix, in any order (SET-CACHE).
+
+    Each of them is reused as it was captured then, at the position it has now.
+    """
+    segments = prompt.segments
+    found: dict[int, SegmentPlan] = {}
+    offers = {
+        (segment.segment_id, variant.key.origin_prefix): variant
+        for segment in segments[:-1]
+        for variant in stored.get(segment.segment_id, ())
+        if variant.key.origin_prefix
+        and _fits(variant, segment)
+        and _as_born(variant) is not None
+        and variant.variant_id not in lost
+    }
+    places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
+    here = [segment.segment_id for segment in segments]
+    for last, (system, *chunks) in offers:
+        order = (*chunks, last)
+        same = list(order) == here[1 : len(order) + 1]
+        if len(order) < len(found) + (not same) or system != here[0] or set(order) != set(here[1 : len(order) + 1]):
+            continue
+        chain = [offers.get((name, (system, *order[:place]))) for place, name in enumerate(order)]
+        if any(variant is None for variant in chain):
+            continue
+        found = {}
+        for place, (name, variant) in enumerate(zip(order, chain, strict=True)):
+            assert variant is not None, "or the chain would have been left out"
+            unmoved = _as_born(variant) if list(order[:place]) == here[1 : places[name]] else None
+            found[places[name]] = unmoved or SegmentPlan("reused", "", variant, 1.0, 0.0, 1.0, 0.0)
+    return found
+
+
+def _as_born(variant: Variant) -> SegmentPlan | None:
+    """What a variant is behind the very prefix it was captured behind; None where its capture was inexact and needs fixing."""
+    if is_lossless(variant.codec):
+        return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0) if variant.exact_share >= 1.0 else None
+    if variant.exact_share < _LOSSY_SHARE:
+        return None
+    reason = f"as it was captured, but for what the codec {variant.codec} loses"
+    return SegmentPlan("reused", reason, variant, 1.0, 0.0, 1.0, 0.0, as_captured=True)
+
+
+def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
+    """Lower is better: what can be fixed at all, what needs no fixing, then CFO, less for a primed variant, then the
+    purer capture.
+
+    A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
+    what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
+    """
+    variant = plan.variant
+    primed, exact_share = (variant.primed, variant.exact_share) if variant is not None else (False, 0.0)
+    cfo = plan.cfo or 0.0
+    return cfo >= 1.0, not plan.as_captured, cfo * (_PRIMED if primed else 1.0), -exact_share
+
+
+def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
+    """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
+    captured = variant.key.origin_prefix
+    if captured == prefix and (unmoved := _as_born(variant)) is not None:
+        return unmoved
+    if captured[:1] != prefix[:1]:  # another instruction stood in front of everything: nothing of the old context returns
+        beta, gamma = 0.0, 0.0
+    else:
+        beta = prefix_overlap(variant.inter[1:], captured[1:], places)
+        gamma = order_penalty(captured[1:], places)
+    # An inexact capture looked at neighbours that were approximations themselves: its overlap counts for the exact share.
+    adjusted = 0.0 if "overlap" in config.without else adjusted_overlap(beta, gamma) * variant.exact_share
+    fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
+    alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
+    cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
+    return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
+
+
+def with_selection(
+    plan: Plan,
+    token_scores: Mapping[str, TokenScores],
+    config: ReuseConfig,
+    *,
+    probed: Mapping[int, np.ndarray] = MappingProxyType({}),
+    recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
+    gone: Mapping[int, frozenset[int]] = MappingProxyType({}),
+) -> Plan:
+    """Add the tokens to recompute: N = ⌈CFO · |C|⌉ of each chunk (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
+
+    Args:
+        token_scores: by variant id, as in `ChunkCacheStore.token_scores`; one that is missing counts as unknown.
+        probed: segment → what the selector's probe saw of its tokens, float32 `[tokens]`; without it, the choice is
+            what can be said before anything is computed.
+        recomputed: segment → tokens that are recomputed already; they stay chosen.
+        gone: segment → tokens that are computed for another reason, so there is nothing to fix.
+    """
+    facts, budgets, reused = [], [], []
+    for index, segment in enumerate(plan.segments):
+        variant = segment.variant
+        if not segment.to_fix or variant is None:
+            continue
+        share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
+        scores, seen = token_scores.get(variant.variant_id, TokenScores()), probed.get(index)
+        seed = int(variant.key.chunk_id[:8], 16)
+        facts.append(TokenFacts(variant.tokens, seed, scores.inter, seen, scores.received))
+        budgets.append(math.ceil((share or 0.0) * variant.tokens))
+        reused.append(index)
+    nothing: frozenset[int] = frozenset()
+    done = [recomputed.get(index, nothing) | gone.get(index, nothing) for index in reused]
+    spent = [len(recomputed.get(index, nothing)) for index in reused]
+    selector = selector_named(config.selector)
+    found = select(facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent)
+    segments = list(plan.segments)
+    for index, chosen in zip(reused, found, strict=True):
+        tokens = sorted({*chosen.tolist(), *recomputed.get(index, nothing)})
+        segments[index] = replace(segments[index], recompute=tuple(tokens))
+    return Plan(tuple(segments))
+
+
+def with_taken(planned: SegmentPlan, taken: Sequence[int], reason: str) -> SegmentPlan:
+    """What became of a segment of whose tokens these (offsets) were computed after all, for this reason."""
+    if not taken or planned.variant is None:
+        return planned
+    if len(taken) == planned.variant.tokens:
+        return replace(planned, outcome="computed", reason=reason, variant=None, recompute=(), as_captured=False)
+    kept = tuple(offset for offset in planned.recompute if offset not in set(taken))
+    return replace(planned, reason=reason, recompute=kept, taken=len(taken))
+
+
+def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
+    """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
+
+    A chunk computed behind reused ones inherits their error (an inexact capture): reused segments count nothing, exact
+    ones all, and computed ones as much as their own context was exact. What a lossy codec kept as it was captured counts
+    nearly all: too little for anything behind it to be exact.
+
+    >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
+    >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60
+    [1.0, 1.0, 0.25, 0.25]
+    """
+    shares = []
+    exact = total = 0.0
+    for segment, length in zip(plan.segments, lengths, strict=True):
+        share = exact / total if total else 1.0
+        shares.append(share)
+        kept = _LOSSY_SHARE * segment.variant.exact_share if segment.as_captured and segment.variant is not None else 0.0
+        exact += length * {"exact": 1.0, "reused": kept, "computed": share}[segment.outcome]
+        total += length
+    return shares

@@ -1,0 +1,101 @@
+"""The equations of Cache-Craft §3.1–3.2, one function each, on plain numbers.
+
+Prefixes here hold corpus chunks only. The system segment stands before every chunk of every prompt, so counting it
+would make the overlap of a chunk that was captured right behind it 1 behind anything; it is compared for equality instead
+(see `planner`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str, int]) -> float:
+    """β, eq. 6: the share of a variant's inter attention that fell on chunks which stand before it again.
+
+    Args:
+        inter: eq. 3 towards each chunk of `old`, same order.
+        old: chunk ids of the capture prefix.
+        new: chunk id → place, for the chunks that now stand before it.
+
+    The paper leaves 0/0 open (a chunk captured first): 1 if the new prefix is empty too, else 0.
+
+    >>> prefix_overlap([3.0, 1.0], ["a", "b"], {"a": 0, "c": 1})  # 3 / 4
+    0.75
+    >>> prefix_overlap([], [], {}), prefix_overlap([], [], {"a": 0})
+    (1.0, 0.0)
+    """
+    if not old:
+        return 0.0 if new else 1.0
+    total = math.fsum(inter)
+    if total <= 0.0:  # it looked at none of its old prefix: whether they return makes no difference
+        return 1.0
+    return min(1.0, math.fsum(a for a, chunk in zip(inter, old, strict=True) if chunk in new) / total)
+
+
+def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
+    """γ, eq. 7: normalised Kendall tau distance between the old and new order of the chunks they share; 0 for fewer
+    than two.
+
+    >>> order_penalty(["a", "b", "c"], {"c": 0, "b": 1, "a": 2}), order_penalty(["a", "b", "x"], {"b": 0, "a": 4})
+    (1.0, 1.0)
+    >>> round(order_penalty(["a", "b", "c"], {"a": 0, "c": 1, "b": 2}), 3)  # one of three pairs
+    0.333
+    """
+    places = [new[chunk] for chunk in old if chunk in new]
+    pairs = len(places) * (len(places) - 1) // 2
+    if pairs == 0:
+        return 0.0
+    discordant = sum(places[i] > places[j] for i in range(len(places)) for j in range(i + 1, len(places)))
+    return discordant / pairs
+
+
+def adjusted_overlap(beta: float, gamma: float) -> float:
+    """β′, eq. 8.
+
+    >>> adjusted_overlap(0.8, 0.25)
+    0.6000000000000001
+    """
+    return beta * (1.0 - gamma)
+
+
+def context_impact(*, inter: Sequence[float], prefix_tokens: Sequence[int], intra: float, tokens: int) -> float:
+    """CCI, eq. 9–11: how much of a chunk's attention went outside, per token pair, through a sigmoid; in [0.5, 1].
+
+    Args:
+        inter: eq. 3 towards each chunk that stood before, averaged over heads and layers (eq. 10).
+        prefix_tokens: the lengths of those chunks.
+        intra: eq. 4, averaged over heads and layers.
+        tokens: the chunk's own length.
+
+    a/b is never negative, so the sigmoid never falls below 0.5: α has to be calibrated with that in mind (eq. 13).
+
+    >>> context_impact(inter=[2.0], prefix_tokens=[10], intra=5.0, tokens=10)  # a/b = 0.02 / 0.05
+    0.598687660112452
+    >>> context_impact(inter=[], prefix_tokens=[], intra=5.0, tokens=10)
+    0.5
+    """
+    a = math.fsum(value / (tokens * length) for value, length in zip(inter, prefix_tokens, strict=True))
+    b = intra / tokens**2
+    if b <= 0.0:  # a chunk of one token has no earlier token of its own to look at
+        return 1.0 if a > 0.0 else 0.5
+    return 1.0 / (1.0 + math.exp(-min(a / b, 60.0)))
+
+
+def fix_overhead(*, alpha: float, cci: float, adjusted: float) -> float:
+    """CFO, eq. 12, clipped to [0, 1]: the share of a chunk's tokens to recompute; 1 = compute it afresh.
+
+    >>> fix_overhead(alpha=1.0, cci=0.6, adjusted=0.5), fix_overhead(alpha=3.0, cci=0.6, adjusted=0.0)
+    (0.3, 1.0)
+    """
+    return min(1.0, max(0.0, alpha * cci * (1.0 - adjusted)))
+
+
+def reuse_gain(cfo: float, tokens: int) -> float:
+    """What one use adds to f_r (§3.3): 1 / CFO, with CFO bounded below by one token of the chunk.
+
+    >>> reuse_gain(0.25, 100), reuse_gain(0.0, 100)
+    (4.0, 100.0)
+    """
+    return 1.0 / max(cfo, 1.0 / tokens)

@@ -1,0 +1,180 @@
+"""Selectors: which tokens of the reused chunks are recomputed.
+
+A selector is a pure function from what is known of a chunk-cache to a score for each of its tokens; the budget goes to
+the highest. `SELECTORS` is the one registry; a new selector is a function and a line there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from cachecraft_rag.errors import ConfigError
+
+QUESTION_WEIGHT = 0.25  # of the question's attention beside the attention at capture; both are 1 on average
+BudgetScope = Literal["chunk", "shared"]
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What a selector may look at.
+
+    tokens       length of the chunk
+    seed         for selectors that draw; differs from chunk to chunk, the same in every run
+    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None when none
+                 stood there
+    probed      float32 `[tokens]`: what the selector's probe saw of each token, 1 on average over all reused chunks;
+                 None where there was no probe
+    received     float32 `[tokens]`: attention of the chunk's later tokens to each token at capture, added up; None when
+                 unknown
+    """
+
+    tokens: int
+    seed: int
+    token_inter: np.ndarray | None = None
+    probed: np.ndarray | None = None
+    received: np.ndarray | None = None
+
+
+Score = Callable[[TokenFacts], np.ndarray | None]
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A way to choose tokens.
+
+    score   float `[tokens]`, higher = sooner; None where it has nothing to say of a chunk: then `leading` decides
+    probe   what has to be looked at before it can choose, see `probing`: the question's attention, or how far values
+            moved in the first layers; None = nothing
+    """
+
+    score: Score
+    probe: Literal["question", "values"] | None = None
+
+
+def craft(facts: TokenFacts) -> np.ndarray | None:
+    """Cache-Craft eq. 14: the most contextualised tokens first; nothing to say where no chunk stood before at capture."""
+    return facts.token_inter
+
+
+def h2o(facts: TokenFacts) -> np.ndarray | None:
+    """The PREFILL-H2O baseline of Cache-Craft §5.1.4: the most attended tokens first, H2O's heavy hitters.
+
+    >>> facts = TokenFacts(3, seed=0, received=np.array([0.2, 0.0, 0.9]))
+    >>> [select([known], [1], SELECTORS["h2o"])[0].tolist() for known in (facts, TokenFacts(3, seed=0))]
+    [[2], [0]]
+    """
+    return facts.received
+
+
+def leading(facts: TokenFacts) -> np.ndarray:
+    """EPIC's choice: a chunk's first tokens, which at capture took the role of an attention sink.
+
+    >>> leading(TokenFacts(4, seed=0)).tolist()
+    [1.0, 0.75, 0.5, 0.25]
+    """
+    return np.arange(facts.tokens, 0, -1) / facts.tokens
+
+
+def random(facts: TokenFacts) -> np.ndarray:
+    """The RANDOM-RECOMP baseline of Cache-Craft §5.1.4: any order."""
+    return np.random.default_rng(facts.seed).random(facts.tokens)
+
+
+def probed(facts: TokenFacts) -> np.ndarray | None:
+    """What the probe saw most of, and nothing else; CacheBlend's choice when it looks at values (§4.3 there)."""
+    return facts.probed
+
+
+def question(facts: TokenFacts) -> np.ndarray:
+    """What the token looked at when the chunk was captured, and how much the question looks at it now.
+
+    Eq. 14's score (a falling one where nothing stood before the chunk) plus a quarter of the question's attention, each
+    divided by its mean. The question alone is better on most questions and fails badly on some: docs/log.md.
+
+    >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
+    >>> select([facts], [2], SELECTORS["question"])[0].tolist()
+    [0, 2]
+    """
+    inter = facts.token_inter if facts.token_inter is not None else leading(facts)
+    scores = inter / max(float(inter.mean()), 1e-12)
+    return scores if facts.probed is None else scores + QUESTION_WEIGHT * facts.probed
+
+
+SELECTORS: Mapping[str, Selector] = MappingProxyType(
+    {
+        "craft": Selector(craft),
+        "h2o": Selector(h2o),
+        "leading": Selector(leading),
+        "random": Selector(random),
+        "value_deviation": Selector(probed, probe="values"),
+        "question": Selector(question, probe="question"),
+    }
+)
+
+
+def selector_named(name: str) -> Selector:
+    """The selector of that name; ConfigError lists the known ones."""
+    try:
+        return SELECTORS[name]
+    except KeyError:
+        raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(sorted(SELECTORS))}") from None
+
+
+def select(
+    facts: Sequence[TokenFacts],
+    budgets: Sequence[int],
+    selector: Selector,
+    *,
+    budget_scope: BudgetScope = "chunk",
+    done: Sequence[frozenset[int]] = (),
+    spent: Sequence[int] = (),
+) -> list[np.ndarray]:
+    """The tokens to recompute of each reused chunk, ascending (int64).
+
+    Args:
+        facts, budgets: for each chunk, what is known of it and how many of its tokens are to be recomputed.
+        budget_scope: "chunk" keeps to each chunk's budget. "shared" puts the budgets together and spends them on the best
+            tokens of all chunks; a chunk's scores count in proportion to its budget per token (for eq. 14's budgets:
+            to its CFO), so a chunk that needs no fixing gets none. Chunks of which the selector has nothing to say
+            keep their own.
+        done: for each chunk, tokens that are not to be chosen.
+        spent: for each chunk, how much of its budget is gone.
+
+    >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
+    >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]
+    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["craft"])]
+    [[1], [2]]
+    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["craft"], budget_scope="shared")]
+    [[], [0, 2]]
+    """
+    chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)
+    pool: list[tuple[int, np.ndarray]] = []
+    for index, (known, budget) in enumerate(zip(facts, budgets, strict=True)):
+        left = budget - (spent[index] if spent else 0)
+        if budget <= 0 or (budget_scope == "chunk" and left <= 0):
+            continue
+        scores = selector.score(known)
+        own = leading(known) if scores is None else scores.astype(np.float64)
+        own[sorted(done[index]) if done else []] = -np.inf
+        if scores is None or budget_scope == "chunk":
+            chosen[index] = _best(own, max(0, left))
+        else:
+            pool.append((index, own * (budget / known.tokens)))
+    if pool:
+        left = sum(budgets[index] - (spent[index] if spent else 0) for index, _ in pool)
+        best = _best(np.concatenate([scores for _, scores in pool]), max(0, left))
+        edges = np.cumsum([0, *(len(scores) for _, scores in pool)])
+        for (index, _), start, stop in zip(pool, edges, edges[1:], strict=False):
+            chosen[index] = best[(best >= start) & (best < stop)] - start
+    return chosen
+
+
+def _best(scores: np.ndarray, budget: int) -> np.ndarray:
+    """Indices of the `budget` highest scores, ascending; -inf is never chosen."""
+    order = np.argsort(-scores, kind="stable")[:budget]
+    return np.sort(order[scores[order] > -np.inf]).astype(np.int64)

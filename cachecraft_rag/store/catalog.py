@@ -1,0 +1,535 @@
+"""The catalog: one SQLite row per chunk-cache, so that planning never touches a tensor.
+
+What makes it fit for its two hard duties:
+
+* *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
+  and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
+  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a capture prefix
+  are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
+  their own.
+* *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
+  that may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal,
+  before one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The
+  same entries reserve space, so two processes that write at once cannot exceed the byte budget together.
+
+How several threads and processes share the file is the concern of `database`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from cachecraft_rag.store.catalog_rows import (
+    COLUMNS,
+    Row,
+    columns_of,
+    packed,
+    scores_of_row,
+    sum_of,
+    sum_of_scores,
+    variant_of_row,
+)
+from cachecraft_rag.store.catalog_rows import pack_ids as pack_ids
+from cachecraft_rag.store.catalog_rows import unpack_ids as unpack_ids
+from cachecraft_rag.checks import check_kind, check_number, check_text
+from cachecraft_rag.store.database import Database
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.expected import unsound, unsound_scores
+from cachecraft_rag.types import TokenScores, Variant
+
+logger = logging.getLogger("cachecraft_rag.store")
+_MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
+_MOST_USES = 1e15
+
+# A variant's worth decides who leaves first. The factor 1 + f_r instead of f_r, because with the plain product every
+# unused variant is worth 0 and exact captures could not be preferred among them; the smallest possible use adds 1, so a
+# variant used once outranks an unused one of the same capture. The factor 1 + exact_share instead of exact_share, because
+# a capture without any exact context would stay at 0 however often it serves; like this an inexact capture needs at most
+# twice the use.
+_WORTH = "(1.0 + reuse_frequency) * (1.0 + exact_share)"
+
+# See `Database`: append-only.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE scopes (
+             scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
+             UNIQUE (namespace, fingerprint))""",
+        f"""CREATE TABLE variants (
+             scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
+             origin_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
+             inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
+             session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
+             reuse_frequency REAL NOT NULL, created REAL NOT NULL,
+             worth REAL GENERATED ALWAYS AS ({_WORTH}) VIRTUAL,
+             PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
+        "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
+        "CREATE INDEX variants_by_worth ON variants (worth, created)",
+        "CREATE TABLE token_scores (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
+        """CREATE TABLE files_at_risk (
+             variant_id TEXT NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL, reserved_bytes INTEGER NOT NULL,
+             PRIMARY KEY (variant_id, created)) WITHOUT ROWID""",
+        # Kept by triggers, so the sums are exact in every transaction of every process and cost nothing to read.
+        "CREATE TABLE totals (variants INTEGER NOT NULL, file_bytes INTEGER NOT NULL)",
+        "INSERT INTO totals VALUES (0, 0)",
+        "CREATE TABLE limits (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
+        """CREATE TRIGGER variant_added AFTER INSERT ON variants BEGIN
+             UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
+        """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
+             UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
+             DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
+    ),
+    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk captured first
+    # lacks, and a process that still runs the version before would fail to insert.
+    (
+        "CREATE TABLE token_received (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
+        "DROP TRIGGER variant_removed",
+        """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
+             UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
+             DELETE FROM token_scores WHERE variant_id = old.variant_id;
+             DELETE FROM token_received WHERE variant_id = old.variant_id; END""",
+    ),
+    ("ALTER TABLE variants ADD COLUMN primed INTEGER NOT NULL DEFAULT 0",),
+    # Checksums over what never changes in a row, and over its token scores. NULL in rows of before, and in those of a
+    # process that still runs the version before: the next opening adds the first, once the fields are verified.
+    (
+        "ALTER TABLE variants ADD COLUMN row_sum INTEGER",
+        "ALTER TABLE variants ADD COLUMN scores_sum INTEGER",
+        "CREATE INDEX variants_without_sum ON variants (variant_id) WHERE row_sum IS NULL",
+    ),
+)
+
+_LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
+    FROM variants AS v JOIN scopes AS s USING (scope)"""
+_LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
+  WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
+    AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
+_INSERT = f"""INSERT INTO variants (scope, {COLUMNS.replace("v.", "")}, scores_sum)
+    VALUES ({",".join("?" * 19)})"""
+_SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM json_each(?) AS asked
+    LEFT JOIN variants AS v ON v.variant_id = asked.value
+    LEFT JOIN token_scores AS i ON i.variant_id = asked.value
+    LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
+_FILES = "SELECT variant_id, created, file_bytes FROM variants"
+_SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """One file of one variant: `created` tells the file of a replaced variant from that of its successor."""
+
+    variant_id: str
+    created: float
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row as administration sees it: the variant and the bytes of its file, header included."""
+
+    variant: Variant
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRow:
+    """A row that is not as it was written: what is known of its file, and what is wrong."""
+
+    file: FileRef
+    chunk_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the whole catalog; `reserved_bytes` are files being written or deleted right now, by any process."""
+
+    variants: int
+    chunks: int
+    file_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the catalog may hold: bytes of files, variants in all, and variants of one chunk."""
+
+    disk_bytes: int
+    max_variants: int
+    variants_per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilter:
+    """Which rows an administrator means; None leaves a part open, no chunk ids at all means no rows.
+
+    `created_before` is in seconds since the epoch, `chunk_prefix` how a chunk id begins: tables show no more of it.
+    """
+
+    namespace: str | None = None
+    fingerprint: str | None = None
+    chunk_ids: tuple[str, ...] | None = None
+    chunk_prefix: str | None = None
+    created_before: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        for name in ("namespace", "fingerprint", "chunk_prefix"):
+            check_text(name, getattr(self, name), optional=True)
+        check_kind("chunk_ids", self.chunk_ids, (tuple, list), optional=True)
+        for chunk_id in self.chunk_ids or ():
+            check_text("each of chunk_ids", chunk_id)
+        check_number("created_before", self.created_before, least=-math.inf, optional=True)
+
+    def as_sql(self) -> tuple[str, list[str | float]]:
+        """A condition on variants `v` and scopes `s`, and its parameters.
+
+        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row.
+        """
+        chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
+        parts = (
+            ("s.namespace = ?", self.namespace),
+            ("s.fingerprint = ?", self.fingerprint),
+            ("v.chunk_id IN (SELECT value FROM json_each(?))", chunks),
+            ("instr(v.chunk_id, ?) = 1", self.chunk_prefix),  # not GLOB or LIKE: a prefix has no wildcards
+            ("v.created < ?", self.created_before),
+        )
+        given = [(condition, value) for condition, value in parts if value is not None]
+        return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [value for _, value in given]
+
+
+class Catalog:
+    """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
+
+    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
+        """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
+        self.path = path
+        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        if read_only:
+            return
+        try:
+            self._add_sums()
+        except StoreError:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file; any later call raises StoreError."""
+        self._db.close()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+    ) -> dict[str, list[Variant]]:
+        """All variants of the chunks that `session` may see: the shared ones and those private to exactly that session.
+
+        Every asked chunk id is a key of the answer, with an empty list where nothing is stored.
+        """
+        return self.score_answer(namespace, fingerprint, chunk_ids, session=session)[0]
+
+    def score_answer(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+    ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
+        """As `lookup`; and the rows of these chunks that are not as they were written."""
+        found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
+        damaged: list[DamagedRow] = []
+        parameters = (namespace, fingerprint, json.dumps(list(found)), session)
+        with self._db.reading() as connection:
+            rows = _fetched(connection, _LOOKUP, parameters)
+        for row in rows:
+            variant = _read(namespace, fingerprint, row)
+            if isinstance(variant, DamagedRow):
+                damaged.append(variant)
+            else:
+                found[variant.key.chunk_id].append(variant)
+        return found, damaged
+
+    def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
+        """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
+        with self._db.reading() as connection:
+            rows = _fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
+        return {variant_id: _read_scores(row) for variant_id, *row in rows}
+
+    def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
+        """A page of rows, the most worthy first; without those that are damaged."""
+        condition, parameters = chosen.as_sql()
+        query = f"{_LISTED} WHERE {condition} ORDER BY v.worth DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
+        return [row for row in self._listed(query, (*parameters, limit, offset)) if isinstance(row, Listed)]
+
+    def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
+        """Every row once, in the order of variant ids. Rows that come or go meanwhile may or may not be seen."""
+        query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
+        after = ""
+        while batch := self._listed(query, (after, page)):
+            yield from batch
+            last = batch[-1]
+            after = last.variant.variant_id if isinstance(last, Listed) else last.file.variant_id
+
+    def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
+        with self._db.reading() as connection:
+            rows = _fetched(connection, query, parameters)
+        read = [(_read(namespace, fingerprint, row), row[-2]) for namespace, fingerprint, *row in rows]
+        return [one if isinstance(one, DamagedRow) else Listed(one, file_bytes) for one, file_bytes in read]
+
+    def totals(self) -> Totals:
+        """Sums over all rows, of all processes."""
+        with self._db.reading() as connection:
+            query = """SELECT variants, (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)),
+                file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"""
+            return Totals(*connection.execute(query).fetchone())
+
+    def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
+        """Whether a row stands behind exactly this file (or, if asked, somebody announced to create or delete it)."""
+        query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
+            UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
+        with self._db.reading() as connection:
+            return connection.execute(query, (file.variant_id, file.created, or_at_risk)).fetchone() is not None
+
+    def at_risk(self) -> dict[str, list[FileRef]]:
+        """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
+        found: dict[str, list[FileRef]] = {}
+        with self._db.reading() as connection:
+            query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
+            for writer, *file in connection.execute(query):
+                found.setdefault(writer, []).append(FileRef(*file))
+        return found
+
+    def problems(self) -> list[str]:
+        """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole catalog."""
+        return self._db.problems()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits) -> list[FileRef] | None:
+        """Announce a file before it is created, if there is room for it; returns [] then.
+
+        Else it returns files whose rows went to make room. The caller deletes those, tells `settle` and asks again:
+        what is not deleted yet still counts, or a second writer would fill the room before it is free. None, with
+        nothing changed, when even an empty catalog would leave no room because of other writers.
+        """
+        with self._db.writing() as connection:
+            excess = _excess_bytes(connection, file_bytes, limits)
+            victims = _lowest_scored(connection, excess=excess)
+            if sum(victim.file_bytes for victim in victims) < excess:
+                return None
+            _remove(connection, victims, writer)
+            if not victims:
+                connection.execute(
+                    "INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)",
+                    (variant.variant_id, variant.created, writer, file_bytes),
+                )
+        return victims
+
+    def commit(
+        self, variant: Variant, token_scores: TokenScores, *, file_bytes: int, writer: str, limits: Limits
+    ) -> list[FileRef]:
+        """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
+
+        Returns the files whose rows gave way (the older one, and what exceeds the number of variants); the caller
+        deletes them and tells `settle`.
+        """
+        with self._db.writing() as connection:
+            query = "SELECT reuse_frequency, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
+            frequency, *old = connection.execute(query, (variant.variant_id,)).fetchone() or (variant.reuse_frequency,)
+            if not (isinstance(frequency, float) and 0.0 <= frequency <= _MOST_USES):  # of a damaged row
+                frequency = variant.reuse_frequency
+            gone = _remove(connection, [_file(old)] if old else [], writer)
+            scores = (packed(token_scores.inter), packed(token_scores.received))
+            scores_sum = sum_of_scores(*scores)
+            scope = _insert(connection, variant, file_bytes=file_bytes, frequency=frequency, scores_sum=scores_sum)
+            for table, given in zip(("token_scores", "token_received"), scores, strict=True):
+                if given is not None:
+                    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?,?)", (variant.variant_id, given))
+            gone += _remove(connection, _crowd(connection, variant, scope, limits), writer)
+            gone += _remove(connection, _lowest_scored_over(connection, limits, spared=variant.variant_id), writer)
+            connection.execute(_SETTLE, (variant.variant_id, variant.created))
+        # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
+        return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
+
+    def settle(self, files: Iterable[FileRef]) -> None:
+        """These files exist no more (or never did): nobody needs to look for them any longer."""
+        with self._db.writing() as connection:
+            connection.executemany(_SETTLE, [(file.variant_id, file.created) for file in files])
+
+    def remove(self, files: Iterable[FileRef], *, writer: str) -> list[FileRef]:
+        """Remove the rows that stand behind exactly these files; returns those that were there."""
+        query = f"{_FILES} WHERE variant_id = ? AND created = ?"
+        with self._db.writing() as connection:
+            found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
+            return _remove(connection, [_file(row) for row in found if row is not None], writer)
+
+    def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
+        """Remove the chosen rows, least worthy first: all, or until all files together have at most `down_to_bytes`."""
+        condition, parameters = chosen.as_sql()
+        query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
+            WHERE {condition} ORDER BY v.worth, v.created"""
+        with self._db.writing() as connection:
+            excess = float("inf")
+            if down_to_bytes is not None:
+                excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
+            return _remove(connection, _until(connection.execute(query, parameters), excess), writer)
+
+    def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
+        """Write down these limits by name and return all that were ever written down, the latest of each."""
+        with self._db.writing() if limits else self._db.reading() as connection:
+            connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
+            found = connection.execute("SELECT name, value FROM limits").fetchall()
+        known = {limit.name for limit in fields(Limits)}
+        return {name: value for name, value in found if name in known and type(value) is int and value > 0}
+
+    def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
+        """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
+        with self._db.writing() as connection:
+            excess = _excess_bytes(connection, 0, limits)
+            gone = _remove(connection, _lowest_scored(connection, excess=excess), writer)
+            gone += _remove(connection, _lowest_scored_over(connection, limits, spared=""), writer)
+        return gone
+
+    def raise_frequencies(self, gains: dict[str, float]) -> None:
+        """f_r += gain, for each variant id; ids that are gone are passed over."""
+        with self._db.writing() as connection:
+            connection.executemany(
+                "UPDATE variants SET reuse_frequency = reuse_frequency + ? WHERE variant_id = ?",
+                [(gain, variant_id) for variant_id, gain in gains.items()],
+            )
+
+    def _add_sums(self, page: int = 1000) -> None:
+        """Add the checksums that rows of before lack, where their fields are sound; what is not is a miss anyhow."""
+        query = f"{_LISTED} WHERE v.row_sum IS NULL AND v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
+        after = ""
+        while True:
+            with self._db.reading() as connection:
+                rows = _fetched(connection, query, (after, page))
+            if not rows:
+                return
+            after = rows[-1][3]
+            sound = [row for row in rows if isinstance(_read(row[0], row[1], row[2:]), Variant)]
+            sums = [(sum_of(row[0], row[1], row[2:]), row[3], row[15]) for row in sound]
+            with self._db.writing() as connection:
+                update = "UPDATE variants SET row_sum = ? WHERE variant_id = ? AND created = ? AND row_sum IS NULL"
+                connection.executemany(update, sums)
+
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
+        with self._db.writing():
+            yield
+
+
+def _excess_bytes(connection: sqlite3.Connection, incoming: int, limits: Limits) -> int:
+    query = "SELECT file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"
+    return int(connection.execute(query).fetchone()[0]) + incoming - limits.disk_bytes
+
+
+def _lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[FileRef]:
+    if excess <= 0:
+        return []
+    return _until(connection.execute(f"{_FILES} ORDER BY worth, created"), excess)
+
+
+def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
+    """The first rows whose files together free at least `excess` bytes (all of them if they do not)."""
+    taken: list[FileRef] = []
+    while excess > 0 and (row := rows.fetchone()) is not None:
+        taken.append(_file(row))
+        excess -= taken[-1].file_bytes
+    rows.close()  # an open cursor would see the deletions that follow
+    return taken
+
+
+def _lowest_scored_over(connection: sqlite3.Connection, limits: Limits, *, spared: str) -> list[FileRef]:
+    over = int(connection.execute("SELECT variants FROM totals").fetchone()[0]) - limits.max_variants
+    query = f"{_FILES} WHERE variant_id != ? ORDER BY worth, created LIMIT ?"
+    return [_file(row) for row in connection.execute(query, (spared, max(0, over)))]
+
+
+def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
+    """The least worthy variants of the newest one's chunk that are too many.
+
+    The newest is spared although it is unused and so worth least: otherwise a full store would never learn anything
+    new.
+    """
+    query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY worth, created"
+    rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()
+    return [_file(row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
+
+
+def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -> list[FileRef]:
+    """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
+    rows = [(file.variant_id, file.created) for file in files]
+    connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
+    announced = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
+    connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
+    return files
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    variant: Variant,
+    *,
+    file_bytes: int,
+    frequency: float,
+    scores_sum: int | None = None,
+) -> int:
+    """Add the row; returns its scope."""
+    names = (variant.key.namespace, variant.key.fingerprint)
+    connection.execute("INSERT OR IGNORE INTO scopes (namespace, fingerprint) VALUES (?,?)", names)
+    scope: int = connection.execute(
+        "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?", names
+    ).fetchone()[0]
+    row = columns_of(variant, file_bytes=file_bytes, frequency=frequency)
+    connection.execute(_INSERT, (scope, *row, scores_sum))
+    return scope
+
+
+def _fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Row]:
+    """All rows; text that is no text comes as half surrogate pairs, so that one row does not hide all others."""
+    try:
+        return connection.execute(query, parameters).fetchall()
+    except sqlite3.OperationalError as error:
+        if "decode" not in str(error):
+            raise
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    try:
+        return connection.execute(query, parameters).fetchall()
+    finally:
+        connection.text_factory = str
+
+
+def _read(namespace: str, fingerprint: str, row: Row) -> Variant | DamagedRow:
+    """The variant of a row, or what is wrong with it."""
+    try:
+        variant = variant_of_row(namespace, fingerprint, row)
+        if not (flaw := unsound(variant)):
+            return variant
+        reason = f"its row in the catalog is damaged: {flaw}"
+    except ValueError as error:
+        reason = str(error)
+    return DamagedRow(_file((row[1], row[13], row[15])), row[0], reason)
+
+
+def _read_scores(row: Row) -> TokenScores:
+    """Token scores; none where they are damaged: then the choice of tokens is what it is without."""
+    try:
+        scores = scores_of_row(row, _MOST_TOKENS)
+        if row[0] is None or not unsound_scores(scores, row[0]):
+            return scores
+        problem = "they do not fit its tokens"
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    logger.info("Token scores in the catalog are damaged: %s", problem)
+    return TokenScores()
+
+
+def _file(row: Row) -> FileRef:
+    """The file of a row, id and time as they lie there, so that the row can be named again."""
+    variant_id, created, file_bytes = row
+    sound = type(file_bytes) is int and file_bytes > 0
+    return FileRef(variant_id, created, file_bytes if sound else 0)

@@ -1,0 +1,51 @@
+"""Codecs: how the bytes of a stored chunk-cache are made, one block per layer.
+
+    codec = codec_named("int8")
+    block = codec.encode(kv[layer], layer=layer, layers=len(kv))  # uint8 [bytes]
+    codec.decode(block, out=kv[layer])                            # into memory that is already there
+
+| name | block of a layer | error of a value | smaller than bf16 |
+| --- | --- | --- | --- |
+| `raw` | the tensor's own memory | none | 1 × |
+| `int8` | a scale per token and head, 8 bits per value | 1/254 of the largest of its token and head | 1.9 × |
+| `entropy` | deltas against an anchor, coded by zstandard | 1/8 to 1/5 of its head's spread | 4 × |
+
+Errors are the largest there can be; ratios are those of heads of 64 values and chunks of at least some 100 tokens.
+
+The next codec is a module beside these and a line in `CODECS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from cachecraft_rag.store.codecs.base import Codec
+from cachecraft_rag.store.codecs.entropy import Entropy
+from cachecraft_rag.store.codecs.int8 import Int8
+from cachecraft_rag.store.codecs.raw import Raw
+from cachecraft_rag.errors import ConfigError
+
+CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType({"raw": Raw, "int8": Int8, "entropy": Entropy})
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of that name. Raises ConfigError when there is none, or when a package that it needs is missing."""
+    try:
+        make = CODECS[name]
+    except KeyError:
+        raise ConfigError(f"codec unknown: {name!r}. Choose one of {', '.join(CODECS)}.") from None
+    return make()
+
+
+def is_lossless(name: str) -> bool:
+    """Whether the codec of that name gives back every bit; of one that is not known here, nobody can say so.
+
+    >>> is_lossless("raw"), is_lossless("int8"), is_lossless("of a later version")
+    (True, False, False)
+    """
+    codec = CODECS.get(name)
+    return codec is not None and codec.lossless
+
+
+__all__ = ["CODECS", "Codec", "codec_named", "is_lossless"]

@@ -1,0 +1,46 @@
+"""`raw`: a block is the layer's own memory, bit by bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.store.codecs.base import BlockPart
+from cachecraft_rag.types import KVLayout
+
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Raw:
+    """Nothing is lost; see `Codec`."""
+
+    name = "raw"
+    lossless = True
+    in_place = True
+
+    def block_bytes(self, layout: KVLayout, tokens: int) -> int:
+        """Those of the tensor."""
+        return layout.nbytes(tokens) // layout.layers
+
+    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
+        """They all have as many."""
+        return self.block_bytes(layout, tokens)
+
+    def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
+        """The tensor."""
+        return (BlockPart("", _NAMES[layout.dtype], layout.shape(tokens)[1:]),)
+
+    def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
+        """A slice of the keys and one of the values."""
+        token = layout.nbytes(1) // (2 * layout.layers)
+        return tuple(slice(token * (half + start), token * (half + stop)) for half in (0, tokens))
+
+    def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
+        """A view, no copy."""
+        return kv.view(-1).view(torch.uint8)
+
+    def decode(self, block: Tensor, *, out: Tensor) -> None:
+        """A copy; `in_place` says how to do without it."""
+        if len(block) != out.nbytes:
+            raise ValueError(f"block has {len(block)} bytes instead of {out.nbytes}")
+        out.view(-1).view(torch.uint8).copy_(block)

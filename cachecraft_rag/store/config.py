@@ -1,0 +1,116 @@
+"""What a store is told when it is opened, and what it tells of itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import TypedDict
+
+from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
+from cachecraft_rag.store.codecs import codec_named
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
+
+_MOST_READERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Settings of a store.
+
+    The first three limit the folder: what `ChunkCacheStore.open` is not told stays as it was told last, so a command
+    that only looks at a store does not shrink it to the defaults. The others belong to the process.
+
+    disk_bytes          all files together
+    variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
+    max_variants        N×M of Cache-Craft §3.3: variants in all
+    host_bytes          tensors kept in memory; 0 switches the host tier off
+    device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
+    queue_bytes         captures waiting to be written; what comes while it is full is dropped
+    readers             threads that read files, for all requests together
+    read_bytes_per_s    limit on reading files, for a disk that others need too
+    codec               how captures are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
+                        keeps a capture as it was computed, so what a lossy codec changes shows after it has left memory
+    busy_timeout_s      how long a background write waits for another process's transaction
+    remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`
+    """
+
+    disk_bytes: int = 20 << 30
+    variants_per_chunk: int = 5
+    max_variants: int = 100_000
+    host_bytes: int = 2 << 30
+    device: str | None = None
+    device_bytes: int = 2 << 30
+    queue_bytes: int = 1 << 30
+    readers: int = 4
+    read_bytes_per_s: float = math.inf
+    codec: str = "raw"
+    busy_timeout_s: float = 5.0
+    remote: RemoteConfig | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, the codec and the remote's URL; raises ConfigError."""
+        for name in ("disk_bytes", "variants_per_chunk", "max_variants", "queue_bytes"):
+            check_whole(name, getattr(self, name), least=1)
+        for name in ("host_bytes", "device_bytes"):
+            check_whole(name, getattr(self, name))
+        check_text("device", self.device, optional=True, empty=False)
+        check_whole("readers", self.readers, least=1, most=_MOST_READERS)
+        check_number("read_bytes_per_s", self.read_bytes_per_s, least=1)
+        check_text("codec", self.codec)
+        check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
+        check_kind("remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL")
+        if isinstance(self.remote, str):  # as a RemoteConfig it does not show its password when it is printed
+            object.__setattr__(self, "remote", RemoteConfig(self.remote))
+        codec_named(self.codec)
+
+
+class StoreSettings(TypedDict, total=False):
+    """The fields of `StoreConfig`, each of which may be left out."""
+
+    disk_bytes: int
+    variants_per_chunk: int
+    max_variants: int
+    host_bytes: int
+    device: str | None
+    device_bytes: int
+    queue_bytes: int
+    readers: int
+    read_bytes_per_s: float
+    codec: str
+    busy_timeout_s: float
+    remote: RemoteConfig | str | None
+
+
+def configured(config: StoreConfig, settings: StoreSettings) -> StoreConfig:
+    """`config` with these settings in place of its own. Raises ConfigError for an unknown or impossible one."""
+    known = {setting.name for setting in fields(StoreConfig)}
+    if unknown := settings.keys() - known:
+        raise ConfigError(f"Unknown store settings: {', '.join(sorted(unknown))}. Known: {', '.join(sorted(known))}.")
+    return replace(config, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The state of the whole store (all processes) and what this process did with it.
+
+    disk_bytes  files with a row, and files being written or deleted
+    lookups     chunks asked for, by outcome: "found" or "no variant"
+    loads       chunk-caches loaded, by tier ("device", "host", "disk", "remote") or by the reason why not
+    captures      chunk-caches put, by outcome: "stored" or the reason why one was not; those sent to the remote: there
+    remote      what the remote says and what this process did with it; None without one
+    """
+
+    variants: int
+    chunks: int
+    disk_bytes: int
+    disk_budget: int
+    host_bytes: int
+    host_budget: int
+    device_bytes: int
+    device_budget: int
+    queued_bytes: int
+    lookups: dict[str, int]
+    loads: dict[str, int]
+    captures: dict[str, int]
+    remote: RemoteStats | None = None

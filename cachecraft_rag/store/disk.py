@@ -1,0 +1,201 @@
+"""The disk tier: one file per variant, written once, never changed. What is in it, `tiers.layout` says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.types import Damaged
+from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
+from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
+
+_NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
+_ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{16}\.safetensors\.(?P<writer>[0-9a-f]+)\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file in the tier's folder; without `variant_id` it is none of ours, with `writer` it is a temporary one."""
+
+    path: Path
+    nbytes: int
+    variant_id: str | None = None
+    created: float = 0.0
+    writer: str | None = None
+
+
+class _File:
+    """One file as a `layout.Source`."""
+
+    tier: TierName = "disk"
+    sequential = False
+
+    def __init__(self, path: Path, throttle: Throttle) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._throttle = throttle
+        self._guard = threading.Lock()  # nobody may close a descriptor that a read is using: its number is used again
+        self._readers, self._closed = 0, False
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, buffer: memoryview, at: int) -> None:
+        with self._guard:
+            if self._closed:
+                raise OSError(errno.EBADF, "the file was closed")
+            self._readers += 1
+        try:
+            for piece, offset in self._throttle.pieces(buffer):
+                if _transfer(os.preadv, self._descriptor, piece, at=at + offset) != len(piece):
+                    raise OSError(errno.EIO, "the file shrank while it was read")
+                if self._closed:
+                    raise OSError(errno.EBADF, "the file was closed")
+        finally:
+            with self._guard:
+                self._readers -= 1
+                self._release()
+
+    def close(self) -> None:
+        with self._guard:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
+        if self._closed and not self._readers and self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class DiskTier:
+    """Files below `root`, in two levels of folders named by the first digits of the variant's id."""
+
+    def __init__(self, root: Path, throttle: Throttle | None = None) -> None:
+        """Use the folder `root`, which `write` creates; `throttle` limits how fast it is read."""
+        self.root = root
+        self.throttle = throttle or Throttle()
+
+    def path(self, variant_id: str, created: float) -> Path:
+        """Where this variant lies.
+
+        `created` is part of the name: a replacement gets a file of its own, so an old row never meets a new file.
+        """
+        if not (isinstance(created, float | int) and isinstance(variant_id, str) and _ID.fullmatch(variant_id)):
+            return self.root / "none"  # of a damaged row: what is no id must not lead out of the folder
+        name = f"{variant_id}-{struct.pack('>d', created).hex()}.safetensors"
+        return self.root / variant_id[:2] / variant_id[2:4] / name
+
+    def _temporary(self, path: Path, writer: str) -> Path:
+        if not _WRITER.fullmatch(writer):
+            return self.root / "none"
+        return path.with_name(f".{path.name}.{writer}.tmp")
+
+    def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
+        """Put the file in place, whole and synced, or raise OSError. `writer` marks the temporary file."""
+        path = self.path(variant.variant_id, variant.created)
+        temporary = self._temporary(path, writer)
+        self._make_folder(path.parent)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                _transfer(os.pwritev, descriptor, memoryview(encoded.header), at=0)
+                at = len(encoded.header)
+                for block in encoded.blocks:
+                    at += _transfer(os.pwritev, descriptor, block, at=at)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+    def open(self, variant: Variant) -> StoredVariant | Unavailable:
+        """The file, its header verified, ready to be read. What can never become right again is `Damaged`."""
+        try:
+            source = _File(self.path(variant.variant_id, variant.created), self.throttle)
+        except FileNotFoundError:
+            return Damaged(variant.variant_id, "file is missing")
+        except OSError as error:
+            return Unavailable(variant.variant_id, f"file cannot be opened: {error.strerror}")
+        return open_source(source, variant)
+
+    def read(self, variant: Variant) -> LoadedVariant | Unavailable:
+        """The whole tensor, every byte of it verified; see `Tier.read`."""
+        stored = self.open(variant)
+        if isinstance(stored, Unavailable):
+            return stored
+        try:
+            stored.allocate()
+            return LoadedVariant(variant.variant_id, stored.read_all(), "disk")
+        except READ_ERRORS as error:
+            return unreadable(variant.variant_id, error)
+        finally:
+            stored.close()
+
+    def remove(self, variant_id: str, created: float) -> None:
+        """Delete the file, if there is one. Raises OSError when the system refuses."""
+        self.path(variant_id, created).unlink(missing_ok=True)
+
+    def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
+        """What exists of a file that `writer` was about to create or delete: temporary, final, or nothing."""
+        path = self.path(variant_id, created)
+        return [found for found in (self._temporary(path, writer), path) if found.exists()]
+
+    def scan(self) -> Iterator[FoundFile]:
+        """Every file below the root. Files may come and go meanwhile."""
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                path = Path(folder, name)
+                try:
+                    nbytes = path.lstat().st_size
+                except FileNotFoundError:
+                    continue
+                temporary = _TEMPORARY.fullmatch(name)
+                match = _NAME.fullmatch(name[1:].rpartition(".safetensors")[0] + ".safetensors" if temporary else name)
+                if match is None:
+                    yield FoundFile(path, nbytes)
+                    continue
+                created: float = struct.unpack(">d", bytes.fromhex(match["created"]))[0]
+                yield FoundFile(path, nbytes, match["id"], created, temporary["writer"] if temporary else None)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Create the folder and sync every parent that got a new entry: a power cut could lose a synced file else."""
+        missing = [folder, *folder.parents]
+        missing = missing[: next(i for i, parent in enumerate(missing) if parent.is_dir())]
+        for new in reversed(missing):
+            new.mkdir(exist_ok=True)  # another process may have been quicker
+            _sync_folder(new.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], descriptor: int, buffer: memoryview, *, at: int
+) -> int:
+    """Repeat `preadv` or `pwritev` until the buffer is done or the file ends; returns the bytes moved.
+
+    One call moves at most 2 GiB on Linux, and may move less whenever the system likes.
+    """
+    done = 0
+    while done < len(buffer):
+        moved = call(descriptor, [buffer[done:]], at + done)
+        if moved == 0:
+            break
+        done += moved
+    return done

@@ -1,0 +1,83 @@
+"""Looking up: the own catalog first, then the remote; what cannot be what it says is no answer, and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cachecraft_rag.store.catalog import FileRef
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.durable import DurableVariants
+from cachecraft_rag.store.remote import RemoteTier
+
+
+class Finder:
+    """The look-ups of one store. Every method may be called from any thread.
+
+    Args:
+        discard: removes row and file in the background; gets file, chunk id and reason.
+        warn: gets the kind of a problem, and the problem in words.
+    """
+
+    def __init__(
+        self,
+        durable: DurableVariants,
+        remote: RemoteTier | None,
+        *,
+        discard: Callable[[FileRef, str, str], None],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._durable, self._remote = durable, remote
+        self._discard, self._warn = discard, warn
+
+    def find(
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None,
+        expected: Expected | None,
+        gone: bool = False,
+    ) -> Found:
+        """See `ChunkCacheStore.find`; `gone`: there is no catalog any more."""
+        nothing = Found({chunk_id: [] for chunk_id in chunk_ids})
+        found = nothing if gone else self._here(namespace, fingerprint, chunk_ids, session=session, expected=expected)
+        if self._remote is None:
+            return found
+        # After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
+        few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
+        there = self._remote.find(namespace, fingerprint, few, expected) if few else Found({})
+        for chunk_id, offers in there.variants.items():  # a variant that is here too stays as it is
+            here = {variant.variant_id for variant in found.variants[chunk_id]}
+            found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
+        found.refused.update(there.refused)
+        return replace(found, remote=self._remote.last_outcome if few else None)
+
+    def _here(
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None,
+        expected: Expected | None,
+    ) -> Found:
+        """What the catalog has. Where it cannot be read: nothing, and one warning."""
+        try:
+            variants, damaged = self._durable.catalog.score_answer(namespace, fingerprint, chunk_ids, session=session)
+        except StoreError as error:
+            self._warn("lookup", f"Nothing can be reused: {error}")
+            return Found({chunk_id: [] for chunk_id in chunk_ids})
+        refused = {}
+        for row in damaged:
+            refused[row.chunk_id] = row.reason
+            self._discard(row.file, row.chunk_id, row.reason)
+        if expected is None:
+            return Found(variants, refused)
+        found, flawed = expected.sift(variants)
+        for variant, flaw in flawed:
+            self._discard(FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw)
+        found.refused.update(refused)
+        return found

@@ -1,0 +1,403 @@
+"""Layout v2 of a stored chunk-cache: one safetensors file per variant, the same bytes on disk and in a remote store.
+
+The file is a plain safetensors file: the library opens it. Its data section is one block per layer, in layer order and
+without gaps, so a layer is one contiguous read. What a block is, the codec says:
+
+* `raw`: one tensor per layer named `layer.000`, `layer.001`, … each `[2, tokens, kv_heads, head_dim]` (raw keys, then
+  values). The whole file goes straight into one tensor.
+* `int8`: `layer.000.scale` and `layer.000.int8`, and so on.
+* `entropy`: `layer.000`, and so on: bytes that only the codec understands. They differ in length from layer to layer,
+  which the header's fields then say.
+
+Names are zero-padded because safetensors sorts them. The header ends on a multiple of 4096 bytes, so that the data is
+page-aligned. It carries the full identity, the codec, a checksum over its own fields, and one for each run of
+`RUN_TOKENS` tokens of each layer: that is the smallest piece that can be read and verified alone. Version 1 had one
+checksum per layer, so half a chunk could not be read; a block that only decodes as a whole is one run.
+
+Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
+copies of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
+
+A header is a pure function of its fields. A reader rebuilds it from what it parsed and compares all bytes, so a change
+of any byte is noticed, also one in an offset or in the padding that no checksum covers.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from cachecraft_rag.store.codecs import Codec, codec_named
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.types import Damaged
+from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, TierName, Unavailable, Variant, VariantKey
+
+# What `StoredVariant.read` raises: torch reports as RuntimeError that it found no memory.
+READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
+RUN_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
+_ALIGNMENT = 4096
+_LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
+_MOST_GROWTH = 256  # bytes in memory per byte of a file, where no model says how many there must be
+_LARGEST = 1e9  # of a key or value: what is larger is no model's, and would make scores infinite and logits NaN
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself.
+
+    run_sums     xxh3 (64 bit) of each run of each layer, see `runs`
+    block_sizes  bytes of each layer's block, where the codec cannot tell without the values
+    """
+
+    key: VariantKey
+    layout: KVLayout
+    tokens: int
+    tokens_digest: str
+    codec: str
+    run_sums: tuple[tuple[int, ...], ...]
+    block_sizes: tuple[int, ...] = ()
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Where the block of each layer begins in the data section, and how many bytes it has.
+
+        Raises ValueError when the fields contradict each other, ConfigError when the codec is unknown.
+        """
+        layers = self.layout.layers
+        self._require_checksums()  # first: they are there, so from here on no number asks for more than they take
+        size = codec_named(self.codec).block_bytes(self.layout, self.tokens) if layers else None
+        sizes = self.block_sizes if size is None else (size,) * layers
+        if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
+            raise ValueError("block sizes")
+        if max(sizes) > codec_named(self.codec).most_bytes(self.layout, self.tokens):
+            raise ValueError("block sizes: larger than any block of so many tokens")
+        return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+
+    def _require_checksums(self) -> None:
+        """Raise ValueError unless all counts are counts, and there is a checksum for each run of each layer."""
+        layout = self.layout
+        counts = (layout.layers, layout.kv_heads, layout.head_dim, self.tokens, *self.block_sizes)
+        if layout.dtype not in _DTYPES:
+            raise ValueError("dtype")
+        if not all(type(count) is int for count in counts) or not all(count > 0 for count in counts[1:4]):
+            raise ValueError("counts")
+        if layout.layers < 1:
+            raise ValueError("block sizes of no layer")
+        whole = not codec_named(self.codec).run(layout, self.tokens, 0, self.tokens)
+        wanted = 1 if whole else -(-self.tokens // RUN_TOKENS)
+        if len(self.run_sums) != layout.layers or any(len(sums) != wanted for sums in self.run_sums):
+            raise ValueError("checksums")
+
+    def encode(self) -> bytes:
+        """The first bytes of the file, up to its data: length, JSON, padding."""
+        codec = codec_named(self.codec)
+        entries: dict[str, object] = {"__metadata__": self._metadata()}
+        for layer, (begin, nbytes) in enumerate(self.blocks()):
+            for part in codec.parts(self.layout, self.tokens, nbytes):
+                end = begin + part.nbytes
+                entry = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [begin, end]}
+                entries[f"layer.{layer:03d}{part.suffix}"] = entry
+                begin = end
+        text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+        padded = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+        return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+    def _metadata(self) -> dict[str, str]:
+        fields: dict[str, object] = {
+            **asdict(self.key),
+            "layout": asdict(self.layout),
+            "tokens": self.tokens,
+            "tokens_digest": self.tokens_digest,
+            "codec": self.codec,
+            "run_xxh3": ["".join(f"{value:016x}" for value in sums) for sums in self.run_sums],
+        }
+        if self.block_sizes:
+            fields["block_sizes"] = self.block_sizes
+        text = json.dumps(fields, separators=(",", ":"))
+        return {
+            "format": "cachecraft chunk-cache",
+            "layout_version": str(LAYOUT_VERSION),
+            "fields": text,
+            "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode("ascii")),
+        }
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Header:
+        """The inverse of `encode`. Raises ValueError with the reason unless `raw` is exactly what `encode` gives."""
+        try:
+            metadata = json.loads(raw[8:])["__metadata__"]
+            version = metadata["layout_version"]
+            # Before anything is built from the fields: a damaged number of layers could ask for billions of entries.
+            if xxhash.xxh3_64_hexdigest(metadata["fields"].encode("ascii")) != metadata["fields_xxh3"]:
+                raise ValueError("checksum of the fields")
+            fields = json.loads(metadata["fields"])
+            parts = (fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["origin_prefix"]))
+            sums = tuple(tuple(_sums(text)) for text in fields["run_xxh3"])
+            sizes = tuple(fields.get("block_sizes", ()))
+            rest = (fields["tokens"], fields["tokens_digest"], fields["codec"], sums, sizes)
+            header = cls(VariantKey(*parts), KVLayout(**fields["layout"]), *rest)
+            rebuilt = header.encode()
+        except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
+            raise ValueError(f"header damaged: {type(error).__name__}") from error
+        if version != str(LAYOUT_VERSION):
+            raise ValueError(f"layout version unknown: {version}")
+        if rebuilt != raw:
+            raise ValueError("header damaged: not as it was written")
+        return header
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A variant ready to be written: its header and its blocks; raw ones are the tensor's own memory, not a copy."""
+
+    header: bytes
+    blocks: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + sum(block.nbytes for block in self.blocks)
+
+
+def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
+    """Header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
+
+    Raises ConfigError when the variant's codec is unknown or not installed, ValueError when it cannot take the values.
+    """
+    codec = codec_named(variant.codec)
+    blocks = tuple(memory_of(codec.encode(each, layer=n, layers=layout.layers)) for n, each in enumerate(kv))
+    pieces = runs(codec, layout, variant.tokens)
+    sums = tuple(tuple(_sum_of(codec, layout, variant.tokens, run, [block]) for run in pieces) for block in blocks)
+    known = codec.block_bytes(layout, variant.tokens) is not None
+    sizes = () if known else tuple(len(block) for block in blocks)
+    header = Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes)
+    return Encoded(header.encode(), blocks)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)  # type: ignore[arg-type]  # NumPy's types know the buffer protocol from Python 3.12 on
+
+
+def runs(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
+    """The pieces of a layer that can be read and verified alone: (first token, token behind the last) of each."""
+    if not codec.run(layout, tokens, 0, tokens):  # decodes as a whole only
+        return [(0, tokens)]
+    return [(start, min(start + RUN_TOKENS, tokens)) for start in range(0, tokens, RUN_TOKENS)]
+
+
+class Source(Protocol):
+    """The bytes of one stored variant, wherever they lie."""
+
+    tier: TierName
+    sequential: bool  # whether bytes can only be had from the first to the last
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are. Raises OSError."""
+        ...
+
+    def read(self, buffer: memoryview, at: int) -> None:
+        """Fill `buffer` from offset `at` on; any thread may call it. Raises OSError, also when the bytes end before."""
+        ...
+
+    def close(self) -> None:
+        """Let go of them; a read under way in another thread ends soon, with OSError or with its bytes."""
+        ...
+
+
+class StoredVariant:
+    """One stored variant, opened: its header is verified; its layers can be read one by one, or in runs of tokens.
+
+    Attributes:
+        variant: what the catalog says of it.
+        kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`.
+        source: where its bytes come from.
+        runs: the smallest pieces that `read` takes, see `runs`; one where bytes come only in order.
+        token_bytes: stored bytes of one token in all layers, on average.
+        sequential: whether layers must be read in order, each as a whole.
+    """
+
+    kv: torch.Tensor
+
+    def __init__(self, source: Source, variant: Variant) -> None:
+        """Read and verify the header. Raises ValueError with what is wrong with the file, ConfigError, OSError.
+
+        Where the variant says what layout its model has, nothing larger than that model writes is even read.
+        """
+        self._codec = codec_named(variant.codec)
+        layout = variant.payload.layout
+        longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
+        header, self._begin = _read_header(source, longest)
+        told = replace(
+            header, key=variant.key, tokens=variant.tokens, tokens_digest=variant.tokens_digest, codec=variant.codec
+        )
+        if header != told:
+            raise ValueError("file is of another variant: its header contradicts the catalog")
+        if layout not in (None, header.layout):
+            raise ValueError("file is of another model: its header contradicts the model's layout")
+        self._blocks = header.blocks()
+        size, expected = source.nbytes, self._begin + sum(self._blocks[-1])
+        if size != expected:
+            word = "truncated" if size < expected else "too long"
+            raise ValueError(f"file is {word}: {size} bytes instead of {expected}")
+        if layout is None and header.layout.nbytes(header.tokens) > _MOST_GROWTH * size:
+            raise OSError(errno.EFBIG, "it would grow too large, and no model says that it must")
+        self.source, self._header, self.variant = source, header, variant
+        self.tier, self.sequential = source.tier, source.sequential
+        self._pieces = runs(self._codec, header.layout, header.tokens)
+        self.runs = [(0, header.tokens)] if source.sequential else self._pieces
+        self.token_bytes = (expected - self._begin) / header.tokens
+
+    def allocate(self, *, pinned: bool = False) -> None:
+        """Make room for the tensor, page-locked where that is asked for. Raises MemoryError."""
+        shape, dtype = self._header.layout.shape(self._header.tokens), _DTYPES[self._header.layout.dtype]
+        self.kv = empty(shape, dtype, pinned=pinned)
+
+    def read(self, layer: int, start: int, stop: int) -> None:
+        """Fill `kv[layer, :, start:stop]` and verify it; both ends lie on borders of `runs`.
+
+        Raises OSError when the bytes cannot be had, ValueError when they are damaged: nothing of them may be used.
+        """
+        layout, codec, tokens = self._header.layout, self._codec, self._header.tokens
+        offset, nbytes = self._blocks[layer]
+        whole = stop - start == tokens
+        slices = (slice(0, nbytes),) if whole else codec.run(layout, tokens, start, stop)
+        out = self.kv[layer, :, start:stop]
+        block = torch.empty(0 if codec.in_place else sum(s.stop - s.start for s in slices), dtype=torch.uint8)
+        if codec.in_place:  # straight into the tensor: a piece of it is two stretches, keys and values
+            parts = [memory_of(out)] if whole else [memory_of(out[0]), memory_of(out[1])]
+        else:
+            parts = _cut(memory_of(block), slices)
+        for part, where in zip(parts, slices, strict=True):
+            self.source.read(part, self._begin + offset + where.start)
+        for (first, last), wanted in zip(self._pieces, self._header.run_sums[layer], strict=True):
+            if start <= first < stop:
+                found = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
+                if found != wanted:
+                    raise ValueError(f"data damaged: checksum of layer {layer}")
+        if not codec.in_place:
+            try:
+                codec.decode(block, out=out)
+            except ValueError as error:
+                raise ValueError(f"data damaged: layer {layer} cannot be decoded: {error}") from error
+        if self.variant.payload.layout is not None and not in_range(out):
+            raise ValueError(f"data damaged: layer {layer} holds numbers that no model gives")
+
+    def read_all(self) -> torch.Tensor:
+        """Every layer, in order, once there is room; see `read`."""
+        for layer in range(self._header.layout.layers):
+            self.read(layer, 0, self._header.tokens)
+        return self.kv
+
+    def close(self) -> None:
+        """Let go of the source; see `Source.close`."""
+        self.source.close()
+
+
+def open_source(source: Source, variant: Variant) -> StoredVariant | Unavailable:
+    """The variant, its header verified, ready to be read; or why not: then the source is closed.
+
+    A codec that is not there is no damage: a newer version, or one more package, may know it.
+    """
+    opened: StoredVariant | Unavailable
+    try:
+        return StoredVariant(source, variant)
+    except ConfigError as error:
+        opened = Unavailable(variant.variant_id, str(error))
+    except (OSError, ValueError) as error:
+        opened = unreadable(variant.variant_id, error)
+    source.close()
+    return opened
+
+
+def unreadable(variant_id: str, error: Exception) -> Unavailable:
+    """What an exception of `StoredVariant` means: wrong bytes stay wrong, what the system refused may pass."""
+    if isinstance(error, ValueError):
+        return Damaged(variant_id, str(error))
+    if isinstance(error, MemoryError):
+        return Unavailable(variant_id, "not enough memory")
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Unavailable(variant_id, f"it cannot be read: {why}")
+
+
+def longest_header(variant: Variant, layout: KVLayout) -> int:
+    """How many bytes the header of this variant has at most. Raises ConfigError when its codec is unknown."""
+    codec = codec_named(variant.codec)
+    sums = ((0,) * len(runs(codec, layout, variant.tokens)),) * layout.layers
+    known = codec.block_bytes(layout, variant.tokens) is not None
+    sizes = () if known else (codec.most_bytes(layout, variant.tokens),) * layout.layers
+    return len(Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes).encode())
+
+
+def longest_payload(variant: Variant, layout: KVLayout) -> int:
+    """How many bytes header and blocks have together at most. Raises ConfigError when the codec is unknown."""
+    blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
+    return longest_header(variant, layout) + blocks
+
+
+def in_range(values: torch.Tensor) -> bool:
+    """Whether all of them are numbers, and none is larger than a key or value can be.
+
+    Compares bits, which sort as the sizes do: positive numbers as signed, negative ones as unsigned integers. Like this
+    it is a pass of NumPy without a copy; torch would share it among threads, which wait for each other.
+
+    >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]
+    [True, False, False, False]
+    """
+    narrow = values.dtype != torch.float32
+    kind = torch.int16 if narrow else torch.int32
+    largest = torch.tensor(min(_LARGEST, torch.finfo(values.dtype).max), dtype=values.dtype)
+    limit = int(largest.view(kind))
+    bits: np.ndarray = values.view(kind).numpy()
+    below = bits.view(np.uint16 if narrow else np.uint32)
+    return int(bits.max()) <= limit and int(below.max()) <= limit + (1 << (15 if narrow else 31))
+
+
+def _read_header(source: Source, longest: int) -> tuple[Header, int]:
+    """The header and where the data begins. Raises ValueError when it is damaged, OSError."""
+    first = bytearray(_ALIGNMENT)
+    if source.nbytes < len(first):
+        raise ValueError("file is truncated: it ends in its header")
+    source.read(memoryview(first), 0)
+    length = 8 + int.from_bytes(first[:8], "little")
+    if length > longest or length % _ALIGNMENT:
+        raise ValueError("header damaged: length")
+    if length > source.nbytes:
+        raise ValueError("file is truncated: it ends in its header")
+    rest = bytearray(length - len(first))
+    source.read(memoryview(rest), len(first))
+    return Header.decode(bytes(first + rest)), length
+
+
+def _sums(text: str) -> list[int]:
+    return [int(text[at : at + 16], 16) for at in range(0, len(text), 16)]
+
+
+def _cut(memory: memoryview, slices: Sequence[slice]) -> list[memoryview]:
+    """Adjoining pieces of `memory` with the lengths of `slices`."""
+    ends = list(itertools.accumulate(s.stop - s.start for s in slices))
+    return [memory[end - (s.stop - s.start) : end] for s, end in zip(slices, ends, strict=True)]
+
+
+def _sum_of(codec: Codec, layout: KVLayout, tokens: int, run: tuple[int, int], parts: Sequence[memoryview]) -> int:
+    """Checksum of one run in a block of `tokens`, whose bytes are those of `parts`, one behind the other."""
+    state = xxhash.xxh3_64()
+    for where in codec.run(layout, tokens, *run) or (slice(0, sum(map(len, parts))),):
+        at = where.start
+        for part in parts:
+            if at < len(part):  # no stretch of a run crosses from one part into the next
+                state.update(part[at : at + where.stop - where.start])
+                break
+            at -= len(part)
+    return state.intdigest()

@@ -1,0 +1,1 @@
+"""Loading stored chunk-caches in the background while a request computes."""

@@ -1,0 +1,70 @@
+"""Signed remotes: with a key that its engines share, nobody else's chunk-caches are believed.
+
+A row ends in an HMAC-SHA256 over all of it. It holds the seal of its payload: a keyed digest (HMAC-SHA256, cut to 128
+bits) of each slice of 256 KiB, in order. The stream verifies a slice before anybody gets a byte of it, so loading layer
+by layer goes on as before; one digest over the whole payload would have to wait for its end. xxh3 is fast and keyless:
+whoever changes bytes can change it too.
+
+Row and payload are bound to each other and to their identity. What is not: that the row is the newest one. Whoever can
+write can bring back an older chunk-cache of the same identity, with its row.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cachecraft_rag.store.remote.rows import ROOT, framed, unframed
+
+SLICE_BYTES = 256 << 10
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Signs with the first of its keys and believes all of them, so that keys can be changed one engine at a time."""
+
+    keys: Sequence[bytes] = field(repr=False)
+
+    def sign(self, row: bytes) -> bytes:
+        """The row with its signature."""
+        created, text, _ = unframed(row)
+        return framed(created, text, _row_mac(self.keys[0], created, text))
+
+    def signer_of(self, row: bytes) -> bytes | None:
+        """The key that signed a row; None where it is none of these. Raises ValueError when the row is damaged."""
+        created, text, signature = unframed(row)
+        return next((key for key in self.keys if hmac.compare_digest(_row_mac(key, created, text), signature)), None)
+
+    def seal(self, payload: Iterable[memoryview]) -> bytes:
+        """The digests of a payload's slices; its parts follow each other."""
+        seal, rest = bytearray(), bytearray()
+        for part in payload:
+            at = 0
+            while at < part.nbytes:
+                step = min(SLICE_BYTES - len(rest), part.nbytes - at)
+                rest += part[at : at + step]
+                at += step
+                if len(rest) == SLICE_BYTES:
+                    seal += _slice_mac(self.keys[0], rest)
+                    rest.clear()
+        return bytes(seal + _slice_mac(self.keys[0], rest)) if rest else bytes(seal)
+
+    def confirms(self, seal: bytes, number: int, data: bytes | bytearray) -> bool:
+        """Whether `data` is slice `number` of the payload that was sealed so."""
+        told = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        return any(hmac.compare_digest(_slice_mac(key, data), told) for key in self.keys)
+
+
+def _row_mac(key: bytes, created: bytes, text: bytes) -> bytes:
+    return hmac.digest(key, b"row\0" + ROOT.encode() + b"\0" + created + text, "sha256").hex().encode()
+
+
+def _slice_mac(key: bytes, data: bytes | bytearray) -> bytes:
+    return hmac.digest(_payload_key(key), data, "sha256")[:DIGEST_BYTES]
+
+
+def _payload_key(key: bytes) -> bytes:
+    """A key of its own: what is signed as a slice can never pass for a row."""
+    return hmac.digest(key, b"payload", "sha256")

@@ -1,0 +1,167 @@
+"""A payload on its way from a remote, read in order while the rest still comes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, Literal
+
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.layout import Encoded
+from cachecraft_rag.store.remote.signing import SLICE_BYTES
+from cachecraft_rag.types import TierName
+
+End = Literal["whole", "gone", "short", "failed"]
+Piece = bytes | memoryview
+
+
+class RemoteStream(Closing):
+    """Reads a payload front to back: the header first, then layer 0, 1, … A `layout.Source`.
+
+    The next piece is fetched while the caller works on the last. One thread reads; `close` may be called from any other
+    and ends a read under way at once. A buffer is written to by the reading thread alone, so once `read_into` is over,
+    by whatever end, it belongs to the caller again.
+    """
+
+    tier: TierName = "remote"
+    sequential = True
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[Piece],
+        nbytes: int,
+        *,
+        submit: Callable[[Coroutine[Any, Any, Piece]], Future[Piece]],
+        timeout_s: float,
+        first_timeout_s: float,
+        ended: Callable[[End], None],
+        confirms: Callable[[int, bytearray], bool] | None = None,
+    ) -> None:
+        """Begin to fetch. Raises RuntimeError when the tier is closed.
+
+        `submit` hands a coroutine to the tier's event loop; `ended` is told once how it went, unless it was closed
+        before it had an end. `confirms` says of each slice of `SLICE_BYTES`, by its number, whether it is as it was
+        signed: nothing of it is given away before.
+        """
+        self._confirms, self._slices, self._unconfirmed = confirms, 0, memoryview(b"")
+        self.nbytes = nbytes
+        self._pieces, self._submit, self._ended = pieces, submit, ended
+        self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
+        self._lock = threading.Lock()
+        self._closed = self._over = False
+        self._left = memoryview(b"")
+        self._taken = 0
+        self._parts: list[memoryview] = []
+        self._next = submit(self._advance(first_timeout_s))
+
+    def read(self, buffer: memoryview, at: int) -> None:
+        """`read_into`, for `layout.StoredVariant`; raises OSError when `at` is not where the last read ended."""
+        if at != self._taken:
+            raise OSError(errno.ESPIPE, "a remote is read from front to back")
+        self.read_into(buffer)
+
+    def encoded(self) -> Encoded | None:
+        """The payload as it came, once all of it has come: the very buffers that were filled, not copies."""
+        return Encoded(bytes(self._parts[0]), tuple(self._parts[1:])) if self._taken == self.nbytes else None
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill the whole buffer (bytes, writable) with what comes next.
+
+        Raises TimeoutError when the remote pauses for too long, OSError when it fails, has too few bytes, or the stream
+        is closed, ValueError when it is not what was signed. After an error the rest is lost.
+        """
+        if self._taken + buffer.nbytes > self.nbytes:
+            self._fail("short", OSError(errno.EIO, "the remote's payload has fewer bytes than its header says"))
+        done = 0
+        while done < buffer.nbytes:
+            if not self._left:
+                self._left = self._piece() if self._confirms is None else self._confirmed(self._confirms)
+            step = min(len(self._left), buffer.nbytes - done)
+            buffer[done : done + step] = self._left[:step]
+            self._left = self._left[step:]
+            done += step
+        self._taken += done
+        self._parts.append(buffer)
+        if self._taken == self.nbytes:
+            self._end("whole")
+
+    def close(self) -> None:
+        """Give up what is in flight, at once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            under_way = self._next
+        under_way.cancel()
+        coroutine = self._finish()
+        try:
+            self._submit(coroutine)
+        except RuntimeError:  # the tier is closed, and its loop has ended everything
+            coroutine.close()
+
+    def _confirmed(self, confirms: Callable[[int, bytearray], bool]) -> memoryview:
+        """The next slice, which is as it was signed."""
+        wanted = min(SLICE_BYTES, self.nbytes - self._slices * SLICE_BYTES)
+        whole = bytearray()
+        while len(whole) < wanted:
+            if not self._unconfirmed:
+                self._unconfirmed = self._piece()
+            step = min(len(self._unconfirmed), wanted - len(whole))
+            whole += self._unconfirmed[:step]
+            self._unconfirmed = self._unconfirmed[step:]
+        if not confirms(self._slices, whole):
+            raise ValueError("its bytes are not those that were signed")
+        self._slices += 1
+        return memoryview(whole)
+
+    def _piece(self) -> memoryview:
+        """The next piece, which is not empty."""
+        coming = self._next
+        try:
+            # The coroutine keeps the time; ours is for an event loop that hangs, whatever the reason.
+            piece = coming.result(self._first_timeout_s + self._timeout_s)
+        except CancelledError:
+            raise OSError(errno.ECANCELED, "closed while it was read from the remote") from None
+        except OSError as error:  # a TimeoutError too
+            self._fail("failed", error)
+        if not len(piece):
+            if self._taken == 0 and not self._over:
+                self._fail("gone", FileNotFoundError(errno.ENOENT, "gone from the remote"))
+            self._fail("short", OSError(errno.EIO, "the remote's payload is truncated"))
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.ECANCELED, "closed while it was read from the remote")
+            coroutine = self._advance(self._timeout_s)
+            try:
+                self._next = self._submit(coroutine)
+            except RuntimeError as error:
+                coroutine.close()
+                raise OSError(errno.ECANCELED, "the remote tier is closed") from error
+        return memoryview(piece)
+
+    def _fail(self, end: End, error: OSError) -> None:
+        self._end(end)
+        raise error
+
+    def _end(self, end: End) -> None:
+        if not self._over:
+            self._over = True
+            self._ended(end)
+
+    async def _advance(self, timeout_s: float) -> Piece:
+        async with asyncio.timeout(timeout_s):
+            return await anext(self._pieces, b"")
+
+    async def _finish(self) -> Piece:
+        """Close the generator once a cancelled step has left it."""
+        close = getattr(self._pieces, "aclose", None)
+        while close is not None:
+            try:
+                await close()
+                break
+            except RuntimeError:  # "asynchronous generator is already running": the cancelled step needs a moment
+                await asyncio.sleep(0.001)
+        return b""

@@ -1,0 +1,348 @@
+"""Read files and folders of text, Markdown, reStructuredText, HTML and PDF into documents.
+
+What comes out is Markdown where the source has headings (Markdown, reStructuredText, HTML) and plain text where it has
+none (.txt, PDF); `metadata["format"]` says which, and the splitter goes by it. Line ends become line feeds, so that the
+same text saved on two systems gives the same chunks. In a PDF a form feed stands between pages.
+
+Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8, and last Windows-1252, noted in
+`metadata["encoding"]`. One bad file never loses the rest of a folder: it becomes a `Problem` beside the documents.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cachecraft_rag.errors import CacheCraftError, DocumentError
+from cachecraft_rag.retrievers.markup import MarkupError, html_to_markdown, rst_to_markdown
+from cachecraft_rag.types import Document, Scalar
+
+SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf")
+LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
+_LONGEST_REASON = 300  # characters of what a parser says, which may be half the document
+
+# UTF-32 before UTF-16: the little-endian mark of the first begins with that of the second.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+# What a page may declare, by Python's names. Not all that Python knows: its "undefined" raises, "punycode" is none for
+# pages, and a page in UTF-16 could not be read far enough to find the declaration, so the HTML standard takes that for
+# UTF-8. It also takes Latin-1 and ASCII for Windows-1252.
+_PAGE_CODECS = {
+    "ascii": "cp1252",
+    "iso8859-1": "cp1252",
+    **{
+        name: name
+        for name in (
+            *(f"iso8859-{part}" for part in (2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16)),
+            *(f"cp{page}" for page in (866, 874, *range(1250, 1259))),
+            *("koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "gb2312", "gbk", "gb18030", "big5", "big5hkscs"),
+            *("euc_jp", "iso2022_jp", "shift_jis", "cp932", "euc_kr", "cp949"),
+        )
+    },
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+}
+_DECLARED_WITHIN = 4096
+_XML_DECLARATION = re.compile(rb"""\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]{1,40})""", re.ASCII)
+_META_DECLARATION = re.compile(rb"""<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]{1,40})""", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read and the `doc_id` its document will have: the POSIX path below the folder that was listed."""
+
+    path: Path
+    doc_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a file or folder gave no document.
+
+    kind  `unsupported`: not a kind of file this module reads; `inaccessible`: it is there but cannot be opened, so
+          nothing is known of its content; `unreadable`: its content was seen and holds no text that can be read;
+          `outside`: a link that leads out of the folder and was not followed
+    """
+
+    doc_id: str
+    kind: Literal["unsupported", "inaccessible", "unreadable", "outside"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The readable files of a folder, sorted by `doc_id`, and what was passed over."""
+
+    files: tuple[SourceFile, ...]
+    problems: tuple[Problem, ...]
+
+
+def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> Listing:
+    """The files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
+
+    Names that begin with a dot are passed over silently, other kinds of file with a problem. A link is followed where
+    it leads to a place in the folder; one that leads out of it is a problem, or followed too with `follow_links`. Each
+    folder is entered once, under its own name rather than a link's, so loops end. Raises `DocumentError` as
+    `require_readable`.
+    """
+    root = Path(path)
+    require_readable(root)
+    if root.is_file():
+        return Listing((SourceFile(root, printable(root.name)),), ())
+    walk = _Walk(root, follow_links=follow_links)
+    files: dict[str, SourceFile] = {}
+    for file in sorted(walk.files, key=lambda file: (file.doc_id, file.path)):
+        if files.setdefault(file.doc_id, file) is not file:  # `\xff.md` may be a name, or how a byte is written
+            reason = f"{shown(file.path)}: another file's name is written the same way; rename it"
+            walk.problems.append(Problem(file.doc_id, "unsupported", reason))
+    return Listing(tuple(files.values()), tuple(sorted(walk.problems, key=lambda problem: problem.doc_id)))
+
+
+def require_readable(path: Path) -> None:
+    """Raise `DocumentError` unless a folder, or a file of a kind that can be indexed, is at `path` and within reach."""
+    try:
+        if path.is_dir():
+            return
+        if path.exists() and not path.is_file():
+            raise DocumentError(_no_file(path))
+        if not path.is_file():
+            raise DocumentError(
+                f"{shown(path)}: there is no such file or folder; check the spelling. If it is gone for good, index an "
+                "empty folder in its place: that removes its documents"
+            )
+    except OSError as error:  # a folder on the way to it may not be entered
+        raise DocumentError(inaccessible(path, error)) from error
+    if path.suffix.lower() not in SUFFIXES:
+        raise DocumentError(_unsupported(path))
+
+
+def parse_document(file: SourceFile, data: bytes) -> Document:
+    """The document that the bytes of a file hold. Raises `DocumentError` where they hold no text that can be read."""
+    parsers: dict[str, Callable[[Path, bytes], tuple[str, dict[str, Scalar]]]] = {
+        ".txt": _parse_text,
+        ".md": _parse_markdown,
+        ".markdown": _parse_markdown,
+        ".rst": _parse_rst,
+        ".html": _parse_html,
+        ".htm": _parse_html,
+        ".pdf": _parse_pdf,
+    }
+    parser = parsers.get(file.path.suffix.lower())
+    if parser is None:
+        raise DocumentError(_unsupported(file.path))
+    if len(data) > LARGEST_FILE:
+        raise DocumentError(too_large(file.path))
+    with parsing(shown(file.path)):
+        text, metadata = parser(file.path, data)
+        text = _clean(text)
+    if not text.strip():
+        advice = (
+            "if it is a scan, run OCR first (for example ocrmypdf)" if "pages" in metadata else "add some or remove it"
+        )
+        raise DocumentError(f"{shown(file.path)}: holds no text; {advice}")
+    return Document(file.doc_id, text, metadata)
+
+
+@contextlib.contextmanager
+def parsing(name: str) -> Iterator[None]:
+    """Turn whatever a parser trips over into a `DocumentError` that names the document.
+
+    Parsers are other people's code and documents are anybody's: one page must not end a run, whether it meets a bug, a
+    limit of theirs, Python's limit of recursion or the end of memory. What we raise on purpose passes unchanged.
+    """
+    try:
+        yield
+    except CacheCraftError:
+        raise
+    except MarkupError as error:
+        raise DocumentError(f"{name}: cannot be read: {error}") from error
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        advice = "save it anew with another program, or leave it out"
+        raise DocumentError(f"{name}: cannot be read ({what}); {advice}") from error
+
+
+def inaccessible(path: Path, error: OSError) -> str:
+    """The message for a file or folder that is there but cannot be opened."""
+    return f"{shown(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
+
+
+def too_large(path: Path) -> str:
+    """The message for a file that is larger than any that is read."""
+    return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
+
+
+def shown(path: Path) -> str:
+    """A path as a message can hold it: with a name that is not Unicode, no terminal or JSON file would take it."""
+    return printable(str(path))
+
+
+def _no_file(path: Path) -> str:
+    return f"{shown(path)}: is a pipe, socket or device and no file; copy what it gives into a file, or leave it out"
+
+
+def _unsupported(path: Path) -> str:
+    kinds = ", ".join(SUFFIXES)
+    return f"{shown(path)}: not a kind of file that can be indexed; convert it to one of {kinds}, or leave it out"
+
+
+def printable(name: str) -> str:
+    """A file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`, because a database refuses them raw."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+class _Walk:
+    """Files and problems below a root, in no order. Links to folders wait until every real folder has been entered."""
+
+    def __init__(self, root: Path, *, follow_links: bool) -> None:
+        self.files: list[SourceFile] = []
+        self.problems: list[Problem] = []
+        self._follow_links = follow_links
+        self._root = root.resolve()
+        self._folders: list[tuple[Path, str]] = [(root, "")]
+        self._links: list[tuple[Path, str]] = []
+        entered: set[Path] = set()
+        while self._folders or self._links:
+            folder, below = self._folders.pop() if self._folders else self._links.pop(0)
+            real = folder.resolve()
+            # A link to a folder that holds the root would bring in the root's neighbours: as much a loop as one below.
+            if real in entered or (real != self._root and real in self._root.parents):
+                continue
+            entered.add(real)
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except OSError as error:
+                self.problems.append(Problem(below, "inaccessible", inaccessible(folder, error)))
+                continue
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    self._look(entry, f"{below}/{printable(entry.name)}".lstrip("/"))
+
+    def _look(self, entry: os.DirEntry[str], doc_id: str) -> None:
+        path = Path(entry.path)
+        try:
+            if self._leads_out(entry):
+                reason = (
+                    f"{shown(path)}: a link that leads out of the folder is not followed; if you trust it, pass "
+                    "--follow-links (follow_links=True)"
+                )
+                self.problems.append(Problem(doc_id, "outside", reason))
+            elif entry.is_dir():
+                (self._links if entry.is_symlink() else self._folders).append((path, doc_id))
+            elif entry.is_file() and path.suffix.lower() in SUFFIXES:
+                self.files.append(SourceFile(path, doc_id))
+            elif entry.is_file():
+                self.problems.append(Problem(doc_id, "unsupported", _unsupported(path)))
+            elif entry.is_symlink() and not path.exists():
+                reason = f"{shown(path)}: a link that leads nowhere; mend or remove it"
+                self.problems.append(Problem(doc_id, "unsupported", reason))
+            else:
+                self.problems.append(Problem(doc_id, "unsupported", _no_file(path)))
+        except OSError as error:
+            self.problems.append(Problem(doc_id, "inaccessible", inaccessible(path, error)))
+
+    def _leads_out(self, entry: os.DirEntry[str]) -> bool:
+        """Whether the entry is a link to something outside the root that may not be followed; OSError for a loop."""
+        if self._follow_links or not entry.is_symlink():
+            return False
+        try:
+            entry.stat()  # a link to itself raises here, while resolve() has another error for it in each Python
+        except FileNotFoundError:
+            return False  # it leads nowhere
+        return not Path(entry.path).resolve().is_relative_to(self._root)
+
+
+def _clean(text: str) -> str:
+    """Line ends as line feeds, no NUL, no lone surrogates: neither SQLite nor a tokenizer takes those."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, dict[str, Scalar]]:
+    """The text of some bytes, and `encoding` as metadata where it is not UTF-8."""
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            text = data[len(mark) :].decode(encoding, "replace")
+            return text, {} if encoding == "utf-8" else {"encoding": encoding}
+    if b"\0" in data:
+        raise DocumentError(f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out")
+    if declared is not None and (codec := _codec(declared)) is not None:
+        try:
+            return data.decode(codec), {"encoding": declared}
+        except UnicodeDecodeError:
+            pass  # the declaration is wrong, as so often; go on as if there were none
+    try:
+        return data.decode("utf-8"), {}
+    except UnicodeDecodeError:
+        # Windows-1252 and not a guess by statistics: the same file must give the same text on every machine.
+        return data.decode("cp1252", "replace"), {"encoding": "cp1252"}
+
+
+def _codec(declared: str) -> str | None:
+    """Python's codec for a character set that a page declares; None where the page is to be read as UTF-8."""
+    try:
+        name = codecs.lookup(declared).name
+    except LookupError:
+        return None
+    return _PAGE_CODECS.get(name)
+
+
+def _parse_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    text, metadata = _decode(path, data)
+    return text, {"format": "text", **metadata}
+
+
+def _parse_markdown(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    text, metadata = _decode(path, data)
+    return text, {"format": "markdown", **metadata}
+
+
+def _parse_rst(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    text, metadata = _decode(path, data)
+    return rst_to_markdown(_clean(text)), {"format": "markdown", **metadata}
+
+
+def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    html, metadata = _decode(path, data, _declared_encoding(data))
+    text, title = html_to_markdown(_clean(html))
+    if title:
+        metadata["title"] = _clean(title)
+    return text, {"format": "markdown", **metadata}
+
+
+def _declared_encoding(data: bytes) -> str | None:
+    """The character set that a page says it is in, within its first kilobytes as the HTML standard has it."""
+    head = data[:_DECLARED_WITHIN]
+    found = _XML_DECLARATION.match(head) or _META_DECLARATION.search(head)
+    return found[1].decode("ascii").lower() if found else None
+
+
+def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    from pypdf import PasswordType, PdfReader
+
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
+            raise DocumentError(f"{shown(path)}: is locked with a password; save a copy without one")
+        pages = [page.extract_text() for page in reader.pages]
+    except DocumentError:
+        raise
+    except Exception as error:  # whatever the parser tripped over, from KeyError to RecursionError
+        advice = "open it in a viewer and save or print it to PDF anew"
+        what = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        raise DocumentError(f"{shown(path)}: is damaged or locked ({what}); {advice}") from error
+    return "\f".join(page.replace("\f", "\n") for page in pages), {"format": "text", "pages": len(pages)}

@@ -1,0 +1,140 @@
+"""What comes from documents, models, users and other machines is printed as text, whatever it holds."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.logging import RichHandler
+from rich.table import Table
+
+from cachecraft_rag.cli import answers, chat, options, store
+from cachecraft_rag.cli import app as command
+from cachecraft_rag.cli.console import PlainConsole, as_json, visible
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.engine.stats import ChunkStats, RequestStats, Source
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey
+
+EVIL = "[/] [bold]x[/nothing] :smile: \x1b[2J\x1b]0;title\x07 \x9b1m \x00\r \udc80"
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What both consoles print, as to a terminal without colours."""
+    shown = io.StringIO()
+    for module in (options, answers, chat, store, command):
+        for name in ("out", "err"):
+            if hasattr(module, name):
+                console = PlainConsole(file=shown, width=400, color_system=None, force_terminal=False)
+                monkeypatch.setattr(module, name, console)
+    return shown
+
+
+def harmless(shown: str) -> bool:
+    return STEERS.search(shown) is None and "[/]" in shown and ":smile:" in shown
+
+
+class Stream:
+    """An answer over evil sources, as `print_stream` and `print_sources` take it."""
+
+    sources = (Source("id", "text", 0.5, {"source": EVIL, "heading": EVIL}),)
+    stats = RequestStats(*([0.0] * 5), *([0] * 5), 0.0, None, "end", (ChunkStats("id", "computed", EVIL),))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*EVIL, EVIL])
+
+
+def test_answers_and_sources_are_text(screen: io.StringIO) -> None:
+    stream: Any = Stream()
+    answers.print_stream(stream)
+    assert harmless(screen.getvalue())
+    screen.seek(screen.truncate(0))
+    answers.print_sources(stream)
+    assert harmless(screen.getvalue())
+    assert screen.getvalue().count("[/]") == 3
+
+
+def test_chat_shows_sources_as_text(screen: io.StringIO) -> None:
+    rag: Any = None
+    sampling: Any = None
+    talk = chat.Conversation(rag, top_k=1, sampling=sampling)
+    last: Any = Stream()
+    talk._last = last
+    talk.take("/sources")
+    assert harmless(screen.getvalue())
+
+
+def test_store_ls_shows_namespaces_as_text(screen: io.StringIO, tmp_path: Path) -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32")
+    namespace = EVIL.replace("\udc80", "")
+    key = VariantKey(namespace, "model", "chunk", ("system",))
+    scores = TokenScores(np.zeros(2, np.float32), np.zeros(2, np.float32))
+    with ChunkCacheStore.open(tmp_path / "caches") as made:
+        made.put(Capture(key, layout, "t", torch.ones(layout.shape(2)), scores, (0.1,), 0.3, 0.6, 1.0)).result()
+    store.ls(tmp_path, limit=5, offset=0, chunk=None)
+    assert harmless(screen.getvalue())
+
+
+def test_errors_spinners_and_log_messages_are_text(screen: io.StringIO) -> None:
+    options.print_error(CacheCraftError(EVIL), EVIL)
+    assert harmless(screen.getvalue())
+    screen.seek(screen.truncate(0))
+    with options.waiting(EVIL) as say, options.progress_bar(EVIL) as move:
+        say(EVIL)
+        move(1, 2, EVIL)
+    assert STEERS.search(screen.getvalue()) is None
+    handler = RichHandler(console=options.err, show_path=False)
+    handler.emit(logging.LogRecord("x", logging.WARNING, "x", 1, "%s", (EVIL,), None))
+    assert harmless(screen.getvalue())
+
+
+def test_json_is_harmless_and_still_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    options.print_json({EVIL: [EVIL, "Käse"]})
+    shown = capsys.readouterr().out
+    assert STEERS.search(shown.rstrip("\n")) is None
+    assert "Käse" in shown
+    assert json.loads(shown) == {EVIL: [EVIL, "Käse"]}
+
+
+@given(st.text(st.characters(codec=None)))
+def test_no_text_steers_the_terminal(text: str) -> None:
+    assert STEERS.search(visible(text)) is None
+    visible(text).encode()
+    assert json.loads(as_json(text)) == text
+    shown = io.StringIO()
+    table = Table(text)
+    table.add_row(text)
+    console = PlainConsole(file=shown, width=200, color_system=None)
+    console.print(text, table)
+    assert STEERS.search(shown.getvalue()) is None
+
+
+def test_a_model_name_and_a_document_name_are_text_in_the_command_itself(tmp_path: Path) -> None:
+    program = str(Path(sys.executable).with_name("cachecraft"))
+    (tmp_path / "caches").mkdir()
+    for arguments in (["ask", EVIL[:-1], "--store", "x[/]\x1b[1m"], ["store", "ls", "--store", "x[/]\x1b[1m"]):
+        done = subprocess.run(
+            [program, *[part.replace("\0", "") for part in arguments]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert "\x1b[1m" not in done.stderr.replace("\x1b[1;31m", "")
+        assert "[/]" in done.stderr

@@ -1,0 +1,146 @@
+"""What is recorded of a newly computed chunk: its raw tensors, and statistics equal to the model's own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cachecraft_rag.compute.capture import AttentionAccumulator, AttentionStatistics
+from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.compute.prefill import PrefillInput, PrefillOutput, Reused, prefill
+from cachecraft_rag.planning.scoring import context_impact
+
+MakeDecoder = Callable[..., Decoder]
+BOUNDS = [0, 12, 40, 75, 95, 110]  # system, three chunks, question
+IDS = torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(5)).tolist()
+SINKS = 4
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {}),
+    ("Qwen3", {}),
+    ("Mistral", {"sliding_window": 24}),
+    ("Gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0}),
+]
+
+
+def described(
+    output: PrefillOutput, *, sinks: int = SINKS, bounds: Sequence[int] = BOUNDS
+) -> dict[int, AttentionStatistics]:
+    """Segment index → statistics of its capture."""
+    assert output.recorder is not None
+    found = {}
+    for capture in output.recorder.captures:
+        describer = AttentionAccumulator(capture, output.recorder.settings, bounds=bounds, sink_tokens=sinks)
+        for layer in range(len(output.recorder.settings)):
+            describer.add_layer(layer, output.merged.kv[layer, 0])
+        found[capture.segment] = describer.statistics()
+    return found
+
+
+def own_attention(decoder: Decoder, ids: list[int]) -> np.ndarray:
+    """The model's own attention weights, averaged over heads and layers `[rows, keys]`."""
+    with decoder.stock() as model, torch.inference_mode():
+        model.set_attn_implementation("eager")
+        weights = model(input_ids=torch.tensor([ids]), output_attentions=True).attentions
+    mean: np.ndarray = torch.stack([layer[0].mean(0) for layer in weights]).mean(0).double().numpy()
+    return mean
+
+
+@pytest.mark.parametrize(("family", "settings"), FAMILIES, ids=[row[0] for row in FAMILIES])
+def test_statistics_are_sums_over_the_models_own_attention(
+    family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder
+) -> None:
+    decoder = tiny_decoder(family, **settings)
+    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0, 1, 2, 3]))
+    weights = own_attention(decoder, IDS)
+    np.fill_diagonal(weights, 0.0)  # eq. 4 counts earlier tokens
+    weights[:, :SINKS] = 0.0
+    found = described(output)
+    for segment in (0, 1, 2, 3):
+        rows = weights[BOUNDS[segment] : BOUNDS[segment + 1]]
+        towards = [rows[:, BOUNDS[i] : BOUNDS[i + 1]] for i in range(segment + 1)]
+        assert found[segment].inter == pytest.approx([part.sum() for part in towards[:-1]], abs=1e-4)  # eq. 3
+        assert found[segment].intra == pytest.approx(towards[-1].sum(), abs=1e-4)  # eq. 4
+        received = found[segment].token_scores.received
+        assert received is not None
+        assert received.dtype == np.float32
+        assert received == pytest.approx(towards[-1].sum(0), abs=1e-4)  # H2O's, from the chunk's own later tokens
+        assert received[-1] == 0.0
+        scores, prior = found[segment].token_scores.inter, towards[1:-1]
+        if segment < 2:
+            assert scores is None
+        else:
+            assert scores is not None
+            assert scores.dtype == np.float32
+            assert scores == pytest.approx(sum(part.sum(1) for part in prior), abs=1e-5)  # eq. 14
+        expected = context_impact(  # eq. 9 to 11
+            inter=[part.sum() for part in prior],
+            prefix_tokens=[part.shape[1] for part in prior],
+            intra=towards[-1].sum(),
+            tokens=BOUNDS[segment + 1] - BOUNDS[segment],
+        )
+        assert found[segment].cci == pytest.approx(expected, abs=1e-5)
+
+
+def test_sinks_are_left_out_of_the_system_segment_only(tiny_decoder: MakeDecoder) -> None:
+    output = prefill(tiny_decoder("Llama"), PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0, 2]))
+    without, with_sinks = described(output), described(output, sinks=0)
+    assert without[2].inter[0] < with_sinks[2].inter[0]
+    assert without[2].inter[1:] == with_sinks[2].inter[1:]
+    assert described(output, sinks=500)[2].inter[0] == 0.0  # more sinks than the segment has tokens
+    assert described(output, sinks=500)[2].inter[1:] == with_sinks[2].inter[1:]
+
+
+def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> None:
+    output = prefill(tiny_decoder("Llama"), PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0]))
+    found = described(output)[0]
+    assert (found.inter, found.token_scores.inter, found.cci) == ((), None, 0.5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
+def test_stored_keys_are_raw_and_values_are_the_models(family: str, tiny_decoder: MakeDecoder) -> None:
+    decoder = tiny_decoder(family)
+    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[2]))
+    assert output.recorder is not None
+    (capture,) = output.recorder.captures
+    with decoder.stock() as model, torch.inference_mode():
+        cache = model(input_ids=torch.tensor([IDS]), use_cache=True).past_key_values
+    cos, sin = decoder.rope(torch.arange(capture.start, capture.stop))
+    for layer in range(decoder.layout.layers):
+        own: Tensor = cache.layers[layer].keys[0].transpose(0, 1)[capture.start : capture.stop]
+        assert torch.allclose(rotate(capture.kv[layer, 0], cos, sin), own, atol=1e-4)
+        assert not torch.allclose(capture.kv[layer, 0], own, atol=1e-2)
+        values = cache.layers[layer].values[0].transpose(0, 1)[capture.start : capture.stop]
+        assert torch.allclose(capture.kv[layer, 1], values, atol=1e-4)
+    assert capture.kv.is_contiguous()
+    assert capture.kv.shape == decoder.layout.shape(35)
+
+
+def test_births_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: MakeDecoder) -> None:
+    decoder = tiny_decoder("Llama")
+    alone = prefill(decoder, PrefillInput(IDS[12:40], [0, 28], range(28), captures=[0]))
+    assert alone.recorder is not None
+    foreign = [Reused(BOUNDS[1], alone.recorder.captures[0].kv)]  # captured elsewhere: what follows differs from a full pass
+    recomputed = [15, 20, 33]
+    rows = [*range(12), *recomputed, *range(40, 110)]
+    mixed = prefill(decoder, PrefillInput(IDS, BOUNDS, rows, reused=foreign, captures=[0, 2, 3]))
+    full = prefill(decoder, PrefillInput(IDS, BOUNDS, range(110), captures=[0, 2, 3]))
+    assert mixed.recorder is not None
+    assert full.recorder is not None
+    for capture, exact in zip(mixed.recorder.captures, full.recorder.captures, strict=True):
+        merged = mixed.merged.kv[:, :, capture.start : capture.stop]
+        assert torch.equal(capture.kv[:, 1], merged[:, 1])
+        cos, sin = decoder.rope(torch.arange(capture.start, capture.stop))
+        for layer in range(decoder.layout.layers):
+            assert torch.allclose(rotate(capture.kv[layer, 0], cos, sin), merged[layer, 0], atol=1e-6)
+        same = torch.allclose(capture.kv, exact.kv, atol=1e-4)
+        assert same == (capture.segment == 0)
+    found = described(mixed)
+    assert len(found[3].inter) == 3
+    share = sum(found[2].inter) + found[2].intra
+    assert 0 < share < 35  # a share of each row's attention: sinks and own positions are left out

@@ -1,0 +1,194 @@
+"""Captures on their way to the store: in the background, one at a time, and never in the way of an answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.compute.prefill import PrefillInput, PrefillOutput, prefill
+from cachecraft_rag.types import Segment
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.engine.scheduling import FairLock
+
+MakeDecoder = Callable[..., Decoder]
+BOUNDS = [0, 8, 20, 36, 40]
+SEGMENTS = (
+    Segment("system", "the system", tuple(range(8))),
+    Segment("chunk", "first", tuple(range(12))),
+    Segment("chunk", "second", tuple(range(16))),
+    Segment("question", "question", tuple(range(4)), private=True),
+)
+IDS = [token for segment in SEGMENTS for token in segment.token_ids]
+NAMES = ["the system", "first", "second"]
+
+
+@pytest.fixture
+def decoder(tiny_decoder: MakeDecoder) -> Decoder:
+    return tiny_decoder("Llama")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
+    with ChunkCacheStore.open(tmp_path / "caches") as opened:
+        yield opened
+
+
+@pytest.fixture
+def turn() -> FairLock:
+    return FairLock()
+
+
+@pytest.fixture
+def queue(store: ChunkCacheStore, decoder: Decoder, turn: FairLock) -> Iterator[WriteBackQueue]:
+    made = WriteBackQueue(store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def output(decoder: Decoder) -> PrefillOutput:
+    return prefill(decoder, PrefillInput(IDS, BOUNDS, range(40), captures=[0, 1, 2]))
+
+
+def context(segments: tuple[Segment, ...] = SEGMENTS, session: str | None = None) -> CaptureContext:
+    return CaptureContext(segments, BOUNDS, [1.0, 1.0, 0.5, 0.5], session, sink_tokens=4)
+
+
+def stored(store: ChunkCacheStore, decoder: Decoder, session: str | None = None) -> dict[str, list[Any]]:
+    return store.lookup("default", decoder.fingerprint, NAMES, session=session)
+
+
+def test_births_arrive_with_their_identity_numbers_and_tensors(
+    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput
+) -> None:
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.wait_for(NAMES)
+    found = {name: variants[0] for name, variants in stored(store, decoder).items()}
+    assert found["the system"].key.origin_prefix == ()
+    assert found["second"].key.origin_prefix == ("the system", "first")
+    assert [found[name].exact_share for name in NAMES] == [1.0, 1.0, 0.5]
+    assert len(found["second"].inter) == 2
+    assert found["second"].tokens_digest == SEGMENTS[2].tokens_digest
+    scores = store.token_scores([found[name].variant_id for name in NAMES])
+    assert [scores[found[name].variant_id].inter is None for name in NAMES] == [True, True, False]
+    for name in NAMES:
+        received = scores[found[name].variant_id].received
+        assert received is not None
+        assert received.shape == (found[name].tokens,)
+        assert received.sum() == pytest.approx(found[name].intra, rel=1e-4)  # eq. 4 by columns instead of rows
+    for capture, name in zip(output.recorder.captures, NAMES, strict=True):
+        loaded: Any = store.load(found[name])
+        assert torch.equal(loaded.kv, capture.kv)
+
+
+@pytest.mark.parametrize(("private", "kept"), [(0, []), (1, ["the system"]), (2, ["the system", "first"])])
+def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
+    private: int, kept: list[str], queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput
+) -> None:
+    segments = tuple(
+        Segment(s.kind, s.segment_id, s.token_ids, private=s.private or place == private)
+        for place, s in enumerate(SEGMENTS)
+    )
+    queue.submit(output.recorder, output.merged.kv[:, 0], context(segments))
+    queue.wait_for(NAMES)
+    assert [name for name, variants in stored(store, decoder).items() if variants] == kept
+    queue.submit(output.recorder, output.merged.kv[:, 0], context(segments, session="ada"))
+    queue.wait_for(NAMES)
+    assert [name for name, variants in stored(store, decoder, session="bob").items() if variants] == kept
+    assert all(stored(store, decoder, session="ada").values())
+
+
+def test_submitting_does_not_wait_and_describing_takes_turns(
+    queue: WriteBackQueue, turn: FairLock, output: PrefillOutput, store: ChunkCacheStore
+) -> None:
+    with turn.take():  # a request computes
+        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        time.sleep(0.05)
+        assert store.stats().variants == 0
+    queue.wait_for(NAMES)
+    assert store.stats().variants == 3
+
+
+def test_a_birth_that_fails_is_logged_and_nobody_waits_for_it_forever(
+    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput, caplog: Any
+) -> None:
+    queue.submit(output.recorder, output.merged.kv[:2, 0], context())  # two of four layers
+    waiting = threading.Thread(target=queue.wait_for, args=(NAMES,))
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert store.stats().variants == 0
+    failures: list[Any] = []
+    until = time.monotonic() + 10
+    while len(failures) < 3 and time.monotonic() < until:  # a future wakes its waiters before it is logged
+        failures = [record for record in caplog.records if "is not stored" in record.message]
+    assert len(failures) == 3
+    assert all(record.exc_info is not None for record in failures)
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.wait_for(NAMES)
+    assert all(stored(store, decoder).values())  # and the queue goes on
+
+
+def test_a_store_that_is_closed_or_full_drops_births_with_a_reason(
+    decoder: Decoder, output: PrefillOutput, tmp_path: Path, caplog: Any
+) -> None:
+    for disk_bytes, reason in ((1 << 30, "the store is closed"), (10, "larger than the whole byte budget")):
+        store = ChunkCacheStore.open(tmp_path / str(disk_bytes), disk_bytes=disk_bytes)
+        queue = WriteBackQueue(
+            store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=FairLock()
+        )
+        if reason == "the store is closed":
+            store.close()
+        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        queue.wait_for(NAMES)
+        queue.close()
+        store.close()
+        assert any(reason in record.message for record in caplog.records)
+        assert not any(record.exc_info for record in caplog.records)
+
+
+def test_closing_finishes_what_is_queued_and_takes_nothing_more(
+    queue: WriteBackQueue, store: ChunkCacheStore, output: PrefillOutput
+) -> None:
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.close()
+    assert store.stats().variants == 3
+    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.wait_for(NAMES)
+    queue.close()
+
+
+def test_waiting_for_what_is_not_being_born_is_no_waiting(queue: WriteBackQueue) -> None:
+    start = time.perf_counter()
+    queue.wait_for(["nothing", "of", "the kind"])
+    queue.wait_for([])
+    assert time.perf_counter() - start < 1
+
+
+def test_births_that_come_faster_than_they_are_stored_are_dropped(
+    store: ChunkCacheStore,
+    decoder: Decoder,
+    turn: FairLock,
+    output: PrefillOutput,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue = WriteBackQueue(
+        store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn, max_bytes=0
+    )
+    with turn.take():  # nothing can be described meanwhile
+        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        assert "captures are dropped" in caplog.text
+    queue.close()
+    assert store.stats().variants == 1  # one is always taken, however large
+    late = WriteBackQueue(store, namespace="late", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn)
+    late.submit(output.recorder, output.merged.kv[:, 0], context())
+    late.close()
+    assert store.stats().variants == 4

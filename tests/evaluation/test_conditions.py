@@ -1,0 +1,106 @@
+"""Capture conditions: what each chunk is captured behind, once, and the stream that goes on as in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cachecraft_rag.store.catalog import RowFilter
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, Surroundings, origins_of, condition_named
+from cachecraft_rag.evaluation.formats.dataset import Dataset
+from cachecraft_rag.types import Chunk
+
+
+def letters(texts: Sequence[str]) -> NDArray[np.float32]:
+    """Unit vectors of how often each letter stands in a text: a crude embedding that needs no model."""
+    counts = np.array([[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts], dtype=np.float32)
+    return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+
+def surroundings(dataset: Dataset, seed: int = 0) -> Surroundings:
+    return Surroundings(dataset, seed=seed, embed=letters)
+
+
+def captured_behind(engine: Engine, dataset: Dataset, chunk: Chunk) -> list[list[Chunk]]:
+    """What stood between the instruction and the chunk at each of its captures."""
+    known = {one.chunk_id: one for document in dataset.documents for one in document}
+    rows = engine.store.rows(RowFilter(chunk_ids=(chunk.chunk_id,)))
+    return [[known[name] for name in row.variant.key.origin_prefix[1:]] for row in rows]
+
+
+def test_unrelated_ones_come_from_other_documents_by_the_seed(town_dataset: Dataset) -> None:
+    mill, bridge = town_dataset.documents
+    found = {seed: [surroundings(town_dataset, seed).unrelated(chunk) for chunk in mill] for seed in range(5)}
+    assert found[0] == [surroundings(town_dataset, 0).unrelated(chunk) for chunk in mill]
+    assert found[0] != found[1]
+    drawn = [few for of_seed in found.values() for few in of_seed]
+    assert {len(few) for few in drawn} == {1, 2}
+    assert all(chunk in bridge for few in drawn for chunk in few)
+
+
+def test_one_document_has_nothing_unrelated(town_dataset: Dataset) -> None:
+    alone = replace(town_dataset, documents=town_dataset.documents[:1], questions=town_dataset.questions[:1])
+    with pytest.raises(ConfigError, match="choose other captures"):
+        surroundings(alone).unrelated(alone.documents[0][0])
+
+
+def test_similar_ones_are_the_nearest_and_the_nearest_is_last(town_dataset: Dataset) -> None:
+    mill, bridge = town_dataset.documents
+    everything = [*mill, *bridge]
+    vectors = letters([chunk.text for chunk in everything])
+    few = surroundings(town_dataset).similar(mill[1])
+    assert len(few) == 2
+    assert mill[1] not in few
+    likeness = {chunk.text: float(vector @ vectors[1]) for chunk, vector in zip(everything, vectors, strict=True)}
+    rest = [chunk for chunk in everything if chunk not in [*few, mill[1]]]
+    assert likeness[few[1].text] >= likeness[few[0].text] >= max(likeness[chunk.text] for chunk in rest)
+
+
+def test_the_embedded_model_is_the_default(town_dataset: Dataset) -> None:
+    few = Surroundings(town_dataset, seed=0).similar(town_dataset.documents[0][0])
+    assert town_dataset.documents[1][0] in few  # the bridge of the same town
+
+
+def test_an_unknown_condition_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="choose one of unrelated, neighbours, alone, similar, stream"):
+        condition_named("somehow")
+
+
+@pytest.mark.parametrize("name", [name for name, one in CONDITIONS.items() if one.behind is not None])
+def test_each_chunk_is_born_once_behind_what_the_condition_says(
+    evaluation_engine: Engine, town_dataset: Dataset, name: str
+) -> None:
+    engine, condition = evaluation_engine, CONDITIONS[name]
+    captures = origins_of(condition, engine, town_dataset, seed=3, answer_tokens=4, embed=letters)
+    for question in town_dataset.questions:
+        captures.before(question)
+        captures.after(question)
+    assert condition.behind is not None
+    asked = {chunk.chunk_id: chunk for question in town_dataset.questions for chunk in question.passages}
+    for chunk in asked.values():
+        assert captured_behind(engine, town_dataset, chunk) == [
+            list(condition.behind(surroundings(town_dataset, 3), chunk))
+        ]
+    assert len(list(engine.store.rows())) == len(asked) + 1
+
+
+def test_in_the_stream_a_chunk_is_born_where_it_is_first_asked_for(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
+    engine = evaluation_engine
+    captures = origins_of(CONDITIONS["stream"], engine, town_dataset, seed=0, answer_tokens=4)
+    first = town_dataset.questions[0]
+    captures.before(first)
+    assert not list(engine.store.rows())
+    captures.after(first)
+    for place, chunk in enumerate(first.passages):
+        assert captured_behind(engine, town_dataset, chunk) == [list(first.passages[:place])]
+    before = len(list(engine.store.rows()))
+    captures.after(first)  # all exact now
+    assert len(list(engine.store.rows())) == before

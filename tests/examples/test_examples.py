@@ -1,0 +1,94 @@
+"""The examples run as they stand, in a folder of their own, and show what they are there to show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain.chat_model", "cachecraft_rag.llama_index"} | {
+    "cachecraft_rag.retrievers.langchain",
+    "cachecraft_rag.retrievers.llama_index",
+}
+# Any attempt to reach another machine ends the program; so do a first download of data files and a request to OpenAI.
+OFFLINE = """
+import runpy, sys
+def hook(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo") or event == "import" and args[0] == "openai":
+        raise SystemExit(f"not offline: {event} {args}")
+sys.addaudithook(hook)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def run_example(name: str, folder: Path) -> str:
+    """What an example prints, run in `folder`."""
+    done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_quickstart_reuses_what_the_first_question_bore(demo_model: Path, tmp_path: Path) -> None:
+    printed = run_example("quickstart.py", tmp_path)
+    assert "21 documents added" in printed
+    reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]
+    assert len(reused) == 2
+    assert reused[0] == 0 < reused[1]
+    assert "handbook/purifier-willow-a3.md" in printed
+    assert "9 months" in printed
+    assert "52 square metres" in printed
+
+
+@pytest.mark.slow
+def test_an_engine_of_ones_own(demo_model: Path, tmp_path: Path) -> None:
+    printed = run_example("own_retriever.py", tmp_path)
+    assert "45 minutes" in printed
+    assert "1.7 litres" in printed
+    first, second = re.findall(r"^  (.+)$", printed, re.MULTILINE)
+    assert first.count("computed") == 2
+    assert second.count("reused") + second.count("exact") >= 1
+
+
+@pytest.mark.slow
+def test_a_chain_of_langchains(demo_model: Path, tmp_path: Path) -> None:
+    printed = run_example("langchain_runnable.py", tmp_path)
+    assert "9 months" in printed
+    assert "52 square metres" in printed
+    reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]
+    assert len(reused) == 2
+    assert reused[0] == 0 < reused[1]
+
+
+@pytest.mark.slow
+def test_llama_index_with_one_line_swapped_and_without_a_network(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OFFLINE, EXAMPLES / "llama_index_query_engine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    reused = [int(tokens) for tokens in re.findall(r"(\d+) tokens reused", done.stdout)]
+    assert len(reused) == 2
+    assert reused[0] == 0 < reused[1]
+    assert "purifier-willow-a3.md" in done.stdout
+    assert "9 months" in done.stdout
+    assert "52 square metres" in done.stdout
+
+
+def test_the_guard_against_the_network_bites(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import urllib.request\nurllib.request.urlopen('http://localhost:9/')")
+    done = subprocess.run([sys.executable, "-c", OFFLINE, script], capture_output=True, text=True, timeout=60)
+    assert "not offline: socket" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    if not path.name.startswith("streamlit_"):  # an app, not a first look
+        assert len(source.splitlines()) <= 40
+    imported = re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE)
+    assert imported
+    assert set(imported) <= PUBLIC

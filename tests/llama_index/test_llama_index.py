@@ -1,0 +1,533 @@
+"""Answers through LlamaIndex: the same events, objects and ways to call as its own query engine, and reuse beneath."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llama_index.core import (
+    Document,
+    MockEmbedding,
+    Settings,
+    StorageContext,
+    SummaryIndex,
+    VectorStoreIndex,
+    load_index_from_storage,
+)
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.callbacks.schema import CBEventType
+from llama_index.core.chat_engine import CondenseQuestionChatEngine
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+
+from cachecraft_rag import Decoder, Engine, SamplingParams
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.llama_index import (
+    AnswerStatsEvent,
+    CacheCraftLLM,
+    CacheCraftQueryEngine,
+    CacheCraftSynthesizer,
+)
+from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Document as OwnDocument
+from cachecraft_rag.types import chunk_id_of
+
+SHORT = SamplingParams(max_new_tokens=10)
+QUESTION = "How do I descale the kettle?"
+TEXTS = {
+    "kettle": "Empty the kettle before you descale it with vinegar.",
+    "toaster": "The toaster has a crumb tray; pull it out to the left.",
+    "fridge": "Set the fridge to four degrees.",
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
+    """A tiny Llama that writes letters, and others for another question: a random one does neither."""
+    random = tiny_decoder("Llama")
+    model, tokenizer = copy.deepcopy(random.model), random.tokenizer
+    texts = [tokenizer.decode([token]) for token in range(260)]
+    letters = [len(text) == 1 and text.isascii() and text.isprintable() for text in texts]
+    with torch.no_grad():
+        model.lm_head.weight[~torch.tensor(letters)] = 0.0
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.mul_(3)
+    return Decoder(model, tokenizer, name="tiny Llama of letters")
+
+
+@pytest.fixture
+def engine(decoder: Decoder, tmp_path: Path) -> Iterator[Engine]:
+    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store) as made:
+        yield made
+
+
+@pytest.fixture
+def index() -> VectorStoreIndex:
+    """An index built the ordinary way: LlamaIndex's own vector store in memory."""
+    documents = [Document(id_=name, text=text, metadata={"page": name}) for name, text in TEXTS.items()]
+    return VectorStoreIndex.from_documents(documents, embed_model=MockEmbedding(embed_dim=4))
+
+
+def query_engine_of(index: VectorStoreIndex, engine: Engine, **options: Any) -> CacheCraftQueryEngine:
+    return CacheCraftQueryEngine.from_index(
+        index, **({"engine": engine, "similarity_top_k": 3, "sampling": SHORT} | options)
+    )
+
+
+class Recorder(BaseEventHandler):
+    events: list[Any] = []  # noqa: RUF012  # pydantic copies it
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        self.events.append(event)
+
+    def names(self) -> list[str]:
+        return [event.class_name() for event in self.events]
+
+
+@contextmanager
+def recorded() -> Iterator[Recorder]:
+    """What LlamaIndex's dispatcher hears."""
+    recorder, root = Recorder(), get_dispatcher()
+    root.add_event_handler(recorder)
+    try:
+        yield recorder
+    finally:
+        root.event_handlers.remove(recorder)
+
+
+# --- classes ---
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (CacheCraftSynthesizer, "BaseSynthesizer"),
+        (CacheCraftQueryEngine, "RetrieverQueryEngine"),
+        (CacheCraftQueryEngine, "BaseQueryEngine"),
+        (CacheCraftLLM, "CustomLLM"),
+        (CacheCraftLLM, "LLM"),
+        (CacheCraftRetriever, "BaseRetriever"),
+    ],
+)
+def test_classes_are_llama_indexs(ours: type, theirs: str) -> None:
+    assert theirs in [base.__name__ for base in ours.__mro__ if base.__module__.startswith("llama_index.core")]
+
+
+def test_another_retriever_keeps_the_class_and_the_engine(index: VectorStoreIndex, engine: Engine) -> None:
+    first = query_engine_of(index, engine)
+    other = first.with_retriever(index.as_retriever(similarity_top_k=1))
+    assert type(other) is CacheCraftQueryEngine
+    assert other.engine is engine
+    assert len(other.query(QUESTION).source_nodes) == 1
+
+
+# --- answers ---
+
+
+def test_the_second_question_reuses_what_the_first_one_bore(index: VectorStoreIndex, engine: Engine) -> None:
+    query_engine = query_engine_of(index, engine)
+    first = query_engine.query(QUESTION)
+    second = query_engine.query("What is the fridge set to?")
+    assert isinstance(first, Response)
+    assert first.metadata["cachecraft"]["tokens_reused"] == 0
+    assert second.metadata["cachecraft"]["tokens_reused"] > 0
+    assert {chunk["outcome"] for chunk in second.metadata["cachecraft"]["chunks"]} <= {"exact", "reused"}
+    assert {node.metadata["page"] for node in second.source_nodes} == set(TEXTS)
+    source = second.source_nodes[0]
+    assert second.metadata[source.node_id] == source.metadata  # LlamaIndex's own part of it
+
+
+def test_every_way_to_ask_gives_the_same_answer_and_numbers(index: VectorStoreIndex, engine: Engine) -> None:
+    whole, streaming = query_engine_of(index, engine), query_engine_of(index, engine, streaming=True)
+    whole.query(QUESTION)  # from here on every chunk is there
+    expected = whole.query(QUESTION)
+    streamed = streaming.query(QUESTION)
+    assert isinstance(streamed, StreamingResponse)
+    assert "finish" not in streamed.metadata["cachecraft"]  # it has not begun
+    pieces = list(streamed.response_gen)
+
+    async def ask() -> tuple[Any, list[str], dict[str, Any]]:
+        response = await streaming.aquery(QUESTION)
+        assert isinstance(response, AsyncStreamingResponse)
+        return await whole.aquery(QUESTION), [piece async for piece in response.response_gen], response.metadata
+
+    later, apieces, metadata = asyncio.run(ask())
+    assert len(set(str(expected))) > 3
+    assert str(expected) == "".join(pieces) == "".join(apieces) == str(later)
+    assert len(pieces) > 1
+    for record in (streamed.metadata["cachecraft"], metadata["cachecraft"], later.metadata["cachecraft"]):
+        assert record["finish"] == "length"
+        assert record["tokens_reused"] == expected.metadata["cachecraft"]["tokens_reused"] > 0
+        assert record["chunk_ids"] == expected.metadata["cachecraft"]["chunk_ids"]
+
+
+def test_the_chunk_is_the_text_the_model_sees(engine: Engine) -> None:
+    node = TextNode(id_="n1", text="Descale it.", metadata={"page": "kettle", "size": 3})
+    node.excluded_llm_metadata_keys = ["size"]
+    same = TextNode(id_="n2", text="Descale it.", metadata={"page": "kettle", "size": 4})
+    same.excluded_llm_metadata_keys = ["size"]
+    synthesizer = CacheCraftSynthesizer(engine, sampling=SHORT)
+    found = [synthesizer.synthesize(QUESTION, [NodeWithScore(node=one, score=1.0)]) for one in (node, same)]
+    records = [response.metadata["cachecraft"] for response in found]
+    seen = node.get_content(metadata_mode=MetadataMode.LLM)
+    assert "page: kettle" in seen
+    assert records[0]["chunk_ids"] == {"n1": chunk_id_of(seen)}
+    assert records[1]["chunk_ids"] == {"n2": chunk_id_of(seen)}
+    assert [record["chunks"][0]["chunk_id"] for record in records] == [chunk_id_of(seen)] * 2
+    assert [record["chunks"][0]["outcome"] for record in records] == ["computed", "exact"]
+
+
+class OnlyKettles(BaseNodePostprocessor):
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return [node for node in nodes if "kettle" in node.text]
+
+
+def test_any_index_and_postprocessor_may_stand_in_front(engine: Engine) -> None:
+    summary = SummaryIndex.from_documents([Document(text=text) for text in TEXTS.values()])
+    response = CacheCraftQueryEngine.from_index(summary, engine=engine, sampling=SHORT).query(QUESTION)
+    assert [node.text for node in response.source_nodes] == list(TEXTS.values())
+    filtered = CacheCraftQueryEngine.from_index(
+        summary, engine=engine, sampling=SHORT, node_postprocessors=[OnlyKettles()]
+    ).query(QUESTION)
+    assert [node.text for node in filtered.source_nodes] == [TEXTS["kettle"]]
+    assert len(filtered.metadata["cachecraft"]["chunks"]) == 1
+
+
+def test_nothing_found_is_llama_indexs_empty_response(engine: Engine) -> None:
+    empty = VectorStoreIndex([], embed_model=MockEmbedding(embed_dim=4))
+    assert str(query_engine_of(empty, engine).query(QUESTION)) == "Empty Response"
+    query_engine = query_engine_of(empty, engine, streaming=True, empty_response="I know nothing of it.")
+    assert "".join(query_engine.query(QUESTION).response_gen) == "I know nothing of it."
+
+
+def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_births(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
+    query_engine = query_engine_of(index, engine, streaming=True)
+    with recorded() as recorder:  # whose events keep the frames of what was left alive
+        response = query_engine.query(QUESTION)
+        next(response.response_gen)
+        response.response_gen.close()
+
+    async def leave() -> dict[str, Any]:
+        answer = await query_engine.aquery(QUESTION)
+        async for _ in answer.response_gen:
+            break
+        await answer.response_gen.aclose()
+        return answer.metadata["cachecraft"]
+
+    record = asyncio.run(leave())
+    assert response.metadata["cachecraft"]["finish"] == record["finish"] == "closed"
+    assert record["tokens_reused"] > 0
+    assert recorder.names()[-1] == AnswerStatsEvent.class_name()
+    assert len(str(query_engine.query(QUESTION))) > 3
+
+
+def test_a_question_that_is_given_up_does_not_keep_the_engine(index: VectorStoreIndex, engine: Engine) -> None:
+    endless = query_engine_of(index, engine, sampling=SamplingParams(max_new_tokens=1000))
+
+    async def give_up() -> None:
+        with recorded() as recorder, pytest.raises(TimeoutError):
+            await asyncio.wait_for(endless.aquery(QUESTION), 0.5)
+        assert "QueryEndEvent" not in recorder.names()
+
+    asyncio.run(give_up())
+    start = time.perf_counter()
+    assert len(str(query_engine_of(index, engine).query(QUESTION))) > 3
+    assert time.perf_counter() - start < 3
+
+
+def test_sixteen_streams_at_once_give_the_answers_of_one_by_one(index: VectorStoreIndex, engine: Engine) -> None:
+    query_engine = query_engine_of(index, engine, streaming=True)
+    questions = [f"What is number {number}?" for number in range(16)]
+    for _ in range(2):  # the first time bears the chunks
+        expected = [str(query_engine.query(question)) for question in questions]
+
+    async def ask(question: str) -> tuple[str, dict[str, Any]]:
+        response = await query_engine.aquery(question)
+        return "".join([piece async for piece in response.response_gen]), response.metadata["cachecraft"]
+
+    async def all_at_once() -> list[tuple[str, dict[str, Any]]]:
+        return await asyncio.wait_for(asyncio.gather(*map(ask, questions)), 60)
+
+    answers = asyncio.run(all_at_once())
+    assert [text for text, _ in answers] == expected
+    assert len(set(expected)) > 2
+    assert all(record["finish"] == "length" for _, record in answers)
+
+
+def test_an_index_that_was_saved_and_loaded_finds_its_chunk_caches(
+    index: VectorStoreIndex, engine: Engine, tmp_path: Path
+) -> None:
+    query_engine_of(index, engine).query(QUESTION)
+    index.storage_context.persist(tmp_path / "saved")
+    storage = StorageContext.from_defaults(persist_dir=str(tmp_path / "saved"))
+    loaded = load_index_from_storage(storage, embed_model=MockEmbedding(embed_dim=4))
+    record = query_engine_of(loaded, engine).query(QUESTION).metadata["cachecraft"]
+    assert {chunk["outcome"] for chunk in record["chunks"]} == {"exact"}
+
+
+def test_the_one_line_swap(demo_model: Path, index: VectorStoreIndex, tmp_path: Path) -> None:
+    with CacheCraftQueryEngine.from_index(index, model=str(demo_model), store=tmp_path, sampling=SHORT) as query_engine:
+        first, second = query_engine.query(QUESTION), query_engine.query("Where is the crumb tray of the toaster?")
+    assert first.metadata["cachecraft"]["tokens_reused"] == 0
+    assert second.metadata["cachecraft"]["tokens_reused"] > 0
+    with CacheCraftQueryEngine.from_index(
+        index, model=str(demo_model), store=tmp_path, sampling=SHORT, streaming=True, namespace="another tenant"
+    ) as query_engine:
+        response = query_engine.query(QUESTION)
+        assert "".join(response.response_gen)
+    assert response.metadata["cachecraft"]["tokens_reused"] == 0
+    assert list((tmp_path / "caches" / "writers").iterdir()) == []  # an open store has a lock file here
+
+
+# --- events ---
+
+
+def stock_events(index: VectorStoreIndex, ask: Callable[[Any], None], *, streaming: bool) -> list[str]:
+    """What LlamaIndex's own query engine tells, apart from its way to call an LLM."""
+    stock = index.as_query_engine(llm=MockLLM(max_tokens=4), similarity_top_k=3, streaming=streaming)
+    with recorded() as recorder:
+        ask(stock)
+    return [name for name in recorder.names() if not name.startswith("LLM")]
+
+
+def ask_sync(query_engine: Any) -> None:
+    response = query_engine.query(QUESTION)
+    for _ in getattr(response, "response_gen", ()):
+        pass
+
+
+def ask_async(query_engine: Any) -> None:
+    async def ask() -> None:
+        response = await query_engine.aquery(QUESTION)
+        if isinstance(response, AsyncStreamingResponse):
+            async for _ in response.response_gen:
+                pass
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("ask", [ask_sync, ask_async])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_events_come_as_from_llama_index_itself(
+    index: VectorStoreIndex, engine: Engine, ask: Callable[[Any], None], streaming: bool
+) -> None:
+    with recorded() as recorder:
+        ask(query_engine_of(index, engine, streaming=streaming))
+    names = recorder.names()
+    ours = [name for name in names if name.startswith(("LLM", "CacheCraft"))]
+    progress = ["LLMCompletionInProgressEvent"] * ours.count("LLMCompletionInProgressEvent")
+    assert ours == ["LLMCompletionStartEvent", *progress, "LLMCompletionEndEvent", "CacheCraftAnswerStatsEvent"]
+    assert (len(progress) > 2) is streaming
+    general = [name for name in names if name not in ours]
+    assert general == stock_events(index, ask, streaming=streaming)
+    assert general[0] == "QueryStartEvent"
+    assert general[-1] == "QueryEndEvent"
+    begun, ended = names.index("GetResponseStartEvent"), names.index("GetResponseEndEvent")
+    assert begun < names.index("LLMCompletionStartEvent") < ended
+    assert (names.index("LLMCompletionEndEvent") < ended) is not streaming
+    assert all(event.span_id for event in recorder.events if event.class_name() not in ("CacheCraftAnswerStatsEvent",))
+    completed = recorder.events[names.index("LLMCompletionEndEvent")]
+    assert completed.response.raw["usage"]["prompt_tokens"] > 100
+    assert recorder.events[names.index("CacheCraftAnswerStatsEvent")].stats["finish"] == "length"
+
+
+def test_callbacks_of_the_older_kind_come_in_pairs_and_count_tokens(index: VectorStoreIndex, engine: Engine) -> None:
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    counter = TokenCountingHandler(tokenizer=engine.decoder.tokenizer.encode)
+    query_engine = query_engine_of(index, engine, callback_manager=CallbackManager([debug, counter]))
+    response = query_engine.query(QUESTION)
+    for kind in (CBEventType.QUERY, CBEventType.SYNTHESIZE, CBEventType.LLM):
+        assert len(debug.get_event_pairs(kind)) == 1
+    assert counter.prompt_llm_token_count == response.metadata["cachecraft"]["tokens_prompt"]
+    assert counter.completion_llm_token_count == response.metadata["cachecraft"]["tokens_generated"]
+
+
+# --- no way to OpenAI or to the network ---
+
+
+def test_nothing_asks_for_openai(index: VectorStoreIndex, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "_llm", None)
+    query_engine = query_engine_of(index, engine)
+    CacheCraftQueryEngine.from_args(index.as_retriever(), engine=engine).query(QUESTION)
+    CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine).with_retriever(index.as_retriever())
+    asyncio.run(query_engine.aquery(QUESTION))
+    query_engine.synthesize(QueryBundle(QUESTION), query_engine.retrieve(QueryBundle(QUESTION)))
+    assert query_engine.get_prompts() == {}
+    assert Settings._llm is None
+    with pytest.raises(ImportError, match="openai"):  # what would have happened
+        index.as_query_engine()
+
+
+def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="response_mode, text_qa_template"):
+        query_engine_of(index, engine, text_qa_template=None, response_mode="refine")
+    with pytest.raises(ConfigError, match="open already"):
+        query_engine_of(index, engine, namespace="other")
+    with pytest.raises(ConfigError, match="model, store: the engine is open already"):
+        query_engine_of(index, engine, model="demo", store="chunk-caches")
+    with pytest.raises(ConfigError, match="store: the engine is open already"):
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine, store="chunk-caches")
+    with pytest.raises(ConfigError, match="namspace: no such option"):
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k"):
+        query_engine_of(index, engine, similarty_top_k=3)
+    query_engine_of(index, engine, similarity_top_k=3, vector_store_kwargs={}, verbose=False)
+    with pytest.raises(ConfigError, match="node_ids"):  # as_retriever itself gives them
+        query_engine_of(index, engine, node_ids=[])
+    with pytest.raises(ConfigError, match="embed_batch_sise"):
+        CacheCraftEmbedding(embed_batch_sise=3)
+    with pytest.raises(ConfigError, match="from_index"):
+        CacheCraftQueryEngine(index.as_retriever(), None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="system"):
+        CacheCraftSynthesizer(engine)._update_prompts({"text_qa_template": None})  # type: ignore[dict-item]
+
+
+def test_an_index_and_a_retriever_are_told_apart(index: VectorStoreIndex, engine: Engine) -> None:
+    with pytest.raises(ConfigError, match=r"from_index\(index"):
+        CacheCraftQueryEngine.from_defaults(index, engine=engine)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"from_defaults\(retriever"):
+        CacheCraftQueryEngine.from_index(index.as_retriever(), engine=engine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("question", ["", " "])
+def test_an_empty_question_is_refused_by_the_engine(index: VectorStoreIndex, engine: Engine, question: str) -> None:
+    query_engine = query_engine_of(index, engine)
+    with pytest.raises(ConfigError, match="the question is empty"):
+        query_engine.query(question)
+    with pytest.raises(ConfigError, match="the question is empty"):
+        asyncio.run(query_engine.aquery(question))
+
+
+@pytest.mark.parametrize("module", ["cachecraft_rag.llama_index", "cachecraft_rag.retrievers.llama_index"])
+def test_a_missing_llama_index_is_named_with_the_command(module: str) -> None:
+    code = f"import sys; sys.modules['llama_index.core'] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install 'cachecraft-rag[llama-index]'" in done.stderr.splitlines()[-1]
+
+
+# --- the LLM ---
+
+
+def test_the_llm_in_all_its_ways(engine: Engine) -> None:
+    llm = CacheCraftLLM(engine, sampling=SHORT)
+    expected = llm.complete(QUESTION)
+    messages = [ChatMessage(role="user", content=QUESTION)]
+    streamed = list(llm.stream_complete(QUESTION))
+    assert streamed[-1].text == "".join(response.delta for response in streamed) == expected.text
+    assert llm.chat(messages).message.content == expected.text
+    assert [response.delta for response in llm.stream_chat(messages)] == [response.delta for response in streamed]
+
+    async def ask() -> None:
+        assert (await llm.acomplete(QUESTION)).text == expected.text
+        assert (await llm.achat(messages)).message.content == expected.text
+        assert [part.text async for part in await llm.astream_complete(QUESTION)] == [part.text for part in streamed]
+        assert [part.delta async for part in await llm.astream_chat(messages)] == [part.delta for part in streamed]
+
+    asyncio.run(ask())
+    assert llm.metadata.context_window == 2048
+    assert llm.metadata.num_output == 10
+    assert expected.raw["usage"]["completion_tokens"] == 10
+
+
+def test_the_llm_reuses_documents_and_keeps_prompts_to_itself(engine: Engine) -> None:
+    llm = CacheCraftLLM(engine, sampling=SHORT)
+    texts = list(TEXTS.values())
+    first, second = (llm.complete(QUESTION, documents=texts).raw["cachecraft"] for _ in range(2))
+    assert (first["tokens_reused"], second["tokens_recomputed"]) == (0, 0)
+    assert second["tokens_reused"] > sum(map(len, texts))
+    engine.store.flush()
+    before = engine.store.stats().chunks
+    llm.complete("A secret of mine: " + texts[0])
+    engine.store.flush()
+    assert engine.store.stats().chunks == before == 4  # three texts and the system segment
+
+
+def test_chat_turns_become_the_history(engine: Engine) -> None:
+    llm = CacheCraftLLM(engine, sampling=SHORT)
+    talk = [("system", "Be kind."), ("user", "Hello."), ("assistant", "Hello!"), ("user", "Well?"), ("user", "Say!")]
+    answer = llm.chat([ChatMessage(role=role, content=text) for role, text in talk])
+    history = [("user", "Be kind.\n\nHello."), ("assistant", "Hello!")]
+    assert answer.message.content == "".join(engine.stream("Well?\n\nSay!", [], history=history, sampling=SHORT))
+    assert answer.message.content != llm.complete("Well?\n\nSay!").text
+    with pytest.raises(ConfigError, match="last message"):
+        llm.chat([ChatMessage(role="assistant", content="Hello!")])
+    for call in (llm.complete, llm.stream_complete):
+        with pytest.raises(ConfigError, match=r"max_tokens: no such option; there are documents, .*max_new_tokens"):
+            call(QUESTION, max_tokens=5)
+
+
+@pytest.mark.parametrize("documents", ["abc", [TextNode(text="abc")]])
+def test_documents_that_are_no_texts_are_refused(engine: Engine, documents: Any) -> None:
+    with pytest.raises(ConfigError, match="documents must be a list of texts"):
+        CacheCraftLLM(engine).complete(QUESTION, documents=documents)
+
+
+def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: VectorStoreIndex, engine: Engine) -> None:
+    query_engine = query_engine_of(index, engine)
+    chat = CondenseQuestionChatEngine.from_defaults(
+        query_engine=query_engine, llm=query_engine.synthesizer.llm, memory_cls=ChatMemoryBuffer
+    )
+    first = chat.chat("How do I descale the kettle, Ann asks?")
+    engine.captures.wait_for(list(first.sources[0].raw_output.metadata["cachecraft"]["chunk_ids"].values()))
+    engine.store.flush()
+    before = engine.store.stats().chunks
+    second = chat.chat("And how often?")
+    engine.store.flush()
+    assert second.sources[0].raw_output.metadata["cachecraft"]["tokens_reused"] > 0
+    assert engine.store.stats().chunks == before == 4  # three texts and the system segment, and no word of Ann's
+
+
+# --- the facade's index behind it ---
+
+
+def test_what_the_facade_indexed_answers_through_llama_index(engine: Engine, tmp_path: Path) -> None:
+    from cachecraft_rag.rag import open_index
+    from cachecraft_rag.retrievers.embeddings import Embedder
+
+    embedder = Embedder()
+    with open_index(tmp_path, embedder) as own_index:
+        rag = CacheCraft(engine, own_index, embedder)
+        rag.add_documents([OwnDocument(name, text, {"kind": "note"}) for name, text in TEXTS.items()], prime=True)
+        query_engine = CacheCraftQueryEngine.from_defaults(
+            CacheCraftRetriever(rag, top_k=2), engine=engine, sampling=SHORT
+        )
+        response = query_engine.query(QUESTION)
+        assert response.source_nodes[0].text == TEXTS["kettle"]
+        assert response.source_nodes[0].node.ref_doc_id == "kettle"
+        assert response.source_nodes[0].score > response.source_nodes[1].score
+        assert {chunk["outcome"] for chunk in response.metadata["cachecraft"]["chunks"]} <= {"exact", "reused"}
+        assert asyncio.run(query_engine.aquery(QUESTION)).source_nodes == response.source_nodes
+        instead = QueryBundle("What?", custom_embedding_strs=["the temperature of the fridge"])
+        assert query_engine.retrieve(instead)[0].text == TEXTS["fridge"]
+
+
+def test_texts_and_documents_may_come_from_a_generator(engine: Engine) -> None:
+    llm, synthesizer = CacheCraftLLM(engine, sampling=SHORT), CacheCraftSynthesizer(engine, sampling=SHORT)
+    texts = list(TEXTS.values())
+    raw = llm.complete(QUESTION, documents=(text for text in texts)).raw
+    assert {chunk["chunk_id"] for chunk in raw["cachecraft"]["chunks"]} == set(map(chunk_id_of, texts))
+    answer: Any = synthesizer.get_response(QUESTION, (text for text in texts))  # type: ignore[arg-type]
+    assert {chunk["chunk_id"] for chunk in answer.record["chunks"]} == set(map(chunk_id_of, texts))

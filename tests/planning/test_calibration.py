@@ -1,0 +1,112 @@
+"""The file beside the store that says which α was found for a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cachecraft_rag.planning.calibration import (
+    CALIBRATION_FILE,
+    Calibration,
+    all_calibrations,
+    load_calibration,
+    save_calibration,
+)
+from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.types import Chunk
+
+MakeDecoder = Callable[..., Decoder]
+DEFAULT = ReuseConfig()
+FOUND = Calibration(
+    alpha=1.2,
+    metric="rouge_l",
+    quality=0.95,
+    reached=0.97,
+    low=0.955,
+    recomputed=0.6,
+    dataset="own.jsonl",
+    questions=50,
+    captures="unrelated",
+    selector=DEFAULT.selector,
+    budget_scope=DEFAULT.budget_scope,
+    drift=DEFAULT.drift,
+)
+
+
+def test_each_model_has_its_own(tmp_path: Path) -> None:
+    assert load_calibration(tmp_path, "a") is None
+    save_calibration(tmp_path / "new folder", "a", FOUND)
+    save_calibration(tmp_path / "new folder", "b", replace(FOUND, alpha=0.4))
+    save_calibration(tmp_path / "new folder", "a", replace(FOUND, alpha=0.9))
+    assert load_calibration(tmp_path / "new folder", "a") == replace(FOUND, alpha=0.9)
+    assert load_calibration(tmp_path / "new folder", "b") == replace(FOUND, alpha=0.4)
+    assert load_calibration(tmp_path / "new folder", "c") is None
+    assert [path.name for path in (tmp_path / "new folder").iterdir()] == [CALIBRATION_FILE]
+
+
+def test_all_are_listed_but_for_the_damaged(tmp_path: Path) -> None:
+    assert all_calibrations(tmp_path) == {}
+    save_calibration(tmp_path, "a", FOUND)
+    save_calibration(tmp_path, "b", replace(FOUND, alpha=-1.0))
+    save_calibration(tmp_path, "c", replace(FOUND, alpha=0.4))
+    assert all_calibrations(tmp_path) == {"a": FOUND, "c": replace(FOUND, alpha=0.4)}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": {"alpha": 1}}', '{"a": 3}', '{"a": null}'])
+def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, text: str) -> None:
+    (tmp_path / CALIBRATION_FILE).write_text(text)
+    assert load_calibration(tmp_path, "a") is None
+
+
+@pytest.mark.parametrize("alpha", [-1, "much", "0.5", None])
+def test_an_impossible_alpha_is_not_used(tmp_path: Path, alpha: object, caplog: pytest.LogCaptureFixture) -> None:
+    save_calibration(tmp_path, "a", FOUND)
+    path = tmp_path / CALIBRATION_FILE
+    path.write_text(json.dumps({"a": json.loads(path.read_text())["a"] | {"alpha": alpha}}))
+    assert load_calibration(tmp_path, "a") is None
+    assert "run cachecraft calibrate again" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        save_calibration(tmp_path / "file", "a", FOUND)
+
+
+def test_an_engine_takes_it_up_and_says_so(
+    tiny_decoder: MakeDecoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = tiny_decoder("Llama")
+    model, store = str(tmp_path / "model"), tmp_path / "store"
+    decoder.model.save_pretrained(model)
+    decoder.tokenizer.save_pretrained(model)
+    chunks = [Chunk("One thing is written here."), Chunk("Another thing is written there.")]
+
+    def recomputed(config: ReuseConfig) -> int:
+        with Engine.from_pretrained(model, store=store, reuse=config) as engine:
+            return engine.score_answer("What?", chunks[::-1], max_new_tokens=2).stats.tokens_recomputed
+
+    with Engine.from_pretrained(model, store=store) as engine:
+        fingerprint = engine.decoder.fingerprint
+        engine.score_answer("What?", chunks, max_new_tokens=2)
+    as_always = ReuseConfig(captures=False)
+    plain = recomputed(as_always)
+    assert plain > 0
+    save_calibration(store, fingerprint, FOUND)
+    with caplog.at_level(logging.INFO, "cachecraft_rag"):
+        assert recomputed(as_always) == recomputed(replace(as_always, alpha=FOUND.alpha)) > plain
+    assert "calibrated for rouge_l ≥ 0.95 on 50 questions of own.jsonl" in caplog.text
+    assert recomputed(replace(as_always, alpha=DEFAULT_ALPHA)) == plain  # what is given goes before
+    assert recomputed(replace(as_always, drift=0.0)) == plain  # it was found with another way of choosing
+    assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
+        replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
+    )
+    assert not FOUND.fits(replace(as_always, focus="gap"))  # which would recompute less than was promised

@@ -1,0 +1,381 @@
+"""Planning: which stored variant serves each chunk, what is recomputed, and how long deciding takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import sqlite3
+import statistics
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachecraft_rag.store.catalog import _insert
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
+from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
+
+CONFIG = ReuseConfig(alpha=0.5)
+SYSTEM, OTHER_SYSTEM = "system", "another system"
+
+
+def segment(name: str, tokens: int = 10) -> Segment:
+    """A chunk whose token ids follow from its name."""
+    return Segment("chunk", name, tuple(hash_of(name) + place for place in range(tokens)))
+
+
+def hash_of(name: str) -> int:
+    return int(digest(name)[:6], 16)
+
+
+def prompt_of(*names: str, system: str = SYSTEM) -> Prompt:
+    """system, the named chunks, and a question."""
+    return Prompt(
+        (Segment("system", system, (1, 2)), *(segment(n) for n in names), Segment("question", "q", (3,), True))
+    )
+
+
+def variant(name: str, *before: str, inter: tuple[float, ...] | None = None, **changes: Any) -> Variant:
+    """A stored chunk-cache of the chunk, captured behind the system and the named chunks, which it all looked at alike."""
+    prefix = (changes.pop("system", SYSTEM), *before)
+    key = VariantKey("default", "model", name, prefix)
+    made = Variant(
+        key=key,
+        variant_id=key.variant_id,
+        tokens=10,
+        tokens_digest=segment(name).tokens_digest,
+        inter=(0.5, *(inter or (1.0,) * len(before))),
+        intra=4.0,
+        cci=0.6,
+        exact_share=1.0,
+        session=None,
+        codec="raw",
+        nbytes=100,
+        reuse_frequency=0.0,
+        created=1.0,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def plan_last(prompt: Prompt, *variants: Variant, config: ReuseConfig = CONFIG, **lost: str) -> SegmentPlan:
+    """The plan of the last chunk."""
+    name = prompt.segments[-2].segment_id
+    return make_plan(prompt, {name: variants}, config, lost=lost).segments[-2]
+
+
+def test_without_a_variant_everything_is_computed() -> None:
+    plan = make_plan(prompt_of("a", "b"), {}, CONFIG)
+    assert [s.outcome for s in plan.segments] == ["computed"] * 4
+    assert [s.reason for s in plan.segments[:3]] == ["no chunk-cache stored"] * 3
+    assert plan.segments[3].reason == "the question is always computed"
+
+
+def test_switched_off_nothing_is_reused() -> None:
+    plan = make_plan(prompt_of("a"), {"a": [variant("a")]}, ReuseConfig(reuse=False))
+    assert [(s.outcome, s.variant) for s in plan.segments] == [("computed", None)] * 3
+
+
+def test_the_very_same_prefix_is_exact() -> None:
+    own = variant("c", "a", "b")
+    found = plan_last(prompt_of("a", "b", "c"), variant("c", "a"), own, variant("c", "b", "a"))
+    assert (found.outcome, found.variant, found.cfo) == ("exact", own, 0.0)
+
+
+def test_the_system_segment_is_exact_behind_nothing() -> None:
+    key = VariantKey("default", "model", SYSTEM, ())
+    digest_of_it = Segment("system", SYSTEM, (1, 2)).tokens_digest
+    own = dataclasses.replace(
+        variant("x"), key=key, variant_id=key.variant_id, inter=(), tokens=2, tokens_digest=digest_of_it
+    )
+    assert make_plan(prompt_of("a"), {SYSTEM: [own]}, CONFIG).segments[0].outcome == "exact"
+
+
+def test_the_lowest_overhead_wins() -> None:
+    half = variant("c", "a", "x")  # β = 1/2
+    most = variant("c", "a", "b", "x")  # β = 2/3
+    none = variant("c", "x", "y")
+    found = plan_last(prompt_of("b", "a", "d", "c"), none, half, variant("c", "b", "a", "x"), most)
+    assert found.outcome == "reused"
+    assert found.variant == variant("c", "b", "a", "x")  # β = 2/3 like `most`, and in order
+    assert found.cfo == pytest.approx(0.5 * 0.6 * (1 - 2 / 3))
+    assert (found.beta, found.gamma) == (pytest.approx(2 / 3), 0.0)
+    reordered = plan_last(prompt_of("b", "a", "d", "c"), none, half, most)
+    assert reordered.variant == half  # γ = 1 takes all of the other's overlap away
+    assert plan_last(prompt_of("b", "a", "d", "c"), most).adjusted == 0.0
+
+
+def test_of_equals_the_purer_birth_wins() -> None:
+    inexact = variant("c", "x", exact_share=0.3)
+    pure = variant("c", "y", exact_share=0.9)
+    for offers in ((inexact, pure), (pure, inexact)):
+        assert plan_last(prompt_of("a", "c"), *offers).variant == pure
+
+
+def test_a_primed_variant_wins_unless_another_really_overlaps() -> None:
+    primed = variant("c", "x", cci=0.7, primed=True)
+    other, third = variant("c", "y"), variant("c", "y", "a", "z")
+    assert plan_last(prompt_of("a", "b", "d", "c"), other, primed).variant == primed
+    assert plan_last(prompt_of("a", "b", "d", "c"), other, primed, third).variant == third
+    assert plan_last(prompt_of("a", "c"), primed).cfo == pytest.approx(0.5 * 0.7)  # it is recomputed like any other
+
+
+def test_a_primed_variant_that_cannot_be_fixed_does_not_win() -> None:
+    primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y")
+    found = plan_last(prompt_of("a", "c"), primed, other, config=ReuseConfig(alpha=1.5))  # CFO 1 and 0.9
+    assert (found.outcome, found.variant) == ("reused", other)
+
+
+def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
+    found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
+    assert (found.outcome, found.beta, found.adjusted) == ("reused", 1.0, 0.75)
+    assert found.cfo == pytest.approx(0.5 * 0.6 * 0.25)  # α · CCI · (1 - β′)
+
+
+def test_an_overhead_of_one_means_computing() -> None:
+    found = plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=2.0))
+    assert (found.outcome, found.variant, found.cfo) == ("computed", None, 1.0)
+    assert "CFO is 1" in found.reason
+    assert plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=1.6)).outcome == "reused"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_with_a_fixed_ratio_alpha_decides_nothing(ratio: float) -> None:
+    offers = [variant("c", "x", cci=0.7), variant("c", "y", "a"), variant("c", "y", cci=0.9)]
+    stored = {"c": offers}
+    plans = [
+        with_selection(make_plan(prompt_of("a", "c"), stored, config), {}, config)
+        for config in (ReuseConfig(alpha=alpha, recompute_ratio=ratio) for alpha in (None, 0.0, 0.5, 1.6, 50.0))
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    found = plans[0].segments[-2]
+    assert (found.outcome, found.variant, len(found.recompute)) == ("reused", offers[1], math.ceil(ratio * 10))
+
+
+# -- what a codec loses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["int8", "entropy", "of a later version"])
+def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) -> None:
+    own, moved = variant("c", "a", codec=codec), variant("c", "b")
+    for config in (CONFIG, ReuseConfig(alpha=0.0), ReuseConfig(recompute_ratio=0.5), ReuseConfig(scope="prefix")):
+        found = plan_last(prompt_of("a", "c"), moved, own, config=config)
+        assert (found.outcome, found.variant, found.adjusted, found.cfo) == ("reused", own, 1.0, 0.0)
+        assert codec in found.reason
+        assert with_selection(Plan((found,)), {}, config).segments[0].recompute == ()
+    chain = [dataclasses.replace(one, codec=codec) for one in stored_chain("a", "b")]
+    assert plan_of(prompt_of("a", "b"), chain, SET) == [("reused", one) for one in chain]
+
+
+def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
+    kept = plan_last(prompt_of("a"), variant("a", codec="int8"))
+    computed, exact = SegmentPlan("computed"), SegmentPlan("exact")
+    shares = exact_shares(Plan((exact, kept, computed, computed)), [5, 10, 20, 5])
+    assert shares[:2] == [1.0, 1.0]
+    assert 0.9 < shares[2] < 1.0
+    assert shares[3] == pytest.approx(shares[2])
+    found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=shares[2]))
+    assert found.outcome == "reused"
+    assert found.cfo == pytest.approx(0.0, abs=0.01)  # as good as exact, for all that matters to planning
+    assert plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.5, codec="int8")).to_fix
+
+
+def test_behind_another_instruction_no_overlap_counts() -> None:
+    found = plan_last(prompt_of("a", "c", system=OTHER_SYSTEM), variant("c", "a"))
+    assert (found.beta, found.cfo) == (0.0, pytest.approx(0.3))
+    back = plan_last(prompt_of("a", "c", system=OTHER_SYSTEM), variant("c", "a", system=OTHER_SYSTEM))
+    assert back.outcome == "exact"
+
+
+def test_a_chunk_born_first_overlaps_only_with_nothing() -> None:
+    assert plan_last(prompt_of("c"), variant("c")).outcome == "exact"
+    assert plan_last(prompt_of("a", "c"), variant("c")).beta == 0.0
+
+
+def test_only_chunks_before_it_count_as_prefix() -> None:
+    plan = make_plan(prompt_of("c", "a"), {"c": [variant("c", "a")]}, CONFIG)
+    assert plan.segments[1].beta == 0.0
+
+
+def test_other_token_ids_are_never_served() -> None:
+    wrong = variant("c", "a", tokens_digest=segment("d").tokens_digest)
+    found = plan_last(prompt_of("a", "c"), wrong)
+    assert (found.outcome, found.reason) == ("computed", "stored chunk-caches were tokenised differently")
+    right = variant("c", "x")
+    assert plan_last(prompt_of("a", "c"), wrong, right).variant == right
+
+
+def test_a_lost_variant_gives_way_to_the_next_and_then_to_its_reason() -> None:
+    first, second = variant("c", "a"), variant("c", "x")
+    assert plan_last(prompt_of("a", "c"), first, second, **{first.variant_id: "checksum"}).variant == second
+    lost = {first.variant_id: "checksum", second.variant_id: "file missing"}
+    found = plan_last(prompt_of("a", "c"), first, second, **lost)
+    assert (found.outcome, found.reason) == ("computed", "checksum")
+
+
+# -- tokens to recompute ----------------------------------------------------------------------------------------------
+
+
+def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int, ...]:
+    assert found.variant is not None
+    known = {found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)}
+    return with_selection(Plan((found,)), known, ReuseConfig(**config)).segments[0].recompute
+
+
+def test_the_budget_is_rounded_up() -> None:
+    scores = np.arange(10, dtype=np.float32)
+    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.21)
+    assert selected(reused, scores) == (7, 8, 9)
+    assert selected(dataclasses.replace(reused, cfo=0.2), scores) == (8, 9)
+    assert selected(dataclasses.replace(reused, cfo=0.0), scores) == ()
+    assert selected(dataclasses.replace(reused, cfo=1e-9), scores) == (9,)
+
+
+def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> None:
+    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.9)
+    assert len(selected(reused, recompute_ratio=0.15)) == 2
+    assert selected(reused, recompute_ratio=0.0) == ()
+    assert len(selected(reused, recompute_ratio=1.0)) == 10
+    assert selected(SegmentPlan("exact", "", variant("c", "a"), cfo=0.0), recompute_ratio=0.5) == ()
+
+
+def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
+    reused = SegmentPlan("reused", "", variant("c"), cfo=0.3)
+    assert selected(reused, None) == (0, 1, 2)
+    assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1, 2)
+
+
+def test_each_selector_has_its_own_token_scores() -> None:
+    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.2)
+    ascending = np.arange(10, dtype=np.float32)
+    scores = TokenScores(inter=ascending, received=-ascending)
+    assert selected(reused, scores) == (8, 9)
+    assert selected(reused, scores, selector="h2o") == (0, 1)
+    assert selected(reused, TokenScores(received=ascending), selector="h2o") == (8, 9)
+    assert selected(reused, TokenScores(received=ascending)) == (0, 1)
+
+
+def test_the_share_of_exact_context() -> None:
+    exact, reused, computed = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
+    assert exact_shares(Plan((computed, computed, exact, computed)), [7, 11, 13, 3]) == [1.0] * 4
+    assert exact_shares(Plan((exact, reused, reused, computed)), [10, 10, 20, 5]) == [1.0, 1.0, 0.5, 0.25]
+    # the third is computed behind 1/2 exact context and hands that half on
+    assert exact_shares(Plan((exact, reused, computed, computed)), [10, 10, 20, 5])[3] == 0.5
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+CHUNKS, VARIANTS = 12_500, 8
+
+
+@pytest.fixture(scope="module")
+def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheStore]:
+    """A store on disk whose catalog holds 100,000 variants; their files are not needed to plan."""
+    names = [digest("chunk", str(n)) for n in range(CHUNKS)]
+    rng = random.Random(0)
+    scores = struct.pack("<400f", *(rng.random() for _ in range(400)))
+    with ChunkCacheStore.open(tmp_path_factory.mktemp("full") / "store") as store:
+        with closing(sqlite3.connect(store.root / "catalog.sqlite")) as connection, connection:
+            for name in names:
+                for count in range(1, VARIANTS + 1):
+                    before = rng.sample(names[:100], count)
+                    row = variant(
+                        name,
+                        *before,
+                        inter=tuple(rng.random() * 40 for _ in before),
+                        tokens=400,
+                        tokens_digest=digest(name),
+                        cci=rng.uniform(0.5, 0.7),
+                        system=digest(SYSTEM),
+                    )
+                    _insert(connection, row, file_bytes=1000, frequency=0.0)
+                    if count == 1 or name in names[:100]:
+                        connection.execute("INSERT INTO token_scores VALUES (?,?)", (row.variant_id, scores))
+        yield store
+
+
+@pytest.mark.no_cover  # tracing every line makes planning three times as slow
+def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog(full_store: ChunkCacheStore) -> None:
+    assert full_store.stats().variants == CHUNKS * VARIANTS
+    rng = random.Random(1)
+    config, planning, selecting = ReuseConfig(), list[float](), list[float]()
+    for _ in range(150):
+        names = [digest("chunk", str(n)) for n in rng.sample(range(100), 20)]
+        chunks = [Segment("chunk", name, tuple(range(400))) for name in names]
+        for chunk in chunks:
+            object.__setattr__(chunk, "tokens_digest", digest(chunk.segment_id))  # what the rows above say
+        prompt = Prompt(
+            (Segment("system", digest(SYSTEM), (1,)), *chunks, Segment("question", digest("q"), (2,), True))
+        )
+        start = time.perf_counter()
+        stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
+        plan = make_plan(prompt, stored, config)
+        planned = time.perf_counter()
+        winners = [s.variant.variant_id for s in plan.segments if s.variant is not None]
+        chosen = with_selection(plan, full_store.token_scores(winners), config)
+        planning.append(planned - start)
+        selecting.append(time.perf_counter() - planned)
+        assert [len(stored[name]) for name in names] == [VARIANTS] * 20
+        assert len(winners) == 20
+        assert sum(len(s.recompute) for s in chosen.segments) > 20
+    batches = [statistics.median(planning[start : start + 50]) for start in (0, 50, 100)]
+    print(f"planning {min(batches) * 1e3:.2f} ms, token scores {statistics.median(selecting) * 1e3:.2f} ms")
+    assert min(batches) <= 0.002  # of three, because the machine may be busy with something else meanwhile
+
+
+# -- other scopes -----------------------------------------------------------------------------------------------------
+
+PREFIX, SET = ReuseConfig(scope="prefix"), ReuseConfig(scope="set")
+
+
+def stored_chain(*names: str) -> list[Variant]:
+    """What one full prefill of these chunks leaves."""
+    return [variant(name, *names[:place]) for place, name in enumerate(names)]
+
+
+def plan_of(
+    prompt: Prompt, variants: list[Variant], config: ReuseConfig, **lost: str
+) -> list[tuple[str, Variant | None]]:
+    """Outcome and variant of each chunk."""
+    stored: dict[str, list[Variant]] = {}
+    for one in variants:
+        stored.setdefault(one.key.chunk_id, []).append(one)
+    plan = make_plan(prompt, stored, config, lost=lost)
+    return [(planned.outcome, planned.variant) for planned in plan.segments[1:-1]]
+
+
+def test_prefix_cache_reuses_a_prefix_and_nothing_else() -> None:
+    a, b, c = stored_chain("a", "b", "c")
+    found = plan_of(prompt_of("a", "b", "d", "c"), [a, b, c], PREFIX)
+    assert found == [("exact", a), ("exact", b), ("computed", None), ("computed", None)]
+    plan = make_plan(prompt_of("c"), {"c": [c]}, PREFIX)
+    assert plan.segments[1].reason == "stored behind other chunks only"
+
+
+def test_set_cache_takes_the_longest_first_chunks_in_any_order() -> None:
+    a, b, c = stored_chain("a", "b", "c")
+    found = plan_of(prompt_of("b", "a", "d", "c"), [a, b, c], SET)
+    assert found == [("reused", b), ("reused", a), ("computed", None), ("computed", None)]
+    everything = plan_of(prompt_of("c", "a", "b"), [a, b, c], SET)
+    assert everything == [("reused", c), ("reused", a), ("reused", b)]
+
+
+def test_set_cache_prefers_the_same_order_and_needs_the_whole_chain() -> None:
+    chain, other = stored_chain("a", "b"), stored_chain("b", "a")
+    assert [outcome for outcome, _ in plan_of(prompt_of("a", "b"), [*other, *chain], SET)] == ["exact", "exact"]
+    assert plan_of(prompt_of("a", "b"), other[1:], SET) == [("computed", None)] * 2
+    lost = {other[0].variant_id: "gone"}
+    assert plan_of(prompt_of("a", "b"), other, SET, **lost) == [("computed", None)] * 2
+
+
+def test_set_cache_recomputes_nothing() -> None:
+    variants = stored_chain("a", "b")
+    plan = make_plan(prompt_of("b", "a"), {v.key.chunk_id: [v] for v in variants}, SET)
+    assert all(not planned.recompute for planned in with_selection(plan, {}, SET).segments)

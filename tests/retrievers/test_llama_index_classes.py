@@ -1,0 +1,381 @@
+"""The vector store and embeddings as LlamaIndex sees them, against its own vector store wherever the two can agree."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+
+from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey, chunk_id_of
+
+DIM = 16
+
+
+def vector_of(text: str) -> list[float]:
+    """A vector that depends on the text alone; not of unit length."""
+    return (3 * np.random.default_rng(list(text.encode())).standard_normal(DIM)).tolist()
+
+
+class TextEmbedding(BaseEmbedding):
+    """Another vector for every text; counts how many texts it was given."""
+
+    seen: list[str] = []  # noqa: RUF012  # pydantic copies it
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        self.seen.append(text)
+        return vector_of(text)
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return vector_of(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return vector_of(query)
+
+
+def node_of(name: str, text: str, *, document: str | None = "d", **metadata: object) -> TextNode:
+    node = TextNode(id_=name, text=text, metadata=metadata, embedding=vector_of(text))
+    if document is not None:
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=document)
+    return node
+
+
+def found(store: CacheCraftVectorStore, text: str, k: int = 1, **settings: object) -> list[str]:
+    """The ids of the nearest nodes."""
+    query = VectorStoreQuery(query_embedding=vector_of(text), similarity_top_k=k, **settings)
+    return list(store.query(query).ids or [])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CacheCraftVectorStore]:
+    with CacheCraftVectorStore(tmp_path / "index") as made:
+        yield made
+
+
+# --- classes ---
+
+
+def test_classes_are_llama_indexs() -> None:
+    assert "BasePydanticVectorStore" in [base.__name__ for base in CacheCraftVectorStore.__mro__]
+    assert "BaseEmbedding" in [base.__name__ for base in CacheCraftEmbedding.__mro__]
+
+
+# --- adding and deleting ---
+
+
+def test_a_node_comes_back_as_it_was(store: CacheCraftVectorStore) -> None:
+    node = node_of("n1", "Descale it.", page=3, tags=["hot", "wet"], when=datetime.date(2024, 5, 1))
+    node.excluded_llm_metadata_keys = ["page"]
+    node.relationships[NodeRelationship.NEXT] = RelatedNodeInfo(node_id="n2")
+    store.add([node])
+    (back,) = store.get_nodes(["n1"])
+    assert isinstance(back, TextNode)
+    assert (back.text, back.ref_doc_id, back.excluded_llm_metadata_keys) == ("Descale it.", "d", ["page"])
+    assert back.metadata == {"page": 3, "tags": ["hot", "wet"], "when": "2024-05-01"}
+    assert back.next_node is not None
+    assert store.client is not None
+    (chunk,) = store.client.places()
+    assert chunk.chunk_id == chunk_id_of(back.get_content(metadata_mode="llm"))  # the id of its chunk-cache
+
+
+def test_before_the_first_node_there_is_nothing_and_no_folder(store: CacheCraftVectorStore, tmp_path: Path) -> None:
+    assert found(store, "kettle") == []
+    assert store.get_nodes() == []
+    store.delete("d")
+    store.delete_nodes(["n1"])
+    store.clear()
+    store.persist()
+    assert store.client is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adding_a_node_again_replaces_it_wherever_it_was(store: CacheCraftVectorStore) -> None:
+    store.add([node_of("n1", "kettle"), node_of("n2", "toaster")])
+    store.add([node_of("n1", "kettle"), node_of("n2", "fridge", document="other")])
+    assert sorted(found(store, "kettle", 9)) == ["n1", "n2"]
+    assert found(store, "fridge") == ["n2"]
+    store.delete("d")
+    assert found(store, "kettle", 9) == ["n2"]
+
+
+def test_a_shared_chunk_stays_until_its_last_document_goes(store: CacheCraftVectorStore) -> None:
+    store.add([node_of("a1", "shared", document="a"), node_of("a2", "only a", document="a")])
+    store.add([node_of("b1", "shared", document="b"), node_of("b2", "only b", document="b")])
+    assert len(found(store, "shared", 9)) == 3  # one for both
+    store.delete("a")
+    assert found(store, "shared", 9)[0] == "b1"
+    assert sorted(node.node_id for node in store.get_nodes()) == ["b1", "b2"]
+    store.delete("b")
+    assert found(store, "shared", 9) == []
+
+
+def test_nodes_are_deleted_by_id_and_by_filter(store: CacheCraftVectorStore) -> None:
+    store.add([node_of(f"n{at}", f"text {at}", page=at) for at in range(6)])
+    store.delete_nodes(["n0", "unknown"])
+    store.delete_nodes(["n1", "n2"], MetadataFilters(filters=[MetadataFilter(key="page", value=2)]))
+    store.delete_nodes(
+        filters=MetadataFilters(filters=[MetadataFilter(key="page", value=4, operator=FilterOperator.GT)])
+    )
+    assert [node.node_id for node in store.get_nodes()] == ["n1", "n3", "n4"]
+    with pytest.raises(ConfigError, match="clear"):
+        store.delete_nodes()
+    for call in (lambda: store.delete("n1", node_id="n1"), lambda: store.delete_nodes(["n1"], filter=None)):
+        with pytest.raises(ConfigError, match="no such option"):
+            call()
+    store.clear()
+    assert store.get_nodes() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_any_adding_and_deleting_no_search_finds_the_wrong_chunk(store: CacheCraftVectorStore, seed: int) -> None:
+    dice, reference = random.Random(seed), SimpleVectorStore()
+    nodes: dict[str, TextNode] = {}
+    for step in range(60):
+        doc = f"d{dice.randrange(6)}"
+        if dice.random() < 0.6:
+            fresh = [node_of(f"n{dice.randrange(40)}", f"text {step} {at}", document=doc) for at in range(3)]
+            batch = list({node.node_id: node for node in fresh}.values())
+            store.add(batch)
+            reference.add(batch)
+            nodes |= {node.node_id: node for node in batch}
+        elif dice.random() < 0.5:
+            store.delete(doc)
+            reference.delete(doc)
+        else:
+            ids = [f"n{dice.randrange(40)}" for _ in range(3)]
+            store.delete_nodes(ids)
+            reference.delete_nodes(ids)
+        query = VectorStoreQuery(query_embedding=vector_of(f"query {step}"), similarity_top_k=5)
+        ours, theirs = store.query(query), reference.query(query)
+        assert ours.ids == theirs.ids
+        assert ours.similarities == pytest.approx(theirs.similarities, abs=1e-5)
+        assert [node.get_content() for node in ours.nodes] == [nodes[name].text for name in theirs.ids]
+    assert len(ours.ids) == 5
+
+
+# --- questions ---
+
+FILTERS = [
+    MetadataFilters(filters=[MetadataFilter(key="kind", value="a")]),
+    MetadataFilters(filters=[MetadataFilter(key="kind", value="a"), MetadataFilter(key="kind", value="b")]),
+    MetadataFilters(
+        filters=[
+            MetadataFilter(key="page", value=7, operator=FilterOperator.GTE),
+            MetadataFilter(key="kind", value="b"),
+        ],
+        condition=FilterCondition.OR,
+    ),
+    MetadataFilters(filters=[MetadataFilter(key="kind", value="a")], condition=FilterCondition.NOT),
+    MetadataFilters(filters=[MetadataFilter(key="kind", value=["a", "c"], operator=FilterOperator.IN)]),
+    MetadataFilters(filters=[MetadataFilter(key="tags", value="even", operator=FilterOperator.CONTAINS)]),
+    MetadataFilters(filters=[MetadataFilter(key="rare", value=None, operator=FilterOperator.IS_EMPTY)]),
+    MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value="d1")]),
+    MetadataFilters(filters=[]),
+]
+
+
+@pytest.fixture
+def pages() -> list[TextNode]:
+    """Twelve nodes of three kinds in two documents."""
+    return [
+        node_of(
+            f"n{at}",
+            f"text {at}",
+            document=f"d{at % 2}",
+            kind="abc"[at % 3],
+            page=at,
+            tags=["even" if at % 2 == 0 else "odd"],
+            **({"rare": "x"} if at == 5 else {}),
+        )
+        for at in range(12)
+    ]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=range(len(FILTERS)))
+def test_filters_let_through_what_llama_indexs_own_store_does(
+    store: CacheCraftVectorStore, pages: list[TextNode], filters: MetadataFilters
+) -> None:
+    reference = SimpleVectorStore()
+    store.add(pages)
+    reference.add(pages)
+    query = VectorStoreQuery(query_embedding=vector_of("text 1"), similarity_top_k=20, filters=filters)
+    assert store.query(query).ids == reference.query(query).ids
+
+
+def test_filters_may_be_nested_and_joined_with_ids(store: CacheCraftVectorStore, pages: list[TextNode]) -> None:
+    store.add(pages)
+    low = MetadataFilter(key="page", value=3, operator=FilterOperator.LT)
+    nested = MetadataFilters(filters=[low, MetadataFilters(filters=[MetadataFilter(key="kind", value="a")])])
+    assert found(store, "text 1", 20, filters=nested) == ["n0"]
+    assert sorted(found(store, "text 1", 20, filters=MetadataFilters(filters=[low]), node_ids=["n1", "n9"])) == ["n1"]
+    assert set(found(store, "text 1", 20, doc_ids=["d1"])) == {f"n{at}" for at in range(1, 12, 2)}
+    assert len(found(store, "text 1", 20, node_ids=[])) == 12  # how an index without nodes of its own asks for all
+
+
+def test_what_cannot_be_searched_is_refused(store: CacheCraftVectorStore) -> None:
+    with pytest.raises(ConfigError, match="sparse"):
+        store.query(VectorStoreQuery(query_embedding=vector_of(""), mode=VectorStoreQueryMode.SPARSE))
+    with pytest.raises(ConfigError, match="embed_model"):
+        store.query(VectorStoreQuery(query_str="kettle"))
+
+
+def test_everything_works_in_an_event_loop(store: CacheCraftVectorStore) -> None:
+    async def use() -> None:
+        await store.async_add(
+            [node_of("n1", "kettle"), node_of("n2", "toaster"), node_of("n3", "fridge", document="e")]
+        )
+        query = VectorStoreQuery(query_embedding=vector_of("toaster"), similarity_top_k=1)
+        assert (await store.aquery(query)).ids == ["n2"]
+        await store.adelete_nodes(["n2"])
+        await store.adelete("e")
+        assert [node.node_id for node in await store.aget_nodes()] == ["n1"]
+        await store.aclear()
+        assert await store.aget_nodes() == []
+
+    asyncio.run(use())
+
+
+# --- persistence ---
+
+
+def test_an_index_is_there_again_after_a_restart(tmp_path: Path) -> None:
+    embedding = TextEmbedding()
+    first = CacheCraftVectorStore(tmp_path / "index")
+    index = VectorStoreIndex.from_documents(
+        [Document(id_=name, text=name) for name in ("kettle", "toaster", "fridge")],
+        storage_context=StorageContext.from_defaults(vector_store=first),
+        embed_model=embedding,
+    )
+    index.storage_context.persist(tmp_path / "llama-index")
+    first.close()
+    again = CacheCraftVectorStore(tmp_path / "index")
+    loaded = VectorStoreIndex.from_vector_store(again, embed_model=embedding)
+    retriever = loaded.as_retriever(similarity_top_k=1)
+    assert [node.text for node in retriever.retrieve("toaster")] == ["toaster"]
+    loaded.delete_ref_doc("toaster")
+    loaded.insert(Document(id_="oven", text="oven"))
+    again.close()
+    with FaissStore.open(tmp_path / "index") as beneath:
+        assert [document.doc_id for document in beneath.documents()] == ["fridge", "kettle", "oven"]
+
+
+def test_another_embedding_model_is_refused(tmp_path: Path) -> None:
+    first = CacheCraftVectorStore(tmp_path, embedding="mine@1")
+    first.add([node_of("n1", "kettle")])
+    with pytest.raises(IndexStoreError, match=f"{DIM}.* is needed"):
+        first.query(VectorStoreQuery(query_embedding=[1.0, 0.0]))
+    first.close()
+    with pytest.raises(IndexStoreError, match="embedding model"):
+        CacheCraftVectorStore(tmp_path, embedding="other@2")
+    unnamed = CacheCraftVectorStore(tmp_path)
+    assert found(unnamed, "kettle") == ["n1"]
+    unnamed.close()
+
+
+def test_a_store_that_was_given_stays_open(tmp_path: Path) -> None:
+    with FaissStore.open(tmp_path, dim=DIM, embedder_fingerprint="mine@1") as beneath:
+        store = CacheCraftVectorStore(beneath)
+        store.add([node_of("n1", "kettle", document=None)])
+        store.close()
+        assert [document.doc_id for document in beneath.documents()] == ["n1"]
+
+
+# --- ingestion ---
+
+
+def ingest(pipeline: IngestionPipeline, **texts: str) -> Sequence[BaseNode]:
+    return pipeline.run(documents=[Document(id_=name, text=text) for name, text in texts.items()])
+
+
+@pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
+def test_a_pipeline_with_upserts(store: CacheCraftVectorStore, strategy: DocstoreStrategy) -> None:
+    embedding = TextEmbedding()
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), embedding],
+        docstore=SimpleDocumentStore(),
+        vector_store=store,
+        docstore_strategy=strategy,
+        disable_cache=True,
+    )
+    assert len(ingest(pipeline, kettle="Descale it.", toaster="Empty the tray.", shared="Descale it.")) == 3
+    embedding.seen.clear()
+    ingest(pipeline, kettle="Fill it.", toaster="Empty the tray.", shared="Descale it.")
+    assert embedding.seen == ["Fill it."]
+    (hit,) = store.query(VectorStoreQuery(query_embedding=vector_of("Descale it."), similarity_top_k=1)).nodes
+    assert hit.ref_doc_id == "shared"
+    ingest(pipeline, kettle="Fill it.")
+    left = {node.ref_doc_id: node.get_content() for node in store.get_nodes()}
+    gone = {"toaster", "shared"} if strategy == DocstoreStrategy.UPSERTS_AND_DELETE else set()
+    assert left.keys() == {"kettle", "toaster", "shared"} - gone
+    assert left["kettle"] == "Fill it."
+
+
+def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(tmp_path: Path) -> None:
+    import torch
+
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
+    with ChunkCacheStore.open(tmp_path / "caches") as caches:
+        for text in ("shared", "only a"):
+            key = VariantKey("default", "model", chunk_id_of(text), ("system",))
+            capture = Capture(
+                key=key,
+                layout=layout,
+                tokens_digest="0",
+                kv=torch.zeros(layout.shape(2)),
+                token_scores=TokenScores(),
+                inter=(0.0,),
+                intra=0.0,
+                cci=0.5,
+                exact_share=1.0,
+            )
+            caches.put(capture).result()
+        store = CacheCraftVectorStore(tmp_path / "index", caches=caches)
+        store.add([node_of("a1", "shared", document="a"), node_of("a2", "only a", document="a")])
+        store.add([node_of("b1", "shared", document="b")])
+        assert caches.stats().chunks == 2
+        store.delete("a")
+        assert caches.stats().chunks == 1
+        store.delete_nodes(["b1"])
+        assert caches.stats().chunks == 0
+        store.close()
+
+
+# --- embeddings ---
+
+
+def test_the_embedding_model_is_the_packages_own() -> None:
+    embedder = Embedder()
+    embedding = CacheCraftEmbedding(embedder)
+    texts = ["Descale the kettle.", "The toaster has a tray."]
+    expected = embedder.encode_document(texts)
+    assert np.allclose(embedding.get_text_embedding_batch(texts), expected)
+    assert np.allclose(embedding.get_text_embedding(texts[1]), expected[1], atol=1e-5)
+    assert np.allclose(embedding.get_query_embedding(texts[0]), embedder.encode_query(texts[:1])[0], atol=1e-5)
+    assert np.allclose(asyncio.run(embedding.aget_text_embedding_batch(texts)), expected, atol=1e-5)
+    assert np.allclose(asyncio.run(embedding.aget_query_embedding(texts[0])), expected[0], atol=1e-5)
+    assert embedding.model_name == embedder.name
+    assert embedding.embedder is embedder

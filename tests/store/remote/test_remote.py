@@ -1,0 +1,796 @@
+"""The remote tier against real servers: what it keeps apart, what it survives, what it never gives away."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import pytest
+import redis
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.layout import Encoded, StoredVariant, encode
+from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
+from cachecraft_rag.store.remote.base import PIECE_BYTES
+from cachecraft_rag.store.remote.breaker import LONGEST_PAUSE, Breaker
+from cachecraft_rag.store.remote.rows import Row, decode_row, place_of
+from cachecraft_rag.types import KVLayout, TokenScores, Unavailable, Variant, VariantKey
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
+LARGE = KVLayout(layers=6, kv_heads=4, head_dim=64, dtype="bfloat16")  # 2.4 MB with 400 tokens
+MakeTier = Callable[..., RemoteTier]
+
+
+def variant_of(
+    chunk: str = "chunk", *, namespace: str = "ns", fingerprint: str = "model", prefix: tuple[str, ...] = ("system",),
+    layout: KVLayout = LAYOUT, tokens: int = 10, session: str | None = None, created: float = 1e9,
+    exact_share: float = 1.0,
+) -> Variant:  # fmt: skip
+    key = VariantKey(namespace, fingerprint, chunk, prefix)
+    inter = tuple(0.5 for _ in prefix)
+    numbers = (tokens, "tokens", inter, 0.3, 0.6, exact_share, session, "raw", layout.nbytes(tokens), 0.0, created)
+    return Variant(key, key.variant_id, *numbers)
+
+
+def tensor_of(variant: Variant, layout: KVLayout = LAYOUT) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int(variant.variant_id[:8], 16))
+    return torch.randn(layout.shape(variant.tokens), generator=generator).bfloat16()
+
+
+def encoded_of(variant: Variant, layout: KVLayout = LAYOUT) -> Encoded:
+    return encode(variant, layout, tensor_of(variant, layout))
+
+
+def scores_of(variant: Variant) -> TokenScores:
+    ascending = np.linspace(0.0, 1.0, variant.tokens, dtype=np.float32)
+    return TokenScores(ascending, 1.0 - ascending)
+
+
+def same(one: TokenScores, other: TokenScores) -> bool:
+    return np.array_equal(one.inter, other.inter) and np.array_equal(one.received, other.received)
+
+
+def send(tier: RemoteTier, *variants: Variant, layout: KVLayout = LAYOUT) -> None:
+    for variant in variants:
+        assert tier.put(variant, encoded_of(variant, layout), scores_of(variant))
+    assert tier.flush(10)
+
+
+def found(tier: RemoteTier, chunk: str = "chunk", namespace: str = "ns", fingerprint: str = "model") -> list[Variant]:
+    return tier.lookup(namespace, fingerprint, [chunk])[chunk]
+
+
+def payload(stream: RemoteStream | Unavailable, step: int = 1 << 30) -> bytes:
+    assert isinstance(stream, RemoteStream), stream
+    with stream:
+        whole = bytearray(stream.nbytes)
+        for start in range(0, len(whole), step):
+            stream.read_into(memoryview(whole)[start : start + step])
+    return bytes(whole)
+
+
+def tensor_from(stream: RemoteStream | Unavailable, variant: Variant) -> torch.Tensor:
+    assert isinstance(stream, RemoteStream), stream
+    with stream:
+        stored = StoredVariant(stream, variant)
+        stored.allocate()
+        return stored.read_all()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@pytest.fixture
+def make_tier() -> Iterator[MakeTier]:
+    """Makes tiers that are closed in the end; generous with time, so that a busy machine is no failure."""
+    made: list[RemoteTier] = []
+
+    def make(url: str, **changes: Any) -> RemoteTier:
+        patient = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0, "close_timeout_s": 1.0}
+        made.append(RemoteTier(RemoteConfig(url, **(patient | changes))))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close()
+
+
+@pytest.fixture(params=["redis", "s3", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "redis":
+        return f"redis://127.0.0.1:{request.getfixturevalue('make_redis')().port}/0"
+    if request.param == "s3":
+        return request.getfixturevalue("s3_bucket")(request.getfixturevalue("s3_server"))
+    (tmp_path / "shared").mkdir()
+    return f"file://{tmp_path}/shared"
+
+
+@pytest.fixture
+def redis_url(make_redis: Callable[..., Any]) -> str:
+    return f"redis://127.0.0.1:{make_redis().port}/0"
+
+
+def everything(url: str) -> dict[bytes, bytes]:
+    """All keys and values on a remote, whatever they are."""
+    if not url.startswith("redis"):
+        store = obstore.store.from_url(url)
+        paths = [meta["path"] for batch in obstore.list(store) for meta in batch]
+        return {path.encode(): bytes(obstore.get(store, path).bytes()) for path in paths}
+    with redis.Redis.from_url(url) as server:
+        return {key: server.dump(key) for key in server.scan_iter()} | {
+            key + b" as text": repr(plain(server, key)).encode() for key in server.scan_iter()
+        }
+
+
+def plain(server: redis.Redis, key: bytes) -> Any:
+    kinds = {b"hash": server.hgetall, b"string": server.get, b"zset": lambda name: server.zrange(name, 0, -1)}
+    return kinds[server.type(key)](key)
+
+
+def rows_there(url: str) -> bool:
+    if not url.startswith("redis"):  # row and payload go together, the row first
+        return contents(url) > 0
+    with redis.Redis.from_url(url) as server:
+        return any(b":rows/" in key for key in server.scan_iter())
+
+
+def change_payload(url: str, change: Callable[[bytes], bytes]) -> None:
+    change_where(url, b"/v2:data/", ".cache", change)
+
+
+def change_rows(url: str, change: Callable[[bytes], bytes]) -> None:
+    change_where(url, b"/v2:rows/", ".row", change)
+
+
+def change_where(url: str, key_part: bytes, ending: str, change: Callable[[bytes], bytes]) -> None:
+    changed = 0
+    if url.startswith("redis"):
+        with redis.Redis.from_url(url) as server:
+            for key in list(server.scan_iter()):
+                if key_part in key and server.type(key) == b"hash":
+                    for name, value in server.hgetall(key).items():
+                        changed += 1
+                        server.hset(key, name, change(value))
+                elif key_part in key:
+                    changed += 1
+                    server.set(key, change(server.get(key)))
+    else:
+        store = obstore.store.from_url(url)
+        for path in [meta["path"] for batch in obstore.list(store) for meta in batch]:
+            if path.endswith(ending):
+                changed += 1
+                obstore.put(store, path, change(bytes(obstore.get(store, path).bytes())))
+    assert changed
+
+
+def flipped(data: bytes, at: int = -1) -> bytes:
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+# -- what is shared, and what is not ----------------------------------------------------------------------------------
+
+
+def test_what_one_puts_another_serves_byte_for_byte(url: str, make_tier: MakeTier) -> None:
+    variant = variant_of(layout=LARGE, tokens=400, prefix=("system", "ünïcode"))
+    send(make_tier(url), variant, layout=LARGE)
+    reader = make_tier(url)
+    (there,) = found(reader)
+    assert there == dataclasses.replace(variant, home="remote")
+    encoded = encoded_of(variant, LARGE)
+    assert encoded.nbytes > 2 * PIECE_BYTES
+    for step in (1 << 30, PIECE_BYTES, 700_001):
+        assert payload(reader.open(there), step) == encoded.header + b"".join(encoded.blocks)
+    assert torch.equal(tensor_from(reader.open(there), variant), tensor_of(variant, LARGE))
+    scores = reader.token_scores([there.variant_id, "unknown"])
+    assert same(scores[there.variant_id], scores_of(variant))
+    assert same(scores["unknown"], TokenScores())
+    assert reader.lookup("ns", "model", ["other"]) == {"other": []}
+    stats = reader.stats()
+    assert (stats.variants, stats.reads, stats.lookups) == (1, {"whole": 4}, {"answered": 2})
+    assert stats.nbytes is not None
+    assert 0 < stats.nbytes - encoded.nbytes < 10_000  # the row
+
+
+def test_namespaces_and_fingerprints_never_cross(url: str, make_tier: MakeTier) -> None:
+    tenants = [("a", "bc"), ("ab", "c"), ("a", "b"), ("a/b", "c"), ("../a", "b"), ("", "abc"), ("ä", "\0*")]
+    tier = make_tier(url)
+    variants = [variant_of(namespace=namespace, fingerprint=fingerprint) for namespace, fingerprint in tenants]
+    send(tier, *variants)
+    reader = make_tier(url)
+    for variant, (namespace, fingerprint) in zip(variants, tenants, strict=True):
+        (there,) = found(reader, namespace=namespace, fingerprint=fingerprint)
+        assert there.key == variant.key
+        assert torch.equal(tensor_from(reader.open(there), there), tensor_of(variant))
+    for stranger in [("b", "bc"), ("a", "c"), ("", ""), ("a", "bc "), ("*", "*")]:
+        assert found(reader, namespace=stranger[0], fingerprint=stranger[1]) == []
+
+
+def test_a_row_moved_to_another_tenant_is_not_believed(redis_url: str, make_tier: MakeTier) -> None:
+    tier, mine, yours = make_tier(redis_url), variant_of(namespace="mine"), variant_of(namespace="yours")
+    send(tier, mine, yours)
+    with redis.Redis.from_url(redis_url) as server:
+        keys = [f"cachecraft/v2:rows/{place_of(variant.key)}" for variant in (mine, yours)]
+        server.hset(keys[1], mapping=server.hgetall(keys[0]))
+    (there,) = found(tier, namespace="yours")
+    assert there.key.namespace == "yours"
+
+
+def test_private_variants_never_leave(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url)
+    private = variant_of("a secret chunk", session="my session", prefix=("system", "my own words"))
+    assert not tier.put(private, encoded_of(private), scores_of(private))
+    send(tier, variant_of("shared chunk"))
+    there = everything(url)
+    told = b"".join([*there, *there.values()])
+    assert b"shared chunk" in told  # the scan sees what is there
+    values = bytes(tensor_of(private).view(torch.uint8).numpy().tobytes())
+    for secret in (b"a secret chunk", b"my session", b"my own words", private.variant_id.encode(), values[:64]):
+        assert secret not in told
+
+
+def test_an_identity_is_sent_once(url: str, make_tier: MakeTier) -> None:
+    first, second = make_tier(url), make_tier(url)
+    send(first, variant_of())
+    send(second, variant_of(created=2e9))
+    assert second.stats().captures == {"already there": 1}
+    assert [variant.created for variant in found(second)] == [1e9]
+    assert second.stats().variants == 1
+
+
+def test_removing_takes_payload_and_row(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url)
+    send(tier, variant_of(), variant_of("other"))
+    (there,) = found(tier)
+    tier.remove(there)
+    eventually(lambda: tier.stats().variants == 1)
+    assert found(tier) == []
+    assert isinstance(tier.open(there), Unavailable)
+    assert len(found(tier, "other")) == 1
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+NBYTES = encoded_of(variant_of()).nbytes
+
+
+def contents(url: str) -> int:
+    """Bytes of payloads and rows that are really there."""
+    if not url.startswith("redis"):
+        return sum(meta["size"] for batch in obstore.list(obstore.store.from_url(url)) for meta in batch)
+    with redis.Redis.from_url(url) as server:
+        keys = list(server.scan_iter())
+        payloads = sum(server.strlen(key) for key in keys if b":data/" in key or b":upload/" in key)
+        return payloads + sum(len(row) for key in keys if b":rows/" in key for row in server.hvals(key))
+
+
+def test_the_budget_holds_for_several_writers_and_after_a_restart(url: str, make_tier: MakeTier) -> None:
+    budget = 40 * (NBYTES + 700)
+    slack = 0 if url.startswith("redis") else budget // 16  # two writers, see object_backend
+    tiers = [make_tier(url, budget_bytes=budget) for _ in range(2)]
+    most, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, contents_or_less(url))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for n in range(60):
+        for who, tier in enumerate(tiers):
+            variant = variant_of(f"chunk {who} {n}", created=1e9 + n)
+            assert tier.put(variant, encoded_of(variant), TokenScores())
+    assert all(tier.flush(60) for tier in tiers)
+    done.set()
+    watcher.join()
+    assert budget // 2 < contents(url) <= budget + slack
+    assert most <= budget + slack
+    usage = tiers[0].stats()
+    assert usage.nbytes == contents(url)  # what is counted is what is there
+    for tier in tiers:
+        tier.close()
+    smaller = make_tier(url, budget_bytes=budget // 2)
+    send(smaller, variant_of("the last one", created=2e9))
+    assert contents(url) <= budget // 2
+    assert found(smaller, "the last one")
+    assert not found(smaller, "chunk 0 0")
+
+
+def contents_or_less(url: str) -> int:
+    try:
+        return contents(url)
+    except (FileNotFoundError, obstore.exceptions.BaseError):  # listed, and gone
+        return 0
+
+
+def test_what_is_used_stays_and_the_oldest_goes_first(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url, budget_bytes=8 * (NBYTES + 700))
+    variants = [variant_of(f"chunk {n}", created=1e9 + n) for n in range(5)]
+    send(tier, *variants)
+    inexact = variant_of("inexact", created=2e9, exact_share=0.2)
+    send(tier, inexact)
+    tier.raise_frequency(variants[0].variant_id, 5.0)
+    tier.raise_frequency("0" * 32, 5.0)  # what is not there cannot be raised
+    assert tier.flush(5)
+    send(make_tier(url, budget_bytes=4 * (NBYTES + 700)), variant_of("new", created=3e9))
+    left = {chunk for chunk in ["chunk 0", "chunk 1", "chunk 4", "inexact", "new"] if found(tier, chunk)}
+    assert {"chunk 0", "new"} <= left
+    assert not {"chunk 1", "inexact"} & left
+
+
+def test_a_chunk_keeps_so_many_variants(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url, variants_per_chunk=2)
+    variants = [variant_of(prefix=("system", str(n)), created=1e9 + n) for n in range(4)]
+    send(tier, *variants[:2])
+    tier.raise_frequency(variants[0].variant_id, 9.0)
+    send(tier, *variants[2:])
+    assert {variant.key.origin_prefix[1] for variant in found(tier)} == {"0", "3"}
+    assert tier.stats().nbytes == contents(url)
+
+
+def test_what_is_larger_than_the_budget_is_not_sent(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url, budget_bytes=NBYTES - 1)
+    send(tier, variant_of())
+    assert tier.stats().captures == {"no room": 1}
+    assert contents(url) == 0
+
+
+def test_what_a_lost_writer_reserved_is_free_again_soon(make_redis: Any, make_tier: MakeTier, make_proxy: Any) -> None:
+    server = make_redis()
+    url, proxy = f"redis://127.0.0.1:{server.port}/0", make_proxy(server.port)
+    lost = make_tier(f"redis://127.0.0.1:{proxy.port}/0", put_timeout_s=0.5)
+    assert found(lost) == []
+    proxy.stall_up_after = PIECE_BYTES
+    large = variant_of(layout=LARGE, tokens=400)
+    assert lost.put(large, encoded_of(large, LARGE), TokenScores())
+    assert lost.flush(10)
+    assert lost.stats().captures == {"too slow": 1}
+    tier = make_tier(url)
+    stats = tier.stats()
+    assert stats.variants == 0
+    assert stats.nbytes is not None
+    assert stats.nbytes > encoded_of(large, LARGE).nbytes  # reserved
+    assert found(tier) == []
+    time.sleep(3.1)  # put_timeout_s, two seconds, and Redis counts whole ones
+    send(tier, variant_of())
+    assert tier.stats().nbytes == contents(url) < 20_000
+    with redis.Redis.from_url(url) as client:
+        assert not [key for key in client.scan_iter() if b"upload" in key]
+
+
+def test_a_full_queue_drops(make_redis: Any, make_tier: MakeTier) -> None:
+    server = make_redis()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}/0", queue_bytes=2 * (NBYTES + 1000), put_timeout_s=0.5)
+    server.stop()
+    took = [tier.put(variant_of(str(n)), encoded_of(variant_of(str(n))), TokenScores()) for n in range(6)]
+    assert took[:2] == [True, True]
+    assert took[-1] is False
+    assert tier.stats().queued_bytes <= 2 * (NBYTES + 1000)
+    assert tier.flush(5)
+    server.go_on()
+    captures = tier.stats().captures
+    assert captures["too slow"] >= 2
+    assert captures["too slow"] + captures["too many are waiting"] == 6
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_rows_are_misses_and_give_way_to_sound_ones(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url)
+    send(tier, variant_of())
+    change_rows(url, flipped)
+    assert found(tier) == []
+    eventually(lambda: not rows_there(url))
+    send(tier, variant_of(created=2e9))
+    assert [variant.created for variant in found(tier)] == [2e9]
+    assert torch.equal(tensor_from(tier.open(found(tier)[0]), variant_of()), tensor_of(variant_of()))
+
+
+ROW = Row(variant_of(prefix=("system", "b")), scores_of(variant_of()), 5000).encode()
+
+
+def read_row(raw: bytes, chunk: str = "chunk") -> Row:
+    return decode_row(raw, namespace="ns", fingerprint="model", chunk_id=chunk)
+
+
+@given(st.integers(0, len(ROW) - 1), st.integers(1, 255))
+def test_a_change_of_any_byte_of_a_row_is_noticed(at: int, bits: int) -> None:
+    with pytest.raises(ValueError, match="row"):
+        read_row(ROW[:at] + bytes([ROW[at] ^ bits]) + ROW[at + 1 :])
+
+
+@given(st.binary(max_size=80))
+def test_noise_is_no_row(noise: bytes) -> None:
+    for raw in (noise, ROW[:32] + noise, ROW[: len(noise)]):
+        with pytest.raises(ValueError, match="row"):
+            read_row(raw)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 0}, {"tokens": "10"}, {"tokens": True}, {"nbytes": -1}, {"inter": (0.1,)}, {"cci": float("nan")},
+        {"intra": None}, {"created": float("inf")}, {"codec": 7}, {"tokens_digest": None}, {"variant_id": "0" * 32},
+        {"reuse_frequency": "1"},
+    ],
+)  # fmt: skip
+def test_a_well_formed_row_that_says_nonsense_is_no_row(change: dict[str, Any]) -> None:
+    assert read_row(ROW).variant.key.origin_prefix == ("system", "b")
+    raw = Row(dataclasses.replace(read_row(ROW).variant, **change), TokenScores(), 5000).encode()
+    with pytest.raises(ValueError, match="row"):
+        read_row(raw)
+    with pytest.raises(ValueError, match="another variant"):
+        read_row(ROW, chunk="another chunk")
+
+
+def rewritten(raw: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The row with other fields, as somebody else would have written it."""
+    fields = json.loads(raw[32:])
+    change(fields)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return raw[:16] + xxhash.xxh3_64_hexdigest(text).encode() + text
+
+
+def test_a_row_of_before_received_attention_is_read() -> None:
+    old = read_row(rewritten(ROW, lambda fields: fields.pop("token_received")))
+    assert old.variant == read_row(ROW).variant
+    assert same(old.token_scores, TokenScores(scores_of(old.variant).inter, None))
+    assert same(read_row(ROW).token_scores, scores_of(old.variant))
+
+
+@pytest.mark.parametrize("name", ["token_inter", "token_received"])
+@pytest.mark.parametrize("value", ["AAAA", "AAAAAA==", "?", 7])
+def test_a_row_with_scores_of_other_tokens_is_no_row(name: str, value: object) -> None:
+    raw = rewritten(ROW, lambda fields: fields.update({name: value}))
+    with pytest.raises(ValueError, match="row damaged"):
+        read_row(raw)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_no_wrong_tensor_comes_of_a_changed_payload(data: st.DataObject) -> None:
+    variant = variant_of()
+    with RemoteTier(RemoteConfig("memory://")) as tier:
+        sound = encoded_of(variant)
+        whole = sound.header + b"".join(sound.blocks)
+        at, length = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, len(whole)))
+        wrong = data.draw(st.sampled_from([flipped(whole, at), whole[:length], whole + b"x", whole[::-1]]))
+        assert tier.put(variant, Encoded(wrong, ()), TokenScores())
+        assert tier.flush(5)
+        if wrong == whole or not found(tier):
+            return
+        stream = tier.open(found(tier)[0])
+        with pytest.raises((ValueError, OSError)):
+            tensor_from(stream, variant)
+
+
+def test_a_truncated_payload_is_an_error_and_leaves(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url)
+    variant = variant_of(layout=LARGE, tokens=400)
+    send(tier, variant, layout=LARGE)
+    change_payload(url, lambda data: data[: PIECE_BYTES + 5])
+    (there,) = found(tier)
+    with pytest.raises(OSError, match="truncated"):
+        tensor_from(tier.open(there), variant)
+    eventually(lambda: found(tier) == [])
+    assert tier.stats().reads == {"short": 1}
+    assert tier.stats().breaker == "closed"
+
+
+def test_what_was_evicted_meanwhile_is_gone_and_no_failure(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url, failures=1)
+    send(tier, variant_of())
+    (there,) = found(tier)
+    make_tier(url).lookup("ns", "model", ["chunk"])
+    other = make_tier(url)
+    other.remove(found(other)[0])
+    eventually(lambda: contents(url) == 0)
+    with pytest.raises(FileNotFoundError):
+        payload(tier.open(there))
+    assert tier.stats().breaker == "closed"
+
+
+# -- servers that are slow, hang or die -------------------------------------------------------------------------------
+
+
+def impatient(make_tier: MakeTier, url: str, **changes: Any) -> RemoteTier:
+    quick = {"lookup_timeout_s": 0.1, "connect_timeout_s": 0.3, "read_timeout_s": 0.3, "cool_down_s": 0.2}
+    return make_tier(url, **(quick | changes))
+
+
+def misses_until_left_alone(tier: RemoteTier) -> None:
+    """Three look-ups within their limit, then instant misses."""
+    for _ in range(3):
+        assert seconds(lambda: found(tier)) < 0.1 + 0.15
+    assert tier.stats().breaker == "open"
+    assert seconds(lambda: [found(tier) for _ in range(20)]) < 0.05
+
+
+def test_a_server_that_hangs_costs_three_waits_and_comes_back(make_redis: Any, make_tier: MakeTier) -> None:
+    server = make_redis()
+    tier = impatient(make_tier, f"redis://127.0.0.1:{server.port}/0")
+    send(tier, variant_of())
+    assert len(found(tier)) == 1
+    server.stop()
+    misses_until_left_alone(tier)
+    assert isinstance(tier.open(variant_of()), Unavailable)
+    server.go_on()
+    eventually(lambda: len(found(tier)) == 1)
+    assert tier.stats().breaker == "closed"
+
+
+def test_a_killed_server_is_a_miss_and_a_restarted_one_is_used_again(make_redis: Any, make_tier: MakeTier) -> None:
+    server = make_redis()
+    tier = impatient(make_tier, f"redis://127.0.0.1:{server.port}/0")
+    send(tier, variant_of())
+    (there,) = found(tier)
+    server.kill()
+    stream = tier.open(there)
+    with pytest.raises(OSError):  # noqa: PT011 - whatever the system says
+        payload(stream)
+    misses_until_left_alone(tier)
+    make_redis(server.port)
+    eventually(lambda: tier.stats().breaker == "closed")
+    assert found(tier) == []  # an empty server now
+    send(tier, variant_of(created=2e9))
+    assert len(found(tier)) == 1
+
+
+def test_two_seconds_of_latency_are_not_waited_for(make_redis: Any, make_tier: MakeTier, make_proxy: Any) -> None:
+    proxy = make_proxy(make_redis().port)
+    tier = impatient(make_tier, f"redis://127.0.0.1:{proxy.port}/0")
+    send(tier, variant_of())
+    proxy.delay_s = 2.0
+    misses_until_left_alone(tier)
+    time.sleep(0.8)  # probes come and go: each takes too long
+    assert seconds(lambda: found(tier)) < 0.05
+    assert tier.stats().breaker != "closed"
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+@pytest.mark.parametrize("fault", ["stall", "cut"])
+def test_a_transfer_that_breaks_gives_what_came_and_ends_in_time(
+    kind: str, fault: str, request: pytest.FixtureRequest, make_tier: MakeTier, make_proxy: Any
+) -> None:
+    if kind == "redis":
+        proxy = make_proxy(request.getfixturevalue("make_redis")().port)
+        address = f"redis://127.0.0.1:{proxy.port}/0"
+    else:
+        server = request.getfixturevalue("s3_server")
+        proxy = make_proxy(server.port)
+        address = request.getfixturevalue("s3_bucket")(server, port=proxy.port)
+    tier = make_tier(address, read_timeout_s=0.4, connect_timeout_s=0.4, cool_down_s=60)
+    variant = variant_of(layout=LARGE, tokens=400)
+    send(tier, variant, layout=LARGE)
+    (there,) = found(tier)
+    proxy_limit = 3 * PIECE_BYTES // 2
+    tier = make_tier(address, read_timeout_s=0.4, connect_timeout_s=0.4, cool_down_s=60)
+    (there,) = found(tier)
+    setattr(proxy, f"{fault}_after", proxy_limit)
+    encoded = encoded_of(variant, LARGE)
+    whole = encoded.header + b"".join(encoded.blocks)
+    for _ in range(3):
+        first, second = bytearray(PIECE_BYTES // 2), bytearray(2 * PIECE_BYTES)
+        stream = tier.open(there)
+        assert isinstance(stream, RemoteStream)
+        with stream:
+            stream.read_into(memoryview(first))  # layer 0, while the rest never comes
+            assert bytes(first) == whole[: len(first)]
+            start = time.perf_counter()
+            with pytest.raises(OSError):  # noqa: PT011 - TimeoutError, or what the library says of a cut
+                stream.read_into(memoryview(second)[: len(whole) - len(first)])
+            assert time.perf_counter() - start < 1.5
+    assert tier.stats().breaker == "open"  # look-ups succeeded all the while
+    assert isinstance(tier.open(there), Unavailable)
+
+
+def test_closing_a_stream_ends_a_read_at_once_and_spoils_nothing(
+    make_redis: Any, make_tier: MakeTier, make_proxy: Any
+) -> None:
+    server = make_redis()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}/0", read_timeout_s=20)
+    variants = [variant_of(str(n), layout=LARGE, tokens=400) for n in range(4)]
+    send(tier, *variants, layout=LARGE)
+    there = [found(tier, str(n))[0] for n in range(4)]
+    proxy = make_proxy(server.port)
+    slow = make_tier(f"redis://127.0.0.1:{proxy.port}/0", read_timeout_s=20)
+    assert len(found(slow, "0")) == 1
+    proxy.stall_after = PIECE_BYTES // 2
+    stream = slow.open(there[0])
+    ended: list[object] = []
+
+    def read() -> None:
+        try:
+            stream.read_into(memoryview(bytearray(stream.nbytes)))
+        except OSError as error:
+            ended.append((time.perf_counter(), error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    time.sleep(0.1)
+    closed = time.perf_counter()
+    stream.close()
+    stream.close()
+    reader.join(5)
+    ((when, error),) = ended
+    assert when - closed < 0.2
+    assert "closed" in str(error)
+    with pytest.raises(OSError, match="closed"):
+        stream.read_into(memoryview(bytearray(1)))
+    # Cancelled in the middle of an answer, the connections must not hand the rest of it to the next request.
+    for variant, step in [(v, n) for n in (10, 100_000, PIECE_BYTES + 3) for v in there]:
+        cancelled = tier.open(variant)
+        cancelled.read_into(memoryview(bytearray(step)))
+        cancelled.close()
+        assert torch.equal(tensor_from(tier.open(variant), variant), tensor_of(variant, LARGE))
+        assert len(found(tier, variant.key.chunk_id)) == 1
+
+
+def test_closing_sends_what_is_waiting(url: str, make_tier: MakeTier) -> None:
+    tier = make_tier(url, close_timeout_s=10.0)
+    variants = [variant_of(str(n)) for n in range(20)]
+    for variant in variants:
+        assert tier.put(variant, encoded_of(variant), TokenScores())
+    tier.close()
+    assert make_tier(url).stats().variants == 20
+
+
+def test_closing_takes_no_longer_than_it_may(make_redis: Any, make_tier: MakeTier) -> None:
+    server = make_redis()
+    before = set(threading.enumerate())
+    tier = make_tier(f"redis://127.0.0.1:{server.port}/0", close_timeout_s=0.5)
+    assert found(tier) == []
+    server.stop()
+    tier.put(variant_of(), encoded_of(variant_of()), TokenScores())
+    assert seconds(tier.close) < 0.5 + 2
+    tier.close()
+    assert set(threading.enumerate()) <= before
+    assert found(tier) == []
+    assert isinstance(tier.open(variant_of()), Unavailable)
+    assert tier.put(variant_of(), encoded_of(variant_of()), TokenScores()) is False
+    tier.raise_frequency("x", 1.0)
+    assert tier.stats().variants is None
+    server.go_on()
+
+
+def test_a_program_that_forgets_to_close_sends_what_it_put(redis_url: str, make_tier: MakeTier, tmp_path: Path) -> None:
+    program = """if True:
+        import sys, torch
+        from cachecraft_rag.store import ChunkCacheStore
+        from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey
+        layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
+        store = ChunkCacheStore.open(sys.argv[1], remote=sys.argv[2])
+        key = VariantKey("ns", "model", "forgotten", ("system",))
+        store.put(Capture(key, layout, "tokens", torch.zeros(layout.shape(2)), TokenScores(), (0.1,), 0.3, 0.6, 1.0))
+    """
+    command = [sys.executable, "-c", program, str(tmp_path), redis_url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    assert len(found(make_tier(redis_url), "forgotten")) == 1
+
+
+# -- secrets, settings, the breaker -----------------------------------------------------------------------------------
+
+
+def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = make_redis(requirepass="hunter2@x")
+    right = make_tier(f"redis://:hunter2%40x@127.0.0.1:{server.port}/0")
+    send(right, variant_of())
+    wrong = make_tier(f"redis://:hunter3@127.0.0.1:{server.port}/0?client_name=hunter4", cool_down_s=0.01)
+    for _ in range(5):
+        assert found(wrong) == []
+    wrong.put(variant_of("x"), encoded_of(variant_of("x")), TokenScores())
+    assert wrong.flush(5)
+    with pytest.raises(ConfigError) as refused:
+        RemoteTier(RemoteConfig("redis://:hunter5@host/0?socket_timeout=hunter6"))
+    with pytest.raises(ConfigError) as unknown:
+        RemoteConfig("http://me:hunter7@host")
+    told = caplog.text + repr(wrong.stats()) + repr(wrong.config) + str(refused.value) + str(unknown.value)
+    assert "is left alone for a while" in told
+    assert "redis://***@127.0.0.1" in told
+    assert "hunter" not in told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"url": "ftp://host"}, "is no remote; give a URL such as redis://"),
+        ({"url": "host:6379"}, "is no remote"),
+        ({"url": ""}, "is no remote"),
+        ({"url": "redis://host:port"}, "is no remote"),
+        ({"url": "s3://"}, "names no host, bucket or path"),
+        ({"url": "unix://"}, "names no host, bucket or path"),
+        ({"budget_bytes": 0}, "budget_bytes is 0"),
+        ({"read_timeout_s": -1.0}, "read_timeout_s is -1"),
+        ({"cool_down_s": float("nan")}, "cool_down_s is nan"),
+    ],
+)
+def test_a_wrong_setting_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RemoteConfig(**({"url": "redis://host:6379/0"} | change))
+
+
+def test_without_the_library_it_says_what_to_type() -> None:
+    program = (
+        "import sys; sys.modules['redis'] = None; sys.modules['obstore'] = None\n"
+        "from cachecraft_rag.store.remote import RemoteConfig, RemoteTier\n"
+        "for url in ('redis://host', 's3://bucket'):\n"
+        "    try: RemoteTier(RemoteConfig(url))\n"
+        "    except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.count("pip install 'cachecraft-rag[remote]'") == 2
+    assert done.stdout.count("ConfigError") == 2
+
+
+def test_the_breaker_opens_waits_probes_and_closes() -> None:
+    now = [0.0]
+    breaker = Breaker(failures=3, cool_down_s=10, clock=lambda: now[0])
+    assert [breaker.failed("lookup") for _ in range(2)] == [False, False]
+    breaker.succeeded("lookup")  # only failures in a row count
+    assert [breaker.failed("lookup") for _ in range(3)] == [False, False, True]
+    assert (breaker.state, breaker.allows(), breaker.opened) == ("open", False, 1)
+    assert not breaker.failed("lookup")  # one that was under way: it is open already
+    now[0] = 9.9
+    assert not breaker.take_probe()
+    now[0] = 10.0
+    assert breaker.take_probe()
+    assert not breaker.take_probe()  # one at a time
+    assert not breaker.allows()
+    breaker.failed("probe")
+    now[0] = 29.9
+    assert not breaker.take_probe()  # twice as long
+    now[0] = 30.0
+    assert breaker.take_probe()
+    breaker.succeeded("probe")
+    assert breaker.allows()
+    assert breaker.failed("lookup")  # on probation: one failure is enough
+    now[0] = 69.9
+    assert not breaker.take_probe()
+    now[0] = 70.0
+    assert breaker.take_probe()
+    breaker.succeeded("probe")
+    breaker.succeeded("lookup")
+    assert [breaker.failed("lookup") for _ in range(3)] == [False, False, True]
+    now[0] = 80.0
+    assert breaker.take_probe()  # all is forgotten
+
+
+def test_the_breaker_counts_by_kind_and_pauses_no_longer_than_it_may() -> None:
+    now = [0.0]
+    breaker = Breaker(failures=2, cool_down_s=1, clock=lambda: now[0])
+    assert not breaker.failed("read")
+    breaker.succeeded("lookup")
+    assert breaker.failed("read")
+    for _ in range(10):
+        now[0] += LONGEST_PAUSE
+        assert breaker.take_probe()
+        breaker.failed("probe")
+    assert breaker.opened == 1

@@ -1,0 +1,421 @@
+"""Engines that share a remote: hits across processes and stores, and answers that no failing remote changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
+from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
+
+KETTLE = Chunk("Empty the kettle before you descale it with vinegar. " * 3)
+TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left. " * 3)
+CHUNKS = [KETTLE, TOASTER]
+QUESTION = "How do I descale the kettle?"
+SHORT = SamplingParams(max_new_tokens=12)
+PATIENT = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0}  # a busy machine is no failure
+QUICK = {"lookup_timeout_s": 0.1, "connect_timeout_s": 0.3, "read_timeout_s": 0.3, "cool_down_s": 60.0}
+LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
+    # Wide enough that a chunk-cache is larger than what sockets and proxies hold back.
+    return tiny_decoder("Llama", num_key_value_heads=4, head_dim=64)
+
+
+@pytest.fixture
+def make_engine(decoder: Decoder, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Makes engines, each with an empty store of its own.
+
+    Layer-wise: with Cake's two ends a machine that computes sooner than it loads would not use what is stored.
+    """
+    made: list[tuple[Engine, ChunkCacheStore]] = []
+
+    def make(
+        url: str | None, *, config: dict[str, Any] = PATIENT, loading: Loading = "layerwise", **settings: Any
+    ) -> Engine:
+        remote = RemoteConfig(url, **config) if url else None
+        store = ChunkCacheStore.open(tmp_path / f"store {len(made)}", remote=remote, **settings)
+        made.append((Engine(decoder, store, config=ReuseConfig(alpha=0.3, loading=loading)), store))
+        return made[-1][0]
+
+    yield make
+    for engine, store in made:
+        engine.close()
+        store.close()
+
+
+def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, **how: Any) -> Generation:
+    """A whole answer, its captures in the store and on the remote."""
+    answer = engine.stream(QUESTION, chunks, **({"sampling": SHORT} | how))
+    for _ in answer:
+        pass
+    engine.captures.wait_for([chunk.chunk_id for chunk in chunks] + [engine.prompts.system.segment_id])
+    assert engine.store.flush(30)
+    return answer
+
+
+def happened(answer: Generation) -> list[tuple[str, str | None]]:
+    return [(chunk.outcome, chunk.tier) for chunk in answer.stats.chunks]
+
+
+EXACT_FROM = {tier: [("exact", tier)] * len(CHUNKS) for tier in ("remote", "host", "disk")}
+COMPUTED = [("computed", None)] * len(CHUNKS)
+
+
+@pytest.fixture(params=["redis", "s3"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "redis":
+        return f"redis://127.0.0.1:{request.getfixturevalue('make_redis')().port}/0"
+    return request.getfixturevalue("s3_bucket")(request.getfixturevalue("s3_server"))
+
+
+def test_a_second_store_is_served_from_the_remote_then_from_its_own_disk(
+    url: str, make_engine: MakeEngine, tmp_path: Path, decoder: Decoder
+) -> None:
+    first, second = make_engine(url), make_engine(url)
+    captured = ask(first)
+    assert happened(captured) == COMPUTED
+    assert first.store.stats().remote.captures == {"sent": 3}
+    served = ask(second)
+    assert happened(served) == EXACT_FROM["remote"]
+    assert served.text == captured.text
+    stats = second.store.stats()
+    assert stats.loads == {"remote": 3}
+    assert (stats.remote.lookups, stats.remote.reads) == ({"answered": 1}, {"whole": 3})
+    assert stats.variants == 3  # kept here
+    assert happened(ask(second)) == EXACT_FROM["host"]
+    assert second.store.stats().remote.lookups == {"answered": 1}  # what is here is not asked for
+    root = second.store.root
+    second.close()
+    second.store.close()
+    with ChunkCacheStore.open(root) as alone, Engine(decoder, alone, config=LAYERWISE) as engine:
+        again = ask(engine)
+        assert happened(again) == EXACT_FROM["disk"]
+        assert again.text == captured.text
+        assert alone.check().findings == ()
+        moved = ask(engine, [TOASTER, KETTLE])  # token scores came along
+        assert {chunk.outcome for chunk in moved.stats.chunks} == {"reused"}
+        scores = engine.store.token_scores([row.variant.variant_id for row in alone.rows()])
+        assert all(one.received is not None for one in scores.values())
+
+
+SECOND_PROCESS = """if True:
+    import json, sys
+    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.store.remote import RemoteConfig
+    from cachecraft_rag.types import Chunk
+    model, folder, question, texts, *urls = json.loads(sys.argv[1])
+    chunks, short = [Chunk(text) for text in texts], SamplingParams(max_new_tokens=12)
+    decoder = Decoder.load(model, dtype="float32", device="cpu")
+    for place, url in enumerate(urls):
+        remote = RemoteConfig(url, lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
+        with (
+            ChunkCacheStore.open(f"{folder}/{place}", remote=remote) as store,
+            Engine(decoder, store, config=ReuseConfig(alpha=0.3, loading="layerwise")) as engine,
+        ):
+            answer = engine.stream(question, chunks, sampling=short)
+            for _ in answer: pass
+            happened = [(chunk.outcome, chunk.tier) for chunk in answer.stats.chunks]
+            print(json.dumps([happened, answer.text, store.stats().loads]))
+"""
+
+
+def test_a_second_process_is_served_the_caches_of_the_first(
+    decoder: Decoder, make_redis: Any, s3_server: Any, s3_bucket: Any, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    decoder.model.save_pretrained(model)
+    decoder.tokenizer.save_pretrained(model)
+    same = Decoder.load(str(model), dtype="float32", device="cpu")
+    urls = [f"redis://127.0.0.1:{make_redis().port}/0", s3_bucket(s3_server)]
+    texts = []
+    for place, url in enumerate(urls):
+        with (
+            ChunkCacheStore.open(tmp_path / f"first {place}", remote=RemoteConfig(url, **PATIENT)) as store,
+            Engine(same, store, config=LAYERWISE) as engine,
+        ):
+            texts.append(ask(engine).text)
+    told = [str(model), str(tmp_path / "second"), QUESTION, [chunk.text for chunk in CHUNKS], *urls]
+    command = [sys.executable, "-W", "ignore", "-c", SECOND_PROCESS, json.dumps(told)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for line, text in zip(done.stdout.splitlines(), texts, strict=True):
+        outcomes, answer, loads = json.loads(line)
+        assert outcomes == [["exact", "remote"]] * len(CHUNKS)
+        assert answer == text
+        assert loads == {"remote": 3}
+
+
+def test_another_tenant_or_model_gets_nothing(url: str, make_engine: MakeEngine, tiny_decoder: Any) -> None:
+    ask(make_engine(url))
+    stranger, other_model = make_engine(url), make_engine(url)
+    stranger = Engine(stranger.decoder, stranger.store, namespace="stranger")
+    other_model = Engine(
+        tiny_decoder("Llama", seed=7, num_key_value_heads=4, head_dim=64), other_model.store, namespace="default"
+    )
+    for engine in (stranger, other_model):
+        with engine:
+            assert happened(ask(engine)) == COMPUTED
+
+
+def test_what_is_born_behind_private_text_stays_here(url: str, decoder: Decoder, make_engine: MakeEngine) -> None:
+    shared = make_engine(url)
+    with Engine(decoder, shared.store, system="My PIN is 4711.", private_system=True) as private:
+        ask(private, session="me")
+        assert [variant.session for row in shared.store.rows() if (variant := row.variant)] == ["me"] * 3
+        assert shared.store.stats().remote.variants == 0
+        assert happened(ask(private, session="me")) == EXACT_FROM["host"]
+    ask(shared)
+    assert shared.store.stats().remote.variants == 3
+
+
+# -- remotes that fail in the middle of a request ---------------------------------------------------------------------
+
+
+def primed(make_engine: MakeEngine, url: str) -> tuple[str, float]:
+    """Chunk-caches on the remote; the answer and the seconds it takes an engine without one."""
+    ask(make_engine(url))
+    alone = make_engine(None)
+    start = time.perf_counter()
+    return ask(alone).text, time.perf_counter() - start
+
+
+@pytest.mark.parametrize("loading", ["cake", "layerwise"])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "latency", "stall", "cut"])
+def test_no_fault_of_the_remote_costs_more_than_its_time_outs(
+    fault: str, loading: Loading, make_engine: MakeEngine, make_redis: Any, make_proxy: Any
+) -> None:
+    server = make_redis()
+    text, alone_s = primed(make_engine, f"redis://127.0.0.1:{server.port}/0")
+    proxy = make_proxy(server.port)
+    engine = make_engine(f"redis://127.0.0.1:{proxy.port}/0", config=QUICK, loading=loading, host_bytes=0)
+    assert engine.store.lookup("default", "nothing", ["warm"]) == {"warm": []}
+    find = engine.store.find
+
+    def find_then_break(*args: Any, **how: Any) -> Any:
+        found = find(*args, **how)  # the rows come, and then it happens
+        {"SIGKILL": server.kill, "SIGSTOP": server.stop}.get(fault, lambda: None)()
+        proxy.delay_s = 2.0 if fault == "latency" else 0.0
+        if fault in ("stall", "cut"):
+            setattr(proxy, f"{fault}_after", 300_000)
+        return found
+
+    engine.store.find = find_then_break  # type: ignore[method-assign]
+    start = time.perf_counter()
+    broken = ask(engine)
+    took = time.perf_counter() - start
+    engine.store.find = find  # type: ignore[method-assign]
+    assert broken.text == text
+    assert engine.store.stats().remote.reads.get("whole", 0) < 3
+    # All transfers begin, and time out, side by side; the rest is for a busy machine.
+    assert took < alone_s + 0.1 + 2 * 0.6 + 1.0
+    engine.store.evict(down_to_bytes=0)
+    for _ in range(3):  # the breaker counts look-ups on their own
+        engine.store.lookup("default", engine.decoder.fingerprint, ["x"])
+    if loading == "layerwise" or fault not in ("stall", "cut"):  # Cake computes what stalls, and nothing has failed
+        assert engine.store.stats().remote.breaker == "open"
+    start = time.perf_counter()
+    for _ in range(100):
+        assert engine.store.lookup("default", engine.decoder.fingerprint, ["x"]) == {"x": []}
+    assert time.perf_counter() - start < 0.5
+    again = ask(engine)
+    assert again.text == text
+    if fault == "SIGSTOP":
+        server.go_on()
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_an_s3_server_that_dies_in_the_middle_is_a_miss(
+    fault: str, make_engine: MakeEngine, own_s3_server: Any, s3_bucket: Any
+) -> None:
+    url = s3_bucket(own_s3_server)
+    text, alone_s = primed(make_engine, url)
+    engine = make_engine(url, config=QUICK | {"lookup_timeout_s": 0.5})
+    find = engine.store.find
+
+    def find_then_break(*args: Any, **how: Any) -> Any:
+        found = find(*args, **how)
+        {"SIGKILL": own_s3_server.kill, "SIGSTOP": own_s3_server.stop}[fault]()
+        return found
+
+    engine.store.find = find_then_break  # type: ignore[method-assign]
+    start = time.perf_counter()
+    assert ask(engine).text == text
+    assert time.perf_counter() - start < alone_s + 0.5 + 2 * 0.6 + 1.0
+    if fault == "SIGSTOP":
+        own_s3_server.go_on()
+
+
+@pytest.mark.parametrize("change", ["flip", "truncate", "swap"])
+def test_a_damaged_payload_is_a_miss_and_is_replaced(change: str, make_engine: MakeEngine, make_redis: Any) -> None:
+    url = f"redis://127.0.0.1:{make_redis().port}/0"
+    text, _ = primed(make_engine, url)
+    with redis.Redis.from_url(url) as server:
+        keys = sorted(key for key in server.scan_iter() if b":data/" in key)
+        payloads = [server.get(key) for key in keys]
+        for place, key in enumerate(keys):
+            data = payloads[place]
+            middle = len(data) // 2
+            wrong = {
+                "flip": data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :],
+                "truncate": data[:middle],
+                "swap": payloads[place - 1],
+            }
+            server.set(key, wrong[change])
+    engine = make_engine(url)
+    answer = ask(engine)
+    assert answer.text == text
+    assert happened(answer) == COMPUTED
+    reasons = engine.store.stats().loads
+    assert sum(reasons.values()) == 3
+    assert all(reason.endswith(" (remote)") for reason in reasons)
+    assert answer.stats.chunks[0].reason
+    third = ask(make_engine(url))  # what the second engine bore has taken the damaged ones' place
+    assert happened(third) == EXACT_FROM["remote"]
+    assert third.text == text
+
+
+# -- the store alone --------------------------------------------------------------------------------------------------
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
+
+
+def capture(chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), session: str | None = None) -> Capture:
+    key = VariantKey("ns", "model", chunk, prefix)
+    generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
+    kv = torch.randn(LAYOUT.shape(100), generator=generator).bfloat16()
+    return Capture(key, LAYOUT, "tokens", kv, TokenScores(), tuple(0.1 for _ in prefix), 0.3, 0.6, 1.0, session)
+
+
+def open_store(folder: Path, url: str, **settings: Any) -> ChunkCacheStore:
+    return ChunkCacheStore.open(folder, remote=RemoteConfig(url, **(PATIENT | settings)))
+
+
+def put(store: ChunkCacheStore, *captures: Capture) -> None:
+    for one in captures:
+        assert isinstance(store.put(one).result(), Variant)
+    assert store.flush(10)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
+def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url, one = f"file://{tmp_path}/shared", capture()
+    with ChunkCacheStore.open(tmp_path / "a", remote=url, codec=codec, host_bytes=0) as first:
+        put(first, one)
+        own = first.load(first.lookup("ns", "model", ["chunk"])["chunk"][0])
+    with ChunkCacheStore.open(tmp_path / "b", remote=url, host_bytes=0) as second:
+        for tier in ("remote", "disk"):
+            (variant,) = second.lookup("ns", "model", ["chunk"])["chunk"]
+            assert variant.codec == codec
+            loaded = second.load(variant)
+            assert isinstance(loaded, LoadedVariant)
+            assert isinstance(own, LoadedVariant)
+            assert loaded.tier == tier
+            assert torch.equal(loaded.kv, own.kv)
+            assert second.flush(5)
+        assert second.check().findings == ()
+
+
+def test_the_local_copy_goes_first_and_enough_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path}/shared"
+    with open_store(tmp_path / "a", url) as first:
+        put(first, capture(), capture(prefix=("system", "b")))
+    with open_store(tmp_path / "b", url) as second, open_store(tmp_path / "c", url, ask_below=3) as curious:
+        for store in (second, curious):
+            put(store, capture())
+        assert [v.home for v in second.lookup("ns", "model", ["chunk"])["chunk"]] == ["disk"]
+        assert [v.home for v in curious.lookup("ns", "model", ["chunk"])["chunk"]] == ["disk", "remote"]
+
+
+def test_uses_are_counted_on_the_remote(tmp_path: Path, make_redis: Any) -> None:
+    url = f"redis://127.0.0.1:{make_redis().port}/0"
+    with open_store(tmp_path / "a", url) as store:
+        put(store, capture())
+        (variant,) = store.lookup("ns", "model", ["chunk"])["chunk"]
+        store.used(variant.variant_id, cfo=0.25, tokens=100)
+        assert store.flush(5)
+    with redis.Redis.from_url(url) as server:
+        ((_, worth),) = server.zrange("cachecraft/v2:worth", 0, -1, withscores=True)
+        assert worth == 2.0 + 4.0 * 2.0  # (1 + f_r) · (1 + exact share)
+
+
+def test_what_the_disk_has_no_room_for_may_be_remote_still(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path}/shared"
+    with ChunkCacheStore.open(tmp_path / "a", remote=url, disk_bytes=100, codec="int8") as small:
+        assert isinstance(small.put(capture()).result(), Unavailable)
+    with ChunkCacheStore.open(tmp_path / "b", remote=url, disk_bytes=100) as other:
+        (variant,) = other.lookup("ns", "model", ["chunk"])["chunk"]
+        loaded = other.load(variant)
+        assert isinstance(loaded, LoadedVariant)
+        assert other.flush(5)
+        again = other.load(variant)
+        assert isinstance(again, LoadedVariant)
+        assert again.tier == "host"  # memory keeps it although the disk does not
+        assert other.stats().variants == 0
+
+
+def test_many_threads_fetch_the_same_variant_once_to_disk(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url, one = f"file://{tmp_path}/shared", capture()
+    with open_store(tmp_path / "a", url) as first:
+        put(first, one)
+    with ChunkCacheStore.open(tmp_path / "b", remote=url, host_bytes=0) as second:
+        (variant,) = second.lookup("ns", "model", ["chunk"])["chunk"]
+        results: list[Any] = []
+        threads = [threading.Thread(target=lambda: results.append(second.load(variant))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert second.flush(5)
+        assert [torch.equal(result.kv, one.kv) for result in results] == [True] * 8
+        assert second.stats().variants == 1
+        assert second.check().findings == ()
+
+
+def test_settings_reach_the_store_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    assert set(StoreSettings.__annotations__) == set(StoreConfig.__dataclass_fields__)
+    config = StoreConfig(remote="redis://:secret@127.0.0.1:1/0", disk_bytes=5000)
+    assert "secret" not in repr(config)
+    with ChunkCacheStore.open(tmp_path, config, host_bytes=7) as store:
+        assert (store.config.disk_bytes, store.config.host_bytes) == (5000, 7)
+        assert isinstance(store.config.remote, RemoteConfig)
+        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        stats = store.stats()
+        assert stats.remote is not None
+        assert (stats.remote.variants, stats.remote.url) == (None, "redis://***@127.0.0.1:1/0")
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert (store.config.disk_bytes, store.config.remote) == (5000, None)
+        assert store.stats().remote is None
+    with pytest.raises(ConfigError, match="is no remote"):
+        ChunkCacheStore.open(tmp_path, remote="nowhere")
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="cannot be used"):
+        ChunkCacheStore.open(tmp_path, remote="redis://host/0?db=x")
+    assert set(threading.enumerate()) <= before

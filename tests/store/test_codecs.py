@@ -1,0 +1,193 @@
+"""Codecs: what comes back is as near as promised, layer by layer, and nothing half right is passed on."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachecraft_rag.store.codecs import CODECS, codec_named, is_lossless
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.types import KVLayout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((2, 1, 1, 1), (2, 1, 2, 8), (2, 7, 3, 5), (2, 33, 2, 64), (2, 130, 1, 17))
+LOSSY = [name for name in CODECS if name != "raw"]
+
+
+def layer_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Values as a model makes them: channels with means of their own, a first token unlike the others."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) + 4 * torch.randn((1, 1, *shape[2:]), generator=generator)
+    values[:, 0] *= 8
+    return values.to(dtype)
+
+
+def ordinary_layer(shape: tuple[int, ...]) -> torch.Tensor:
+    """The same without the first token of a prompt, which no chunk holds."""
+    return layer_of((shape[0], shape[1] + 1, *shape[2:]), torch.float32)[:, 1:].contiguous()
+
+
+def around(name: str, kv: torch.Tensor, *, layer: int = 0, layers: int = 1) -> torch.Tensor:
+    codec = codec_named(name)
+    out = torch.full_like(kv, 7.0)
+    codec.decode(codec.encode(kv, layer=layer, layers=layers), out=out)
+    return out
+
+
+def allowed(name: str, kv: torch.Tensor) -> torch.Tensor:
+    """The largest error that the codec's page promises, and the rounding of the dtype on top."""
+    values = kv.double()
+    if name == "int8":
+        bound = values.abs().amax(-1, keepdim=True) / 127 * (1 + 2**-7) / 2
+    else:
+        rest = (values - values.mean(1, keepdim=True)).abs()
+        spread = rest.square().mean((1, 3), keepdim=True).sqrt() * 0.4
+        fits = torch.maximum(rest.amax((1, 3), keepdim=True) / 126, values.abs().amax((1, 3), keepdim=True) / 32767)
+        bound = torch.maximum(spread, fits) * 1.001 / 2
+    kind = torch.finfo(kv.dtype)
+    return bound + values.abs() * kind.eps + kind.tiny * kind.eps + torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_raw_gives_back_every_bit_of_any_values(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    kv = layer_of(shape, dtype)
+    kv[0, 0, 0, 0], kv[1, 0, 0, 0] = float("nan"), float("-inf")
+    block = codec_named("raw").encode(kv, layer=0, layers=1)
+    assert block.data_ptr() == kv.data_ptr()  # no copy
+    assert torch.equal(around("raw", kv).view(torch.uint8), kv.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_errors_keep_to_their_bound(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    kv = layer_of(shape, dtype)
+    for layer in range(3):
+        error = (around(name, kv, layer=layer, layers=3).double() - kv.double()).abs()
+        assert (error <= allowed(name, kv)).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_errors_keep_to_their_bound_for_any_finite_values(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(LOSSY))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = (2, *data.draw(st.tuples(*[st.integers(1, 5)] * 3)))
+    end = min(torch.finfo(dtype).max, 2.0**59) if name == "entropy" else torch.finfo(dtype).max
+    kv = layer_of(shape, torch.float32, data.draw(st.integers(0, 99)))
+    kv = kv / kv.abs().max() * 10.0 ** data.draw(st.integers(-44, 38))
+    spots = data.draw(st.lists(st.tuples(st.integers(0, kv.numel() - 1), st.floats(-end, end, width=32)), max_size=4))
+    for spot, value in spots:
+        kv.view(-1)[spot] = value
+    kv = kv.clamp(-end, end).to(dtype).clamp(-end, end)
+    decoded = around(name, kv)
+    assert torch.isfinite(decoded).all()
+    assert ((decoded.double() - kv.double()).abs() <= allowed(name, kv)).all()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_zeros_and_single_tokens_come_back_nearly_whole(name: str) -> None:
+    zeros = torch.zeros(2, 6, 2, 8, dtype=torch.bfloat16)
+    assert torch.equal(around(name, zeros), zeros)
+    constant = torch.full((2, 6, 2, 8), 3.0)
+    assert torch.allclose(around(name, constant), constant, rtol=1e-2)
+
+
+def test_one_outlier_costs_the_other_tokens_nothing_with_int8() -> None:
+    kv = layer_of((2, 9, 2, 16), torch.float32)
+    loud = kv.clone()
+    loud[:, 4, 1, 3] = 1e6
+    same = torch.ones(9, 2, dtype=torch.bool)
+    same[4, 1] = False
+    assert torch.equal(around("int8", kv)[:, same], around("int8", loud)[:, same])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_is_refused(name: str, value: float, dtype: torch.dtype) -> None:
+    kv = layer_of((2, 5, 2, 8), dtype)
+    kv[1, 2, 0, 3] = value
+    with pytest.raises(ValueError, match="NaN"):
+        codec_named(name).encode(kv, layer=0, layers=1)
+
+
+def test_values_get_coarser_with_depth_and_keys_do_not() -> None:
+    kv = ordinary_layer((2, 200, 2, 64))
+    first, last = ((around("entropy", kv, layer=layer, layers=6) - kv).square().mean((1, 2, 3)) for layer in (0, 5))
+    assert torch.isclose(first[0], last[0])
+    assert first[1] * 1.5 < last[1]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_says_whether_it_loses_anything(name: str) -> None:
+    kv = layer_of((2, 40, 3, 16), torch.float32)
+    out = torch.empty_like(kv)
+    codec_named(name).decode(codec_named(name).encode(kv, layer=0, layers=1), out=out)
+    assert is_lossless(name) == codec_named(name).lossless == torch.equal(kv, out)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_block_is_as_long_and_holds_what_the_codec_says(name: str) -> None:
+    layout, codec = KVLayout(layers=4, kv_heads=3, head_dim=5, dtype="bfloat16"), codec_named(name)
+    for tokens in (1, 4, 19):
+        block = codec.encode(layer_of(layout.shape(tokens)[1:], torch.bfloat16), layer=1, layers=4)
+        assert codec.block_bytes(layout, tokens) in (None, len(block))
+        assert sum(part.nbytes for part in codec.parts(layout, tokens, len(block))) == len(block)
+        with pytest.raises(ValueError, match="instead of" if name != "entropy" else "frame"):
+            codec.decode(block[: len(block) - 1], out=torch.empty(layout.shape(tokens)[1:], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["raw", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_run_of_tokens_is_slices_of_the_block(name: str, dtype: str) -> None:
+    layout = replace(KVLayout(layers=2, kv_heads=3, head_dim=5, dtype="float32"), dtype=dtype)  # type: ignore[arg-type]
+    codec, kv = codec_named(name), layer_of((2, 11, 3, 5), getattr(torch, dtype))
+    block, whole = codec.encode(kv, layer=0, layers=2), around(name, kv)
+    for start, stop in ((0, 11), (0, 1), (3, 8), (10, 11)):
+        pieces = [block[piece] for piece in codec.run(layout, 11, start, stop)]
+        out = torch.empty(2, stop - start, 3, 5, dtype=kv.dtype)
+        codec.decode(torch.cat(pieces), out=out)
+        assert torch.equal(out, whole[:, start:stop])
+
+
+def test_a_block_of_entropy_decodes_only_as_a_whole() -> None:
+    assert codec_named("entropy").run(KVLayout(2, 3, 5, "float32"), 11, 3, 8) == ()
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("int8", 1.9), ("entropy", 4.0)])
+def test_blocks_are_as_small_as_promised(name: str, ratio: float) -> None:
+    kv = ordinary_layer((2, 256, 3, 64))
+    blocks = [codec_named(name).encode(kv, layer=layer, layers=6) for layer in range(6)]
+    assert 6 * kv.numel() * 2 / sum(map(len, blocks)) >= ratio
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_damaged_block_decodes_to_something_or_is_refused_with_a_reason(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(LOSSY))
+    kv = layer_of((2, 9, 2, 8), torch.bfloat16)
+    codec = codec_named(name)
+    block = codec.encode(kv, layer=0, layers=1)
+    begin = data.draw(st.integers(0, len(block) - 1))
+    patch = torch.tensor(list(data.draw(st.binary(min_size=1, max_size=16))), dtype=torch.uint8)
+    damaged = torch.cat([block[:begin], patch, block[begin + data.draw(st.sampled_from([0, len(patch)])) :]])
+    try:
+        codec.decode(damaged, out=torch.empty_like(kv))
+    except ValueError as error:
+        assert str(error)  # noqa: PT017  # most patches decode: the checksum is what notices
+
+
+def test_unknown_names_and_missing_packages_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="raw, int8, entropy"):
+        codec_named("zip")
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # how Python remembers that an import fails
+    with pytest.raises(ConfigError, match=r"pip install 'cachecraft-rag\[codecs\]'"):
+        codec_named("entropy")
+    codec_named("int8")

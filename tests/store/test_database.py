@@ -1,0 +1,119 @@
+"""The shared SQLite file: what is done in a block happens as a whole, one writer at a time, readers at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from cachecraft_rag.store.database import Database
+from cachecraft_rag.errors import StoreError
+
+FIRST = ("CREATE TABLE words (word TEXT NOT NULL UNIQUE)",)
+SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)
+
+
+def open_database(path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0) -> Database:
+    return Database(path, migrations=migrations or (FIRST,), busy_timeout_s=busy_timeout_s)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = open_database(tmp_path / "words.sqlite")
+    yield opened
+    opened.close()
+
+
+def insert(database: Database, *words: str) -> None:
+    with database.writing() as connection:
+        for word in words:
+            connection.execute("INSERT INTO words VALUES (?)", (word,))
+
+
+def words(database: Database) -> list[str]:
+    with database.reading() as connection:
+        return [word for (word,) in connection.execute("SELECT word FROM words ORDER BY word")]
+
+
+def test_a_block_happens_as_a_whole_or_not_at_all(database: Database) -> None:
+    insert(database, "kettle")
+    with pytest.raises(StoreError, match="IntegrityError"):
+        insert(database, "fridge", "kettle")
+    with contextlib.suppress(KeyboardInterrupt), database.writing() as connection:
+        connection.execute("INSERT INTO words VALUES ('toaster')")
+        raise KeyboardInterrupt
+    assert words(database) == ["kettle"]
+
+
+def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
+    found: list[list[str]] = []
+    with database.writing() as connection:
+        connection.execute("INSERT INTO words VALUES ('kettle')")
+        reader = threading.Thread(target=lambda: found.append(words(database)))
+        reader.start()
+        reader.join(timeout=5)
+        assert found == [[]]  # and sees nothing that is not committed
+    assert words(database) == ["kettle"]
+
+
+def test_an_older_file_is_brought_up_to_date_with_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "words.sqlite"
+    old = open_database(path)
+    insert(old, "kettle")
+    old.close()
+    for _ in range(2):  # the second opening has nothing left to do
+        new = open_database(path, FIRST, SECOND)
+        with new.reading() as connection:
+            assert connection.execute("SELECT word, uses FROM words").fetchall() == [("kettle", 7)]
+        new.close()
+    with pytest.raises(StoreError, match=r"newer version.*Upgrade"):
+        open_database(path)
+
+
+def test_threads_that_open_a_new_file_at_once_all_succeed(tmp_path: Path) -> None:
+    path, errors = tmp_path / "words.sqlite", list[StoreError]()
+
+    def use(word: str) -> None:
+        try:
+            opened = open_database(path)
+            insert(opened, word)
+            opened.close()
+        except StoreError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=(str(n),)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM words").fetchone() == (8,)
+    connection.close()
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"words\.sqlite cannot be written.*choose another one"):
+        open_database(tmp_path / "nowhere" / "words.sqlite")
+
+
+def test_a_full_disk_is_named_with_a_way_out(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    open_database(tmp_path / "words.sqlite").close()
+    with (
+        full_disk(),
+        pytest.raises(StoreError, match=r"words\.sqlite cannot be used: the disk is full .* only a cache"),
+    ):
+        open_database(tmp_path / "words.sqlite")
+
+
+def test_nothing_works_after_close(database: Database) -> None:
+    database.close()
+    with pytest.raises(StoreError, match="closed"):
+        words(database)

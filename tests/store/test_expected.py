@@ -1,0 +1,72 @@
+"""What a row must be before it is believed: alone, and against the model and the prompt that ask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachecraft_rag.store.expected import Expected, unsound, unsound_scores
+from cachecraft_rag.types import KVLayout, TokenScores, Variant, VariantKey
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
+EXPECTED = Expected(LAYOUT, 100, {"chunk": (10, "tokens")})
+
+
+def make(prefix: tuple[str, ...] = ("system", "a"), tokens: int = 10) -> Variant:
+    key = VariantKey("ns", "model", "chunk", prefix)
+    numbers = (tokens, "tokens", (0.5,) * len(prefix), 0.3, 0.6, 1.0, None, "raw", LAYOUT.nbytes(tokens), 0.0, 1e9)
+    return Variant(key, key.variant_id, *numbers)
+
+
+def test_what_fits_is_given_with_its_layout() -> None:
+    assert (unsound(make()), EXPECTED.flaw(make())) == ("", "")
+    found, flawed = EXPECTED.sift({"chunk": [make(), make(tokens=9)]})
+    assert [one.payload.layout for one in found.variants["chunk"]] == [LAYOUT]
+    assert [(one.tokens, flaw) for one, flaw in flawed] == [(9, found.refused["chunk"])]
+
+
+@pytest.mark.parametrize(
+    ("variant", "flaw"),
+    [
+        (make(tokens=9), "it says it has 9 tokens, and the chunk has 10"),
+        (make(tokens=11), "it says it has 11 tokens, and the chunk has 10"),
+        (replace(make(), nbytes=1), "it says it has 1 bytes"),
+        (make(("system", "a", "a")), "a segment stands twice"),
+        (make(tuple(map(str, range(91)))), "longer than the model's context"),
+        (replace(make(), variant_id="0" * 32), "its id is not that of its identity"),
+    ],
+)
+def test_what_no_engine_of_this_model_writes_is_flawed(variant: Variant, flaw: str) -> None:
+    assert flaw in EXPECTED.flaw(variant)
+
+
+def test_what_was_tokenised_in_another_way_is_left_to_the_planner() -> None:
+    assert EXPECTED.flaw(replace(make(tokens=9), tokens_digest="other")) == ""
+    assert "context" in EXPECTED.flaw(replace(make(tokens=10**12), tokens_digest="other", nbytes=1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exact_share": 1.5}, {"exact_share": -0.1}, {"exact_share": 1e308}, {"cci": 1.1}, {"cci": "0.6"},
+        {"intra": 11.0}, {"intra": None}, {"inter": (0.1,)}, {"inter": (0.1, float("nan"))}, {"inter": (-0.1, 0.3)},
+        {"reuse_frequency": 1e300}, {"reuse_frequency": -1.0}, {"created": -1.0}, {"created": float("inf")},
+        {"tokens": 10.0}, {"tokens": True}, {"tokens": 2**70}, {"nbytes": 0}, {"primed": 1}, {"session": 7},
+        {"tokens_digest": b"tokens"}, {"codec": None}, {"codec": "\ud800"}, {"key": VariantKey("n", "f", "c", (1, 2))},
+    ],
+)  # fmt: skip
+def test_fields_out_of_range_or_of_another_kind_are_unsound(change: dict[str, Any]) -> None:
+    assert unsound(replace(make(), **change))
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 3e38])
+def test_token_scores_are_attention(value: float) -> None:
+    right = np.linspace(0.0, 1.0, 10, dtype=np.float32)
+    assert not unsound_scores(TokenScores(right, None), 10)
+    assert unsound_scores(TokenScores(right, right), 9)
+    wrong = right.copy()
+    wrong[3] = value
+    assert unsound_scores(TokenScores(None, wrong), 10)

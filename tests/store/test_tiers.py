@@ -1,0 +1,548 @@
+"""The tiers: a file gives back exactly its tensor or says why not; memory keeps to its budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from cachecraft_rag.store.codecs import CODECS, codec_named
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.types import Damaged
+from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
+from cachecraft_rag.store.memory import MemoryTier
+from cachecraft_rag.store.writers import Presence
+from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
+
+LOSSY = [name for name in CODECS if name != "raw"]
+LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")
+
+
+def make(name: str = "chunk", *, tokens: int = 3, layout: KVLayout = LAYOUT, created: float = 1.5) -> Variant:
+    key = VariantKey("tenant ☃", "model", digest(name), (digest("system"), digest("before")))
+    nbytes = layout.nbytes(tokens)
+    return Variant(
+        key, key.variant_id, tokens, digest("tokens"), (0.5, 0.25), 0.1, 0.6, 1.0, None, "raw", nbytes, 0.0, created
+    )
+
+
+def tensor(variant: Variant, layout: KVLayout = LAYOUT) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int(variant.variant_id[:8], 16))
+    return torch.randn(layout.shape(variant.tokens), generator=generator).to(getattr(torch, layout.dtype))
+
+
+def store(tier: DiskTier, variant: Variant, layout: KVLayout = LAYOUT) -> tuple[torch.Tensor, Path]:
+    kv = tensor(variant, layout)
+    tier.write(variant, encode(variant, layout, kv), writer="ab")
+    return kv, tier.path(variant.variant_id, variant.created)
+
+
+def decoded(codec: str, kv: torch.Tensor) -> torch.Tensor:
+    """What a codec makes of a tensor, without any file."""
+    out = torch.empty_like(kv)
+    for layer, each in enumerate(kv):
+        block = codec_named(codec).encode(each, layer=layer, layers=len(kv))
+        codec_named(codec).decode(block, out=out[layer])
+    return out
+
+
+# -- disk -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (3, 17), (120, 5)])
+def test_a_file_gives_back_its_tensor_bit_by_bit(tmp_path: Path, dtype: str, layers: int, tokens: int) -> None:
+    layout = replace(LAYOUT, layers=layers, dtype=dtype)  # type: ignore[arg-type]
+    variant = make(tokens=tokens, layout=layout)
+    tier = DiskTier(tmp_path / "variants")
+    kv, path = store(tier, variant, layout)
+    loaded = tier.read(variant)
+    assert isinstance(loaded, LoadedVariant)
+    assert (loaded.variant_id, loaded.tier) == (variant.variant_id, "disk")
+    assert loaded.kv.dtype == kv.dtype
+    assert loaded.kv.shape == layout.shape(tokens)
+    assert bytes(memory_of(loaded.kv)) == bytes(memory_of(kv))
+    assert path.parent.parent.parent == tier.root
+    assert path.parent == tier.root / variant.variant_id[:2] / variant.variant_id[2:4]
+    assert path.stat().st_size == encode(variant, layout, kv).nbytes
+
+
+def test_the_safetensors_library_reads_the_file_and_finds_one_block(tmp_path: Path) -> None:
+    kv, path = store(DiskTier(tmp_path), make())
+    names = [f"layer.{layer:03d}" for layer in range(12)]
+    layers = load_file(path)
+    assert sorted(layers) == names
+    assert all(torch.equal(layers[name], kv[layer]) for layer, name in enumerate(names))
+    content = path.read_bytes()
+    start = len(content) - kv.nbytes
+    assert start % 4096 == 0
+    assert content[start:] == bytes(memory_of(kv))  # [layers, 2, tokens, kv_heads, head_dim], nothing between
+    entries = json.loads(content[8:start])
+    offsets = [entries[name]["data_offsets"] for name in names]
+    assert [end for _, end in offsets[:-1]] == [begin for begin, _ in offsets[1:]]
+
+
+def test_the_header_tells_what_the_file_is(tmp_path: Path) -> None:
+    variant = make()
+    _, path = store(DiskTier(tmp_path), variant)
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    fields = json.loads(metadata["fields"])
+    assert metadata["layout_version"] == "2"
+    assert (fields["namespace"], fields["fingerprint"]) == ("tenant ☃", "model")
+    assert (fields["chunk_id"], tuple(fields["origin_prefix"])) == (variant.key.chunk_id, variant.key.origin_prefix)
+    assert (fields["codec"], fields["tokens_digest"], fields["tokens"]) == ("raw", variant.tokens_digest, 3)
+    assert fields["layout"] == {"layers": 12, "kv_heads": 2, "head_dim": 4, "dtype": "float32"}
+    assert [len(sums) for sums in fields["run_xxh3"]] == [16] * 12
+
+
+def test_a_header_survives_its_encoding() -> None:
+    header = Header(make().key, LAYOUT, 3, "digest", "raw", tuple((n,) for n in range(12)))
+    assert Header.decode(header.encode()) == header
+    with pytest.raises(ValueError, match="header damaged"):
+        Header.decode(header.encode() + b" " * 4096)
+
+
+def test_every_flipped_byte_of_the_header_and_every_spot_of_the_data_is_noticed(tmp_path: Path) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    kv, path = store(tier, variant)
+    content = path.read_bytes()
+    data = len(content) - kv.nbytes
+    assert data == 4096
+    with path.open("r+b", buffering=0) as file:
+        for position in [*range(data), *range(data, len(content), 7), len(content) - 1]:
+            os.pwrite(file.fileno(), bytes([content[position] ^ 1 << position % 8]), position)
+            assert isinstance(tier.read(variant), Damaged), position
+            os.pwrite(file.fileno(), content[position : position + 1], position)
+    assert isinstance(tier.read(variant), LoadedVariant)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_damage_gives_a_tensor_or_an_exception(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    tier, variant = DiskTier(tmp_path_factory.mktemp("tier")), make()
+    _, path = store(tier, variant)
+    content = bytearray(path.read_bytes())
+    begin = data.draw(st.integers(0, len(content) - 1))
+    patch = data.draw(st.binary(min_size=1, max_size=64))
+    damaged = bytes(content[:begin]) + patch + bytes(content[begin + data.draw(st.sampled_from([0, len(patch)])) :])
+    path.write_bytes(damaged)
+    result = tier.read(variant)
+    if damaged == content:
+        assert isinstance(result, LoadedVariant)
+    else:
+        assert isinstance(result, Damaged)
+        assert result.reason
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100, 4095, 4096, 4097, -1])
+def test_a_truncated_file_is_named_as_such(tmp_path: Path, keep: int) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    _, path = store(tier, variant)
+    path.write_bytes(path.read_bytes()[:keep])
+    result = tier.read(variant)
+    assert isinstance(result, Damaged)
+    assert "truncated" in result.reason or "length" in result.reason
+
+
+def test_a_missing_and_a_longer_file_are_damaged_but_an_unreadable_one_may_pass(tmp_path: Path) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    assert tier.read(variant) == Damaged(variant.variant_id, "file is missing")
+    _, path = store(tier, variant)
+    with path.open("ab") as file:
+        file.write(b"x")
+    assert "too long" in str(tier.read(variant))
+    path.unlink()
+    path.mkdir()  # opens, but reading it is an error of the system
+    result = tier.read(variant)
+    assert isinstance(result, Unavailable)
+    assert not isinstance(result, Damaged)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"key": VariantKey("another tenant", "model", digest("chunk"), (digest("system"), digest("before")))},
+        {"key": VariantKey("tenant ☃", "another model", digest("chunk"), (digest("system"), digest("before")))},
+        {"key": VariantKey("tenant ☃", "model", digest("chunk"), (digest("system"),))},
+        {"tokens_digest": "other token ids"},
+        {"tokens": 4},
+        {"codec": "int8"},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_a_file_of_another_identity_is_never_served(tmp_path: Path, difference: dict[str, object]) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    store(tier, variant)
+    result = tier.read(replace(variant, **difference))  # type: ignore[arg-type]
+    assert isinstance(result, Damaged)
+    assert "another variant" in result.reason
+
+
+def test_an_unknown_codec_is_neither_guessed_at_nor_damage(tmp_path: Path) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    store(tier, variant)
+    result = tier.read(replace(variant, codec="from the future"))
+    assert isinstance(result, Unavailable)
+    assert not isinstance(result, Damaged)  # a newer version may know it: row and file stay
+    assert "codec unknown" in result.reason
+    with pytest.raises(ConfigError, match="codec unknown"):
+        encode(replace(variant, codec="from the future"), LAYOUT, tensor(variant))
+
+
+def test_a_raw_file_is_byte_by_byte_what_layout_2_says(tmp_path: Path) -> None:
+    kv, path = store(DiskTier(tmp_path), make())
+    content = path.read_bytes()
+    assert xxhash.xxh3_128_hexdigest(content[:4096]) == "b3c89858c684394c04ced01549468613"
+    assert content[4096:] == bytes(memory_of(kv))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (3, 17), (120, 5)])
+def test_an_encoded_file_gives_what_its_codec_gives(
+    tmp_path: Path, codec: str, dtype: str, layers: int, tokens: int
+) -> None:
+    layout = replace(LAYOUT, layers=layers, dtype=dtype)  # type: ignore[arg-type]
+    variant = replace(make(tokens=tokens, layout=layout), codec=codec)
+    tier = DiskTier(tmp_path)
+    kv, path = store(tier, variant, layout)
+    loaded = tier.read(variant)
+    assert isinstance(loaded, LoadedVariant)
+    assert torch.equal(loaded.kv, decoded(codec, kv))
+    assert path.stat().st_size == encode(variant, layout, kv).nbytes
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_each_layer_of_a_file_decodes_alone(tmp_path: Path, codec: str) -> None:
+    variant = replace(make(tokens=9), codec=codec)
+    kv, path = store(DiskTier(tmp_path), variant)
+    content = path.read_bytes()
+    header = Header.decode(content[: 8 + int.from_bytes(content[:8], "little")])
+    data = memoryview(bytearray(content))[len(header.encode()) :]
+    assert sum(header.blocks()[-1]) == len(data)
+    whole = decoded(codec, kv)
+    for layer, (offset, nbytes) in reversed(list(enumerate(header.blocks()))):
+        block = torch.frombuffer(data[offset : offset + nbytes], dtype=torch.uint8)
+        out = torch.empty(kv.shape[1:])
+        codec_named(codec).decode(block, out=out)
+        assert torch.equal(out, whole[layer])
+
+
+def test_the_safetensors_library_reads_an_int8_file(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, head_dim=5, kv_heads=3)
+    variant = replace(make(tokens=7, layout=layout), codec="int8")
+    kv, path = store(DiskTier(tmp_path), variant, layout)
+    parts = load_file(path)
+    assert len(parts) == 24
+    for layer in range(12):
+        scale, payload = parts[f"layer.{layer:03d}.scale"], parts[f"layer.{layer:03d}.int8"]
+        assert (scale.dtype, payload.dtype) == (torch.bfloat16, torch.int8)
+        assert (scale.shape, payload.shape) == ((2, 7, 3, 1), (2, 7, 3, 5))
+        assert torch.equal(scale.float() * payload, decoded("int8", kv)[layer])
+
+
+def test_the_safetensors_library_finds_the_blocks_of_an_entropy_file(tmp_path: Path) -> None:
+    variant = replace(make(tokens=7), codec="entropy")
+    kv, path = store(DiskTier(tmp_path), variant)
+    parts = load_file(path)
+    for layer in range(12):
+        expected = codec_named("entropy").encode(kv[layer], layer=layer, layers=12)
+        assert torch.equal(parts[f"layer.{layer:03d}"], expected)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_every_damage_to_an_encoded_file_is_noticed(tmp_path: Path, codec: str) -> None:
+    tier, variant = DiskTier(tmp_path), replace(make(), codec=codec)
+    _, path = store(tier, variant)
+    content = path.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    with path.open("r+b", buffering=0) as file:
+        for position in [*range(0, data, 11), *range(data, len(content), 5), len(content) - 1]:
+            os.pwrite(file.fileno(), bytes([content[position] ^ 1 << position % 8]), position)
+            result = tier.read(variant)
+            assert isinstance(result, Damaged), position
+            assert result.reason
+            os.pwrite(file.fileno(), content[position : position + 1], position)
+    assert isinstance(tier.read(variant), LoadedVariant)
+    path.write_bytes(content[:-1])
+    assert "truncated" in str(tier.read(variant))
+    path.write_bytes(content + b"x")
+    assert "too long" in str(tier.read(variant))
+
+
+def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp_path: Path) -> None:
+    tier, variant = DiskTier(tmp_path), replace(make(), codec="entropy")
+    whole = encode(variant, LAYOUT, tensor(variant))
+    blocks = tuple(bytes(len(block)) for block in whole.blocks)
+    sums = tuple((xxhash.xxh3_64_intdigest(block),) for block in blocks)
+    header = replace(Header.decode(whole.header), run_sums=sums)
+    tier.write(variant, Encoded(header.encode(), tuple(map(memoryview, blocks))), writer="ab")
+    result = tier.read(variant)
+    assert isinstance(result, Damaged)
+    assert "layer 0 cannot be decoded" in result.reason
+
+
+def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
+    sizes = tuple(range(100, 112))
+    header = Header(make().key, LAYOUT, 3, "digest", "entropy", tuple((n,) for n in range(12)), sizes)
+    assert Header.decode(header.encode()) == header
+    nothing = replace(LAYOUT, layers=0)
+    for wrong in (
+        replace(header, block_sizes=(1,)),
+        replace(header, codec="raw"),
+        replace(header, block_sizes=(-1, *sizes[1:])),
+        replace(header, layout=nothing, block_sizes=()),
+        replace(header, layout=nothing, block_sizes=(), codec="raw"),
+    ):
+        with pytest.raises(ValueError, match="block sizes"):
+            wrong.blocks()
+    with pytest.raises(ValueError, match="dtype"):
+        replace(header, layout=replace(LAYOUT, dtype="int4")).blocks()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: str) -> None:
+    layout = replace(LAYOUT, layers=3, dtype=dtype)  # type: ignore[arg-type]
+    variant = replace(make(tokens=150, layout=layout), codec=codec)
+    tier = DiskTier(tmp_path)
+    kv, path = store(tier, variant, layout)
+    stored = tier.open(variant)
+    assert isinstance(stored, StoredVariant)
+    stored.allocate()
+    stored.kv.fill_(7)
+    assert stored.runs == ([(0, 150)] if codec == "entropy" else [(0, 64), (64, 128), (128, 150)])
+    whole, (start, stop) = decoded(codec, kv), stored.runs[-1]
+    stored.read(1, start, stop)
+    assert torch.equal(stored.kv[1, :, start:stop], whole[1, :, start:stop])
+    if codec != "entropy":
+        assert (stored.kv[1, :, :start] == 7).all()
+        stored.read(2, 0, 128)
+        assert torch.equal(stored.kv[2, :, :128], whole[2, :, :128])
+        assert (stored.kv[2, :, 128:] == 7).all()
+    assert (stored.kv[0] == 7).all()
+    with path.open("r+b") as file:  # the last byte: of the last run of the last layer
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(ValueError, match="checksum of layer 2"):
+        stored.read(2, start, stop)
+    if codec != "entropy":
+        stored.read(2, 0, 64)  # the others are what they were
+    stored.close()
+    with pytest.raises(OSError, match="closed"):
+        stored.read(0, 0, 150)
+
+
+def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, kv_heads=8, head_dim=64, layers=4)
+    variant = make(tokens=250, layout=layout)  # 4 MB
+    throttle = Throttle(20e6)
+    tier = DiskTier(tmp_path, throttle)
+    store(tier, variant, layout)
+
+    def timed() -> float:
+        started = time.perf_counter()
+        assert isinstance(tier.read(variant), LoadedVariant)
+        return time.perf_counter() - started
+
+    assert 0.17 < timed() < 0.4
+    timer = threading.Timer(0.1, setattr, (throttle, "bytes_per_s", math.inf))
+    throttle.bytes_per_s = 4e6
+    timer.start()
+    assert 0.1 < timed() < 0.4  # at 4 MB/s alone it would be a second
+
+
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    encoded = encode(variant, LAYOUT, tensor(variant))
+    tier.path(variant.variant_id, variant.created).mkdir(parents=True)  # so that the rename fails
+    with pytest.raises(OSError):  # noqa: PT011  # which one differs between systems
+        tier.write(variant, encoded, writer="ab")
+    assert list(tier.scan()) == []
+
+
+def test_scan_tells_files_temporary_files_and_strangers_apart(tmp_path: Path) -> None:
+    tier, variant = DiskTier(tmp_path), make()
+    _, path = store(tier, variant)
+    temporary = path.with_name(f".{path.name}.cafe.tmp")
+    temporary.write_bytes(b"half")
+    (tmp_path / "notes.txt").write_bytes(b"mine")
+    found = {file.path: file for file in tier.scan()}
+    assert set(found) == {path, temporary, tmp_path / "notes.txt"}
+    assert (found[path].variant_id, found[path].created, found[path].writer) == (variant.variant_id, 1.5, None)
+    assert (found[temporary].variant_id, found[temporary].writer) == (variant.variant_id, "cafe")
+    assert found[tmp_path / "notes.txt"].variant_id is None
+    assert tier.leftovers(variant.variant_id, 1.5, "cafe") == [temporary, path]
+    tier.remove(variant.variant_id, 1.5)
+    tier.remove(variant.variant_id, 1.5)  # gone already: fine
+    assert tier.leftovers(variant.variant_id, 1.5, "cafe") == [temporary]
+
+
+def test_a_replacement_has_a_file_of_its_own(tmp_path: Path) -> None:
+    tier, old = DiskTier(tmp_path), make(created=1.5)
+    new = replace(old, created=1.5000001)
+    store(tier, old)
+    store(tier, new)
+    tier.remove(old.variant_id, old.created)
+    assert isinstance(tier.read(old), Damaged)
+    assert isinstance(tier.read(new), LoadedVariant)
+
+
+def test_memory_is_aligned_and_of_the_right_kind() -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        layout = replace(LAYOUT, dtype=dtype)  # type: ignore[arg-type]
+        kv = empty(layout.shape(5), getattr(torch, dtype))
+        assert kv.data_ptr() % 64 == 0
+        assert kv.is_contiguous()
+        assert (kv.shape, kv.dtype) == (layout.shape(5), getattr(torch, dtype))
+
+
+# -- host -------------------------------------------------------------------------------------------------------------
+
+
+def host_with(budget_tensors: int, *names: str) -> MemoryTier:
+    host = MemoryTier(budget_tensors * LAYOUT.nbytes(3))
+    for name in names:
+        assert host.add(make(name), tensor(make(name)))
+    return host
+
+
+def held(host: MemoryTier, *names: str) -> str:
+    return "".join(name for name in names if isinstance(host.read(make(name)), LoadedVariant))
+
+
+def test_memory_gives_the_very_tensor() -> None:
+    host, variant = MemoryTier(1 << 20), make()
+    kv = tensor(variant)
+    host.add(variant, kv)
+    loaded = host.read(variant)
+    assert isinstance(loaded, LoadedVariant)
+    assert loaded.tier == "host"
+    assert loaded.kv is kv
+    assert host.used_bytes == kv.nbytes
+
+
+def test_the_least_used_leave_memory_first() -> None:
+    host = host_with(3, "a", "b", "c")
+    host.raise_frequency(make("a").variant_id, 2.0)
+    host.raise_frequency(make("b").variant_id, 1.0)
+    host.raise_frequency("unknown", 9.0)
+    host.add(make("d"), tensor(make("d")))
+    assert held(host, "a", "b", "c", "d") == "abd"
+    host.add(make("e"), tensor(make("e")))  # d has not been used either
+    assert held(host, "a", "b", "c", "d", "e") == "abe"
+    host.add(replace(make("f"), reuse_frequency=5.0), tensor(make("f")))
+    host.add(make("g"), tensor(make("g")))
+    assert held(host, "a", "b", "e", "f", "g") == "afg"
+
+
+def test_equals_leave_in_the_order_they_came() -> None:
+    host = host_with(2, "a", "b", "c")
+    assert held(host, "a", "b", "c") == "bc"
+
+
+def test_what_exceeds_the_whole_memory_is_not_held() -> None:
+    host = host_with(2, "a")
+    big = make("big", tokens=100)
+    assert not host.add(big, tensor(big))
+    assert held(host, "a") == "a"
+    off = MemoryTier(0)
+    assert not off.add(make(), tensor(make()))
+    assert len(off) == 0
+
+
+def test_replaced_and_removed_tensors_are_accounted_for() -> None:
+    host = host_with(9, "a", "b")
+    newer = replace(make("a"), created=9.0, tokens=6)
+    host.add(newer, tensor(newer))
+    assert held(host, "a", "b") == "b"  # the older one is no longer served
+    assert isinstance(host.read(newer), LoadedVariant)
+    host.remove(newer.variant_id, 1.5)  # that is the older one: nothing happens
+    assert host.used_bytes == LAYOUT.nbytes(6) + LAYOUT.nbytes(3)
+    host.remove(newer.variant_id, 9.0)
+    host.remove(newer.variant_id, 9.0)
+    assert (host.used_bytes, len(host)) == (LAYOUT.nbytes(3), 1)
+
+
+def test_many_uses_do_not_let_the_bookkeeping_grow() -> None:
+    host = host_with(4, "a", "b", "c")
+    for _ in range(5000):
+        host.raise_frequency(make("b").variant_id, 0.5)
+    assert len(host._heap) < 100
+    host.add(make("d"), tensor(make("d")))
+    host.add(make("e"), tensor(make("e")))
+    assert held(host, "a", "b", "c", "d", "e") == "bcde"
+
+
+def test_memory_keeps_to_its_budget_under_eight_threads() -> None:
+    budget = 10 * LAYOUT.nbytes(3)
+    host, over, errors = MemoryTier(budget), [], []
+    variants = [make(str(n)) for n in range(40)]
+    kv = tensor(variants[0])
+
+    def work(seed: int) -> None:
+        try:
+            for n in range(400):
+                variant = variants[(seed * 7 + n * 3) % 40]
+                host.add(variant, kv)
+                host.raise_frequency(variants[(n * 5) % 40].variant_id, 1.0)
+                host.remove(variants[(n * 11) % 40].variant_id, 1.5)
+                host.read(variant)
+                if host.used_bytes > budget:
+                    over.append(host.used_bytes)
+        except (KeyError, IndexError, AssertionError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not over
+    assert host.used_bytes == len(host) * LAYOUT.nbytes(3)
+
+
+# -- presence ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
+    one, two = Presence(tmp_path), Presence(tmp_path)
+    assert one.token != two.token
+    assert one.is_alive(one.token)
+    assert one.is_alive(two.token)
+    assert list(one.dead()) == []
+    two.leave()
+    assert not one.is_alive(two.token)
+    assert not one.is_alive("never seen")
+    one.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_nobody_holds_is_of_a_dead_writer(tmp_path: Path) -> None:
+    (tmp_path / "cafe.lock").touch()
+    presence = Presence(tmp_path)
+    assert list(presence.dead()) == ["cafe"]
+    presence.bury("cafe")
+    assert list(presence.dead()) == []
+    presence.leave()
