@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.sampling import SamplingParams
-    from cachecraft_rag.planning.config import ReuseConfig
-    from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.errors import CacheCraftError
     from cachecraft_rag.engine.decoder import Decoder
-    from cachecraft_rag.rag import CacheCraft
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.engine.self_check import self_check
     from cachecraft_rag.engine.stats import Answer, RequestStats
+    from cachecraft_rag.errors import CacheCraftError
+    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.rag import CacheCraft
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.types import Chunk, Document
 
@@ -43,18 +43,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "Answer": "stats",
+    "Answer": "engine.stats",
     "CacheCraft": "rag",
     "CacheCraftError": "errors",
     "Chunk": "types",
     "ChunkCacheStore": "store",
-    "Decoder": "models",
+    "Decoder": "engine.decoder",
     "Document": "types",
-    "Engine": "engine",
-    "RequestStats": "stats",
-    "ReuseConfig": "config",
-    "SamplingParams": "config",
-    "self_check": "selfcheck",
+    "Engine": "engine.engine",
+    "RequestStats": "engine.stats",
+    "ReuseConfig": "planning.config",
+    "SamplingParams": "engine.sampling",
+    "self_check": "engine.self_check",
 }
 
 

@@ -11,9 +11,11 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError
 
+T = TypeVar("T")
 MOST = 2**63 - 1
 MOST_SECONDS = 1e6  # eleven days; what waits counts in 32-bit milliseconds
 FINITE = math.nextafter(math.inf, 0.0)
@@ -147,3 +149,10 @@ def check_mapping(name: str, value: object) -> None:
     """A mapping with text for keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _wrong(name, "a mapping from names to values", value)
+
+
+def listed(name: str, given: Iterable[T]) -> list[T]:
+    """What was given, as often as it is read: a generator gives it only once. A single text is a mistake."""
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        raise _wrong(name, "a list", given, "put a single one into a list")
+    return list(given)

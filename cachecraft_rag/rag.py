@@ -18,16 +18,16 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
-from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.engine.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
-from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.stats import Answer, RequestStats, Source
+from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
-from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.store import RowFilter
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.types import Chunk, Document, SearchHit
 
 logger = logging.getLogger("cachecraft_rag.rag")

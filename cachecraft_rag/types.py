@@ -9,6 +9,7 @@ rotary embedding) at index 0, values at index 1.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+LOSSLESS_CODECS = frozenset({"raw"})
 LAYOUT_VERSION = 2  # of stored chunk-caches: part of their files and of every fingerprint
 
 Scalar = str | int | float | bool | None
@@ -66,6 +68,55 @@ class Document:
     doc_id: str
     text: str
     metadata: Metadata = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
+
+    `closing` last tokens are the template's, the same for every question. `tokens_digest` is a digest of the token ids:
+    a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked for at
+    every plan, it was a third of planning.
+    """
+
+    kind: Literal["system", "chunk", "question"]
+    segment_id: str
+    token_ids: tuple[int, ...]
+    private: bool = False
+    closing: int = 0
+    tokens_digest: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        packed = struct.pack(f"<{len(self.token_ids)}q", *self.token_ids)
+        object.__setattr__(self, "tokens_digest", hashlib.blake2b(packed, digest_size=16).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Segments in order and, for the record, the chunks that had to be left out to fit the model's context.
+
+    trimmed   ids of all that were left out, in the order they were ranked
+    too_long  (id, tokens) of those among them that would not have fitted alone either
+    room      tokens that the context had for chunks
+    """
+
+    segments: tuple[Segment, ...]
+    trimmed: tuple[str, ...] = ()
+    too_long: tuple[tuple[str, int], ...] = ()
+    room: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the whole prompt."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def bounds(self) -> list[int]:
+        """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`."""
+        edges = [0]
+        for segment in self.segments:
+            edges.append(edges[-1] + len(segment.token_ids))
+        return edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +225,11 @@ class Variant:
     primed: bool = False
     payload: Payload = field(default=Payload(), compare=False, repr=False)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether its codec gives back every bit; of a codec that is not known here, nothing is claimed."""
+        return self.codec in LOSSLESS_CODECS
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail
 class TokenScores:
@@ -226,3 +282,8 @@ class Unavailable:
 
     variant_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged(Unavailable):
+    """The bytes are missing or wrong for good, so row and file should go; a plain `Unavailable` may pass."""

@@ -11,7 +11,7 @@ from langchain_core.documents import Document
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cachecraft_rag.langchain.chat_model import CacheCraftGenerator
+from cachecraft_rag.langchain import CacheCraftGenerator
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings
 
 HANDBOOK = sorted((Path(__file__).parent / "handbook").glob("*.md"))

@@ -35,7 +35,7 @@ from streamlit_sidebar import (
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
 
 HERE = Path(__file__).parent
-FULL_PREFILL = ReuseConfig(reuse=False, captures=False)
+FULL_PREFILL = ReuseConfig(reuse=False, capture=False)
 # Not an emoji or one of Streamlit's own icons: those come from a font server, and this app talks to nobody.
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#0d9488"/>'
@@ -180,7 +180,7 @@ def time_full_prefill(shared: Shared, turn: Turn) -> None:
     """Ask again with nothing reused and stop after the first piece; so the prompt is the same, trimmed by one rule."""
     engine = shared.rag.engine
     # What the answer bore is still being described and written, and would share the processor with this.
-    engine.captures.wait_for([engine.prompts.system.segment_id, *(source.chunk_id for source in turn.answer.sources)])
+    engine.write_back.wait_for([engine.prompts.system.segment_id, *(source.chunk_id for source in turn.answer.sources)])
     engine.store.flush(timeout=20)
     with closing(shared.rag.stream(turn.question, config=FULL_PREFILL, **turn.arguments)) as stream:
         next(stream, "")

@@ -177,7 +177,7 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
             help=f"The last {REMEMBERED_TURNS} turns go along with the question. Small models get confused.",
         )
     sampling = SamplingParams(max_new_tokens=length, stop=SENTENCE_ENDS if brief else ())
-    config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, focus=focus)
+    config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, early_termination=focus)
     return Settings(top_k, sampling, config, compare, remember, tuple(state.get("picked", ())))
 
 

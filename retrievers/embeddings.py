@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
-from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.engine.hub import require_hub
+from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.store.processes import HomeProcess
 
 if TYPE_CHECKING:

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cachecraft_rag.checks import check_mapping, check_path, check_whole
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.store.database import can_be_written, connect_read_only
 from cachecraft_rag.errors import ConfigError, IndexStoreError
-from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
 from cachecraft_rag.retrievers.schema import chunk_of, model_name, prepare, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.database import can_be_written, connect_read_only
+from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.engine.chunk_bound import ModelTokens
+from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.retrievers.chunking import SPLITTER_VERSION, split
 from cachecraft_rag.retrievers.documents import (
     LARGEST_FILE,
@@ -35,7 +36,6 @@ from cachecraft_rag.retrievers.documents import (
     printable,
     too_large,
 )
-from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.retrievers.schema import same_model
 from cachecraft_rag.types import Chunk, Document, digest
 

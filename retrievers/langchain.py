@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole, config_errors
-from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit, chunk_id_of, digest
 
 try:

@@ -51,13 +51,13 @@ except ImportError as error:
     ) from error
 
 from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
-from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.rag import DEFAULT_TOP_K, CacheCraft
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.types import Chunk, Metadata, SearchHit
 
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON

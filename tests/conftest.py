@@ -14,9 +14,9 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.formats.dataset import Dataset
-    from cachecraft_rag.engine.decoder import Decoder
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.checks import check_names, check_number, check_whole, shown
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import CacheCraftError, ConfigError, ModelNotFoundError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import CacheCraftError, ConfigError, ModelNotFoundError
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -100,7 +100,7 @@ def test_a_wrong_value_is_named_with_what_to_do(kind: Any, wrong: dict[str, Any]
 
 def test_lists_and_sets_become_what_the_fields_are() -> None:
     assert SamplingParams(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
-    assert hash(ReuseConfig(without={"overlap"})) == hash(ReuseConfig(without=frozenset({"overlap"})))  # type: ignore[arg-type]
+    assert hash(ReuseConfig(ablate={"overlap"})) == hash(ReuseConfig(ablate=frozenset({"overlap"})))  # type: ignore[arg-type]
 
 
 @given(GARBAGE)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.engine.decoder import chunk_bound_of
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
@@ -43,7 +43,7 @@ def rag(demo_model: Path, documents: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def fresh(rag: CacheCraft) -> CacheCraft:
     """The same facade with an empty chunk-cache store."""
-    rag.engine.captures.wait_for([])
+    rag.engine.write_back.wait_for([])
     rag.engine.store.flush()
     rag.engine.store.evict(down_to_bytes=0)
     return rag

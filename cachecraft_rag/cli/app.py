@@ -13,7 +13,7 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import answers, benchmarks, calibrate, chat, demonstration, evaluate, judge_focus, store
+from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_termination, evaluate, store
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -27,13 +27,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demonstration.demo)
-app.command("index")(answers.index)
-app.command("ask")(answers.ask)
+app.command("demo")(demo.demo)
+app.command("index")(ask.index)
+app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("calibrate")(calibrate.calibrate)
 app.command("eval")(evaluate.evaluate)
-app.command("judge-focus")(judge_focus.judge_focus)
+app.command("judge-focus")(early_termination.judge_focus)
 app.add_typer(store.app, name="store")
 app.add_typer(benchmarks.app, name="bench")
 

@@ -13,15 +13,15 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
-from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.chunk_bound import ModelTokens
+    from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
-    from cachecraft_rag.engine.stats import RequestStats
 
 
 def require_index(store: Path) -> None:
@@ -160,7 +160,7 @@ def ask(
 ) -> None:
     """Answer one question over the indexed documents."""
     options.set_threads(threads)
-    config = ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, focus=focus)  # type: ignore[arg-type]
+    config = ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=focus)  # type: ignore[arg-type]
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     require_index(store)
     with load(

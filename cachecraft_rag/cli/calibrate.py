@@ -15,8 +15,8 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.quality.calibrate import Calibrated, CalibrationSettings, Point
     from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.evaluation.quality.calibrate import Calibrated, CalibrationSettings, Point
 
 FEW_QUESTIONS = 20  # with fewer, the bootstrap's intervals are too narrow by more than a little
 
@@ -71,10 +71,10 @@ def calibrate(
     Every engine opened on that store with that model then recomputes so much. Nothing else in the store changes.
     """
     options.set_threads(threads)
-    from cachecraft_rag.planning.calibration import CALIBRATION_FILE
-    from cachecraft_rag.evaluation.quality.calibrate import CalibrationSettings, halves
     from cachecraft_rag.evaluation.formats.dataset import load_dataset
+    from cachecraft_rag.evaluation.quality.calibrate import CalibrationSettings, halves
     from cachecraft_rag.evaluation.quality.metrics import rouge_l
+    from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
     rouge_l("one", "two")  # a missing package is said before the work, not after it
     settings = CalibrationSettings(quality, metric, captures, answer_tokens, seed)
@@ -95,9 +95,9 @@ def _measure(
     """Calibrate on the first part, keep the result, and check it on the second part, if there is one."""
     from contextlib import ExitStack
 
-    from cachecraft_rag.planning.calibration import save_calibration
-    from cachecraft_rag.evaluation import calibrate as calibrating
+    from cachecraft_rag.evaluation.quality import calibrate as calibrating
     from cachecraft_rag.evaluation.quality.runner import open_engine
+    from cachecraft_rag.planning.calibration import save_calibration
 
     options.quiet_libraries()
     checked = None

@@ -16,13 +16,13 @@ from rich.text import Text
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 
 if TYPE_CHECKING:
-    from cachecraft_rag.rag import CacheCraft
     from cachecraft_rag.engine.stats import Answer
+    from cachecraft_rag.rag import CacheCraft
 
 
 ANSWER_TOKENS = 60
@@ -95,7 +95,7 @@ def _warm_up(rag: CacheCraft, top_k: int) -> None:
 def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
     reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)
-    full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig(reuse=False, captures=False))
+    full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig(reuse=False, capture=False))
     return Compared(asked, reused, full, _own_prefill(rag, asked.question, top_k))
 
 

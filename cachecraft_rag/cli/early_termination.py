@@ -38,8 +38,9 @@ def judge_focus(
     options.set_threads(threads)
     options.quiet_libraries()
     from cachecraft_rag.errors import ConfigError
-    from cachecraft_rag.evaluation import focus_trial, runner
-    from cachecraft_rag.evaluation.quality.conditions import origins_of, condition_named
+    from cachecraft_rag.evaluation.quality import early_termination as trial
+    from cachecraft_rag.evaluation.quality import runner
+    from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
 
     condition = condition_named(captures)
     if condition.behind is None:
@@ -51,7 +52,7 @@ def judge_focus(
             engine = opened.enter_context(runner.open_engine(model, folder, dtype=dtype))
         surroundings = origins_of(condition, engine, dataset, seed=seed, answer_tokens=answer_tokens)
         with progress_bar("Measuring", remaining=True) as move:
-            found = focus_trial.judge_focus(
+            found = trial.judge_focus(
                 engine, dataset, surroundings, ratio=recompute_ratio, answer_tokens=answer_tokens, progress=move
             )
     if as_json:

@@ -55,7 +55,8 @@ ChunkTokens = Annotated[
 Captures = Annotated[
     str,
     typer.Option(
-        "--captures", help="What chunks are captured behind: unrelated, neighbours, alone, similar; or stream: as in use."
+        "--captures",
+        help="What chunks are captured behind: unrelated, neighbours, alone, similar; or stream: as in use.",
     ),
 ]
 Warmup = Annotated[
@@ -100,11 +101,11 @@ def evaluate(
     Writes report.md with figures to --out. Stopped with Ctrl-C, the same command goes on from there.
     """
     options.set_threads(threads)
+    from cachecraft_rag.evaluation.plotting import pyplot
     from cachecraft_rag.evaluation.quality.figures import EXTRA
     from cachecraft_rag.evaluation.quality.measuring import trials_of
     from cachecraft_rag.evaluation.quality.report import summarise
     from cachecraft_rag.evaluation.quality.runner import Settings
-    from cachecraft_rag.evaluation.plotting import pyplot
 
     pyplot(EXTRA)  # what is missing is said before the work, not after it
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
@@ -157,7 +158,7 @@ def _measure(
     lingua2_model: str | None,
 ) -> tuple[dict[str, Any], list[Record]]:
     """The settings as described in the records, and all records."""
-    from cachecraft_rag.evaluation import runner
+    from cachecraft_rag.evaluation.quality import runner
     from cachecraft_rag.evaluation.quality.records import RecordLog
 
     options.quiet_libraries()

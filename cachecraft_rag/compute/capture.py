@@ -13,21 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import attention_mass, row_blocks
+from cachecraft_rag.compute.stack import AttentionSettings
+from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.scoring import context_impact
 from cachecraft_rag.types import KVLayout, TokenScores
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """How a layer attends: factor on the scores, sliding window in tokens and soft cap of the scores (None = none)."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +65,12 @@ class CaptureRecorder:
         """This one need not be kept."""
         self._found.pop(segment, None)
 
-    def locate(self, positions: Tensor) -> list[tuple[RecordedChunk, slice]]:
+    def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
         """The captures among the ascending positions `[rows]` of a pass, and their rows.
 
         A chunk of which a pass computes only some tokens is none. A new chunk is computed whole, in one pass.
         """
-        edges = positions.new_tensor([edge for _, *span in self._spans for edge in span])
-        rows = torch.searchsorted(positions, edges).tolist()
+        rows = np.searchsorted(positions, [edge for _, *span in self._spans for edge in span]).tolist()
         found = []
         for (segment, start, stop), first, last in zip(self._spans, rows[::2], rows[1::2], strict=True):
             if last - first != stop - start:  # it is of another pass
@@ -126,18 +119,14 @@ class AttentionAccumulator:
     Args:
         capture, settings: from the recorder.
         bounds: `[segments + 1]` of the prompt; segment 0 is the system's.
-        sink_tokens: so many first tokens of the prompt no sum counts: most attention falls on them, and says nothing.
     """
 
-    def __init__(
-        self, capture: RecordedChunk, settings: Sequence[AttentionSettings], *, bounds: Sequence[int], sink_tokens: int
-    ) -> None:
+    def __init__(self, capture: RecordedChunk, settings: Sequence[AttentionSettings], *, bounds: Sequence[int]) -> None:
         self._capture, self._settings, self._bounds = capture, settings, list(bounds)
         device = capture.kv.device
-        edges = self._bounds[: capture.segment + 2]
-        edges[0] = min(sink_tokens, edges[1])
-        self._edges = torch.tensor(edges, device=device)
+        self._edges = torch.tensor(self._bounds[: capture.segment + 2], device=device)
         self._positions = torch.arange(capture.start, capture.stop, device=device)
+        self._visible: dict[int | None, Visibility] = {}
         self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, device=device)
         self._received = torch.zeros(capture.stop, device=device)
 
@@ -145,12 +134,11 @@ class AttentionAccumulator:
     def add_layer(self, layer: int, keys: Tensor) -> None:
         """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the capture's end."""
         use = self._settings[layer]
-        blocks = row_blocks(self._positions, window=use.window)
+        visible = self._visible.setdefault(use.window, Visibility(self._positions, window=use.window))
         mass, received = attention_mass(
             self._capture.queries[layer],
             keys[: self._capture.stop],
-            blocks,
-            self._positions,
+            visible,
             self._edges,
             scale=use.scale,
             softcap=use.softcap,
@@ -166,9 +154,11 @@ class AttentionAccumulator:
         lengths = [self._bounds[i + 1] - self._bounds[i] for i in range(1, own)]
         intra = float(mass[:, own].sum())
         cci = context_impact(
-            inter=prior.sum(0).tolist(), prefix_tokens=lengths, intra=intra, tokens=self._capture.stop - self._capture.start
+            inter=prior.sum(0).tolist(),
+            prefix_tokens=lengths,
+            intra=intra,
+            tokens=self._capture.stop - self._capture.start,
         )
-        self._received[: self._edges[0]] = 0.0  # sinks, in the system segment
         received = self._received[self._capture.start :].cpu().numpy() / len(self._settings)
         scores = TokenScores(prior.sum(1).astype(np.float32) if own > 1 else None, received)
         return AttentionStatistics(tuple(mass[:, :own].sum(0).tolist()), intra, cci, scores)

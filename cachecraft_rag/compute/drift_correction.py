@@ -1,72 +1,72 @@
-"""Drift: what recomputed tokens tell about those that are not recomputed.
+"""Drift correction: tokens that are not recomputed follow those that are.
 
-A chunk-cache that stands behind other chunks than at its capture is wrong in many small ways and in one that all its
-tokens share: keys and values moved, in each layer, in about the same direction. The tokens that are recomputed show
-that direction. So each of the others is moved by a part of their mean change: a rotation and an addition a token.
+A chunk-cache that stands behind other chunks than when it was captured is wrong in many small ways and in one that all
+its tokens share: in each layer, keys and values moved in about the same direction. The recomputed tokens show that
+direction, so each of the others is moved by a part of their mean change: a rotation and an addition per token.
 
-Cache-Craft leaves those tokens as they are. What it brings is in docs/fidelity.md, how the strength was found in
-docs/log.md.
+Cache-Craft leaves those tokens as they are. What the correction brings is in docs/fidelity.md, how its strength was
+found in docs/log.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.kernels.rope import add_rotated, rotate
 
-_EVIDENCE = 2  # fewer recomputed tokens say nothing
+_LEAST_EVIDENCE = 2  # recomputed tokens of a chunk: fewer say nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Stale:
-    """A reused chunk: its segment, and runs of positions that hold what was stored, or that the pass itself writes."""
+class StaleChunk:
+    """A reused chunk: its segment, and ranges of positions that hold what was stored, or that the pass itself writes."""
 
     segment: int
-    runs: Sequence[range]
+    ranges: Sequence[range]
 
 
-class Drift:
+class DriftCorrection:
     """Corrects the stale tokens of one pass, layer by layer.
 
     Args:
         chunks: what may be corrected.
-        owners: position → the segment it is recomputed for, or -1; read anew whenever the rows change, because a row
-            whose stored values did not come is computed for want of them and shows no change.
         strength: the part of the mean change that the others follow, in [0, 1].
         cos, sin: `[positions, rotary_dim]`, of all positions.
     """
 
-    def __init__(
-        self, chunks: Sequence[Stale], owners: Mapping[int, int], *, strength: float, cos: Tensor, sin: Tensor
-    ) -> None:
-        self._chunks, self._owners, self._strength = chunks, owners, strength
+    def __init__(self, chunks: Sequence[StaleChunk], *, strength: float, cos: Tensor, sin: Tensor) -> None:
+        self._chunks, self._strength = chunks, strength
         self._cos, self._sin = cos, sin
-        self._runs: list[tuple[int, range]] = []
-        self._evidence: list[int] = []
+        self._ranges: list[tuple[int, range]] = []
 
-    def locate(self, positions: Tensor) -> None:
-        """Go on with rows at these ascending positions `[rows]`."""
-        self._positions = positions
-        found: dict[int, list[int]] = {chunk.segment: [] for chunk in self._chunks}
-        for row, position in enumerate(positions.tolist()):
-            segment = self._owners.get(position, -1)
-            if segment in found:
-                found[segment].append(row)
-        used = [chunk for chunk in self._chunks if len(found[chunk.segment]) >= _EVIDENCE]
-        self._runs = [(number, run) for number, chunk in enumerate(used) for run in chunk.runs]
-        evidence = [found[chunk.segment] for chunk in used]
-        self._rows = positions.new_tensor([row for rows in evidence for row in rows])
-        counts = positions.new_tensor([len(rows) for rows in evidence])
-        numbers = torch.arange(len(used), device=positions.device)
+    def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
+        """Go on with rows at these ascending positions `[rows]`.
+
+        Only recomputed ones are evidence: a row whose stored values did not come shows no change.
+        """
+        recomputed = rows.reason[positions] == RowReason.RECOMPUTED
+        segment = rows.segment[positions]
+        found = [(chunk, np.flatnonzero(recomputed & (segment == chunk.segment))) for chunk in self._chunks]
+        used = [(chunk, where) for chunk, where in found if len(where) >= _LEAST_EVIDENCE]
+        self._ranges = [(number, span) for number, (chunk, _) in enumerate(used) for span in chunk.ranges]
+        if not used:
+            return
+        device = self._cos.device
+        counts = torch.tensor([len(where) for _, where in used], device=device)
+        numbers = torch.arange(len(used), device=device)
+        evidence = np.concatenate([where for _, where in used])
+        self._rows = torch.from_numpy(evidence).to(device)
         # [chunks, rows of evidence]: takes the mean of each chunk's rows, times the strength
         member = numbers[:, None] == numbers.repeat_interleave(counts)[None, :]
         self._mean = member.float() * (self._strength / counts.float())[:, None]
-        self._at = positions[self._rows]
-        self._evidence = self._at.tolist()
+        self._at = torch.from_numpy(positions[evidence]).to(device)
         cos, sin = self._cos[self._at], self._sin[self._at]
         length = cos.square() + sin.square()  # 1, but for rope scalings that stretch what they rotate
         self._back = (cos / length, -sin / length)
@@ -78,17 +78,15 @@ class Drift:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
             keys, values: `[rows, kv_heads, head_dim]`, of the rows, keys rotated.
         """
-        if any(self._owners.get(position, -1) < 0 for position in self._evidence):
-            self.locate(self._positions)  # what was stored of a row that runs already did not come in this layer
-        if not self._runs:
+        if not self._ranges:
             return
         change_k = rotate(keys[self._rows] - merged[0, self._at], *self._back)  # raw: the same at every position
         change_v = values[self._rows] - merged[1, self._at]
         for part, change in enumerate((change_k, change_v)):
             shifts = (self._mean @ change.flatten(1).float()).to(merged.dtype).view(-1, *change.shape[1:])
-            for number, run in self._runs:
-                span = slice(run.start, run.stop)
+            for number, span in self._ranges:
+                where = slice(span.start, span.stop)
                 if part == 0:
-                    add_rotated(merged[0, span], shifts[number], self._cos[span], self._sin[span])
+                    add_rotated(merged[0, where], shifts[number], self._cos[where], self._sin[where])
                 else:
-                    merged[1, span] += shifts[number]
+                    merged[1, where] += shifts[number]

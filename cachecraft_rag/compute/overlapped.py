@@ -1,4 +1,4 @@
-"""The two ends: the front computes while the tail is loaded, and they meet where both are done soonest.
+"""Overlapped prefill: the front of a prompt is computed while its chunk-caches are loaded from the back.
 
 Cake (Jin et al., 2024, Algorithm 1) computes pieces from the front and loads pieces from the back until they meet. Here
 the last front piece goes along with the last pass, which the question needs anyhow, and what is still missing then
@@ -13,103 +13,131 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from dataclasses import dataclass
 
-from cachecraft_rag.planning.config import Loading
-from cachecraft_rag.compute.drift_correction import Drift, Stale
-from cachecraft_rag.planning.early_termination import FocusMonitor
-from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
+from cachecraft_rag.compute.focus import FocusObserver
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.probe import PROBES, Probe
+from cachecraft_rag.compute.row_pass import Observer, RowPass
+from cachecraft_rag.compute.rows import RowReason
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.store.loading.pending import Tail
-from cachecraft_rag.compute.prefill import AtHand, MergedKV, PartialPrefill, PrefillOutput, Reused
-from cachecraft_rag.compute.probe import Probe
-from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
+from cachecraft_rag.planning.early_termination import FocusMonitor
+from cachecraft_rag.planning.planner import Plan
+from cachecraft_rag.store.loading.pending import PendingLoads
 
-_PIECE = 256  # most tokens of a front piece: what is decided is decided for so long
-_PROBE = 64  # tokens of the first piece on a machine that has measured nothing yet
-_FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nobody knows how fast it comes
+_PIECE = 256  # most tokens of a front piece: what is decided is decided for its whole duration
+_FIRST_PIECE = 64  # on a machine that has measured nothing yet
+_FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
 _PATIENCE_S = 0.005  # a layer that is late by less is waited for
-_WORTH_S = 0.01  # what a late piece must save
-_STALL_S = 0.25  # what is late and does not move for so long will not come
+_LEAST_SAVING_S = 0.01  # what taking over late tokens must save
+_STALL_S = 0.25  # what is late and has not moved for this long will not come
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on once `ready()`, or after `timeout_s` (None = never); send back whether it is.
+
+    in_pass  a pass is under way, and whatever it holds stays held; otherwise others may compute meanwhile
+    """
+
+    loads: PendingLoads
+    ready: Callable[[], bool]
+    timeout_s: float | None
+    in_pass: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the next layer of this pass (`row_pass.advance`), alone or together with those of other requests."""
+
+    row_pass: RowPass
+
+
+Step = Wait | Forward
+Steps = Generator[Step, bool, PrefillResult]
 
 
 class OverlappedPrefill:
     """One request's prefill while its chunk-caches are being loaded.
 
     Args:
-        passes: the prefill, nothing computed yet.
-        rows: positions that are computed whatever comes → the segment whose focus decides how long, or -1.
-        reused: what is at hand.
-        tail: what is to come; its readers are running.
+        stack: the model's layers.
+        job: what is computed and what is taken over.
+        loads: what is to come; its readers are running.
         speed: of computing; learns from what is measured here.
-        turn: held for each pass and never while nothing is computed, but for a layer that is late.
-        loading: "cake"; "layerwise": nothing is taken from the tail unless it is lost; "whole": nor is anything
-            computed before all of it is there.
-        chunks: the positions of each reused chunk by its segment, and `drift` how far those that are not computed
-            follow those that are.
-        probe: chooses the recomputed rows anew before the last pass.
-        edge: what stands before this position must not depend on the question, see `request.shared_edge`.
     """
 
-    def __init__(
-        self,
-        passes: PartialPrefill,
-        rows: Mapping[int, int],
-        reused: Sequence[Reused],
-        *,
-        tail: Tail,
-        speed: ComputeSpeed,
-        turn: FairLock,
-        loading: Loading = "cake",
-        chunks: Mapping[int, range] = MappingProxyType({}),
-        drift: float = 0.0,
-        probe: Probe | None = None,
-        edge: int = 0,
-    ) -> None:
-        self._passes, self._rows, self._reused = passes, dict(rows), list(reused)
-        self._pending, self._speed, self._turn, self._loading = tail, speed, turn, loading
-        self._chunks, self._drift, self._probe = dict(chunks), drift, probe
-        self._edge, self._starts = edge, sorted(span.start for span in chunks.values())
-        self._done: dict[int, int] = {}  # like `_rows`, of what earlier passes have computed
-        self._looking: frozenset[int] | None = None  # the rows of a probe while it looks
-        self._monitor: FocusMonitor | None = None
-        self.waited_s = 0.0  # for what was late
+    def __init__(self, stack: Stack, job: PrefillJob, loads: PendingLoads, speed: ComputeSpeed) -> None:
+        self._stack, self._job, self._loads, self._speed = stack, job, loads, speed
+        self._layers = stack.layout.layers
+        self._ids = torch.tensor(list(job.token_ids), device=stack.device)
+        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
+        spans = [(segment, *job.rows.bounds[segment : segment + 2]) for segment in job.captures]
+        self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
+        self._rows = job.rows
+        self._resident: list[ResidentKV] = list(job.resident)
+        self._uncorrected = list(job.reused)
+        self._row_layers = 0
 
-    def run(self, monitor: FocusMonitor | None = None) -> PrefillOutput:
-        """Prefill to the last token's logits."""
-        self._monitor = monitor
-        self._pending.layer_first = self._loading != "cake"
-        self._look()
+    @torch.inference_mode()
+    def steps(self) -> Steps:
+        """Prefill to the last token's hidden state, as steps for a driver (see `driver.run`).
+
+        It yields wherever it would wait and wherever a layer is to run, and nothing is computed in between but for what
+        belongs to a pass under way. Before each pass it yields a `Wait` that is not `in_pass`: there the driver takes
+        whatever a pass needs to have for itself.
+        """
+        loads, cake = self._loads, self._job.loading == "cake"
+        loads.layer_first = not cake
+        if cake and not loads.meter.warm:  # nothing is known: see whether it comes at once
+            yield Wait(loads, lambda: not loads.incomplete(), _FIRST_LOOK_S)
         while True:
-            self._wait_ahead()
-            with self._turn.take():
-                tokens, last = self._decide()  # only now: while the turn was waited for, more has come
-                self._pending.layer_first = last
-                taken = self._pending.take(tokens)
-                if last:
-                    return self._last_pass(taken)
-                if taken:
-                    self._piece(taken)
+            yield self._ahead()
+            tokens, last = self._stack.ranks.lead(self._decide())  # only now: in the meantime more has come
+            loads.layer_first = last
+            taken = loads.take(tokens)
+            self._compute_instead(loads.failed())
+            self._compute_instead(taken)
+            if last:
+                return (yield from self._last_pass())
+            if taken:
+                yield from self._front_piece(taken[-1] + 1)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Where nothing is known, see whether it comes at once."""
-        if self._loading == "cake" and not self._pending.meter.warm:
-            self._wait(lambda: not self._pending.incomplete(), _FIRST_LOOK_S)
+    def _ahead(self) -> Wait:
+        """Have as many layers as it takes to compute without a gap (eq. 16), or all of them."""
+        loads, speed, loading = self._loads, self._speed, self._job.loading
+        if loading == "whole":
+            return Wait(loads, lambda: not loads.incomplete(), None)
+        if loading == "cake":
+            return Wait(loads, lambda: True, None)
+        rate = loads.meter.bytes_per_s
+        prefill_s = speed.seconds(speed.rows(self._rows.open())) if speed.known else 0.0
+        load_s = loads.bytes_left() / rate if rate else 0.0
+        depth = preload_depth(self._layers, prefill_s=prefill_s, load_s=load_s)
+        return Wait(loads, lambda: loads.depth() >= depth, None)
 
     def _decide(self) -> tuple[float, bool]:
         """How many tokens the front takes next, and whether the last pass takes them along."""
-        tail, speed = self._pending, self._speed
-        tokens = len(tail.incomplete())
-        if self._loading != "cake" or not tokens:
+        loads, speed = self._loads, self._speed
+        if self._job.loading != "cake" or not loads.incomplete():
             return 0, True
         if not speed.known:
-            rate = tail.meter.bytes_per_s
-            soon = rate > 0.0 and tail.bytes_left() / rate < 5 * _FIRST_LOOK_S
-            return (0, True) if soon else (_PROBE, False)
-        share = self._share(speed.rows(self._rows))
+            rate = loads.meter.bytes_per_s
+            soon = rate > 0.0 and loads.bytes_left() / rate < 5 * _FIRST_LOOK_S
+            return (0, True) if soon else (_FIRST_PIECE, False)
+        share = self._share(speed.rows(self._rows.open()))
         if share <= _PIECE:
             return share, True
         return min(_PIECE, share / 2), False
@@ -118,15 +146,15 @@ class OverlappedPrefill:
         """Tokens for the front, so that both ends are done at the same moment.
 
         Args:
-            rows: what is computed whatever comes.
+            rows: what is computed whatever comes, see `ComputeSpeed.rows`.
             layers_left: the part of the layers whose loading it still spares.
         """
-        waiting, rate = self._pending.incomplete(), self._pending.meter.bytes_per_s
+        waiting, rate = self._loads.incomplete(), self._loads.meter.bytes_per_s
         if not waiting:
             return 0.0
         if rate <= 0.0:  # nothing has ever come
             return float(len(waiting))
-        load_s = self._pending.bytes_left() / rate
+        load_s = self._loads.bytes_left() / rate
         token_s = self._speed.seconds(self._speed.rows(waiting[:_PIECE]), passes=0) / min(_PIECE, len(waiting))
         share = tokens_to_compute(
             load_s=load_s,
@@ -136,175 +164,222 @@ class OverlappedPrefill:
         )
         return min(max(share, 0.0), float(len(waiting)))
 
-    # -- passes -------------------------------------------------------------------------------------------------------
-
-    def _piece(self, taken: list[int]) -> None:
-        """Compute these and whatever rows stand before the last of them."""
-        self._note_holes()
-        edge = taken[-1] + 1
-        rows = sorted({*taken, *(position for position in self._rows if position < edge)})
-        here = [reused for reused in self._reused if reused.start < edge]
-        self._reused = self._reused[len(here) :]
-        self._rows.update(dict.fromkeys(taken, -1))
-        started = time.perf_counter()
-        self._passes.compute(rows, _Piece(AtHand(here), self._pending, edge), drift=self._correction(edge))
-        self._speed.measured(self._speed.rows(rows), time.perf_counter() - started)
-        self._done.update((position, self._rows.pop(position)) for position in rows)
-
-    def _last_pass(self, taken: list[int]) -> PrefillOutput:
-        self._note_holes()
-        self._rows.update(dict.fromkeys(taken, -1))
-        supply = _LastPiece(AtHand(self._reused), self._pending, self)
-        if self._probe is not None:
-            looking = self._probe.positions(self._rows, self._done)
-            self._looking = frozenset(looking)
-            self._rows = self._probe.look(self._passes, supply, looking, rows=self._rows, done=self._done)
-            self._looking = None
-            supply.intact_layers = self._probe.intact_layers
-        rows = sorted(self._rows)
-        waited, started = self.waited_s, time.perf_counter()
-        drift = self._correction(math.inf)
-        known = {capture.segment for capture in self._passes.recorder.captures}
-        output = self._passes.finish(
-            rows, supply, owners=self._rows, monitor=self._monitor, edge=self._edge, drift=drift
-        )
-        self._forget_what_the_question_shaped(known)
-        spent = time.perf_counter() - started - (self.waited_s - waited)
-        if not supply.joined and (self._monitor is None or self._monitor.focused is None):
-            self._speed.measured(self._speed.rows(rows), spent)
-        return output
-
-    def _forget_what_the_question_shaped(self, known: Set[int]) -> None:
-        """Keep no captures of chunks that were to be loaded, if their context depends on the question.
-
-        Which ones the last pass takes over is not known when the probe looks, and most are stored already. Those of
-        earlier passes are `known`.
-        """
-        if self._monitor is None and (self._probe is None or not self._probe.private):
-            return
-        first = next((start for start in self._starts if start >= self._edge), math.inf)
-        recorder = self._passes.recorder
-        for capture in recorder.captures:
-            if capture.segment not in known and capture.start > first:
-                recorder.forget(capture.segment)
-
-    def _correction(self, edge: float) -> Drift | None:
-        """How the pass that ends at `edge` corrects the chunks before it, each once: in the pass that ends it."""
-        chunks = {segment: span for segment, span in self._chunks.items() if span.stop <= edge}
-        for segment in chunks:
-            del self._chunks[segment]
-        if not chunks or not self._drift:
-            return None
-        stale = [
-            Stale(segment, _runs(position for position in span if position not in self._done))
-            for segment, span in chunks.items()
-        ]
-        merged = self._passes.merged
-        return Drift(stale, self._rows, strength=self._drift, cos=merged.cos, sin=merged.sin)
-
-    def late(self, layer: int) -> list[int]:
-        """Wait until `layer` is there; returns what had better be computed instead, or has to be."""
-        late: list[int] = []
-        reads, moved = self._pending.reads, time.perf_counter()
-        while True:
-            late += self._pending.holes()
-            if self._wait(lambda: self._pending.depth() > layer, _PATIENCE_S):
-                late += self._pending.holes()
-                break
-            if self._loading != "cake":
-                continue
-            if reads != self._pending.reads:
-                reads, moved = self._pending.reads, time.perf_counter()
-            if time.perf_counter() - moved > _STALL_S:
-                late += self._pending.take(math.inf)
-            elif self._looking is None:  # a probe waits: what it took would have to be computed twice
-                late += self._take_over(layer, late)
-        rows = sorted(position for position in set(late) if not self._is_running(position))
-        self._rows.update(dict.fromkeys(late, -1))
-        return rows
-
-    def _is_running(self, position: int) -> bool:
-        """Whether the pass has a row there: not one that early termination has dropped."""
-        if self._looking is not None:
-            return position in self._looking
-        owner = self._rows.get(position)
-        focused = self._monitor.focused if self._monitor is not None else None
-        if owner is None or owner < 0 or focused is None:
-            return owner is not None
-        return owner - 1 in focused or position < self._edge
-
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
-        """Positions that are sooner computed, from the first layer on, than waited for in the layers still to come."""
-        speed, layers = self._speed, self._pending.layers
+        """Positions that are faster computed, from the first layer on, than waited for in the layers still to come."""
+        speed, loads = self._speed, self._loads
         if not speed.known:
             return []
-        left = 1.0 - layer / layers
-        rows = left * speed.rows(self._rows) + speed.rows(late)
+        left = 1.0 - layer / self._layers
+        rows = left * speed.rows(self._rows.open()) + speed.rows(late)
         share = self._share(rows, layers_left=left)  # with what is left of this pass, and catching up
-        rate = self._pending.meter.bytes_per_s
-        saved = share * self._pending.bytes_left() / max(len(self._pending.incomplete()), 1) / rate if rate > 0.0 else 1.0
-        return self._pending.take(share) if saved > _WORTH_S else []
+        rate = loads.meter.bytes_per_s
+        saved = share * loads.bytes_left() / max(len(loads.incomplete()), 1) / rate if rate > 0.0 else 1.0
+        return loads.take(share) if saved > _LEAST_SAVING_S else []
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
+    # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _wait_ahead(self) -> None:
-        """Before taking the turn: have as many layers as it takes to compute without a gap (eq. 16)."""
-        tail, speed, rate = self._pending, self._speed, self._pending.meter.bytes_per_s
-        if self._loading == "whole":
-            self._wait(lambda: not tail.incomplete(), None)
-        elif self._loading == "layerwise":
-            prefill_s = speed.seconds(speed.rows(self._rows)) if speed.known else 0.0
-            depth = preload_depth(tail.layers, prefill_s=prefill_s, load_s=tail.bytes_left() / rate if rate else 0.0)
-            self._wait(lambda: tail.depth() >= depth, None)
-
-    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+    def _front_piece(self, edge: int) -> Generator[Step, bool, None]:
+        """Compute every open row before the position `edge`."""
+        positions = self._rows.open(below=edge)
+        here = [one for one in self._resident if one.start < edge]
+        self._resident = self._resident[len(here) :]
         started = time.perf_counter()
-        done = self._pending.wait(ready, timeout)
-        self.waited_s += time.perf_counter() - started
-        return done
+        run = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
+        for layer in range(self._layers):
+            self._place(layer, here, below=edge)
+            yield from self._run_layer(run)
+        self._speed.measured(self._speed.rows(positions), time.perf_counter() - started)
+        self._rows = self._rows.finish(positions)
 
-    def _note_holes(self) -> None:
-        self._rows.update(dict.fromkeys(self._pending.holes(), -1))
+    def _last_pass(self) -> Generator[Step, bool, PrefillResult]:
+        """Compute what is left, the question among it, while the rest comes in layer by layer."""
+        plan, placed_layers = None, 0
+        if self._job.probe is not None:
+            plan, placed_layers = yield from self._look(self._job.probe)
+        monitor = self._monitor()
+        focus = None if monitor is None else FocusObserver(monitor, self._rows.bounds, self._stack.device)
+        positions, joined = self._rows.open(), 0
+        captured = {one.segment for one in self._recorder.captures}
+        waited, started = self._loads.waited_s, time.perf_counter()
+        run = self._pass(positions, recorder=self._recorder, observer=focus, drift=self._drift(None))
+        for layer in range(self._layers):
+            late = yield from self._arrive(layer, run, take_over=True)
+            if layer >= placed_layers:
+                self._place(layer, self._resident)
+            joined += len(late)
+            yield from self._join(run, late)
+            yield from self._run_layer(run)
+            if monitor is not None and monitor.layer == layer:  # decided just now
+                run.keep(self._focused(run.positions, monitor))
+        spent = time.perf_counter() - started - (self._loads.waited_s - waited)
+        if not joined and (monitor is None or monitor.focused is None):
+            self._speed.measured(self._speed.rows(positions), spent)
+        if monitor is not None or (self._job.probe is not None and PROBES[self._job.probe.kind].private):
+            self._drop_private_captures(captured)
+        return PrefillResult(
+            hidden=run.hidden,
+            buffer=self._buffer,
+            recorder=self._recorder,
+            rows=self._rows,
+            plan=plan,
+            focus_layer=monitor.layer if monitor is not None else None,
+            row_layers=self._row_layers,
+            waited_s=self._loads.waited_s,
+        )
+
+    def _look(self, request: ProbeRequest) -> Generator[Step, bool, tuple[Plan, int]]:
+        """Probe, and choose the recomputed tokens anew.
+
+        Returns:
+            The new plan, and in how many first layers all chunk-caches are placed now.
+        """
+        probe = PROBES[request.kind](self._rows, request.question, self._buffer, self._layers)
+        run = self._pass(probe.positions, observer=probe, absent=probe.absent)
+        for layer in range(probe.layers):
+            late = yield from self._arrive(layer, run, take_over=False)
+            self._place(layer, self._resident)
+            probe.placed(layer)
+            yield from self._join(run, late)
+            yield from self._run_layer(run)
+        plan = self._choose(request, probe)
+        return plan, probe.layers if probe.keeps_chunks else 0
+
+    def _choose(self, request: ProbeRequest, probe: Probe) -> Plan:
+        rows, edge = self._rows, self._job.shared_until if probe.private else 0
+        seen = self._stack.ranks.mean(probe.seen()).cpu().numpy()
+        open_to_choice = [segment for segment in self._job.reused if rows.bounds[segment] >= edge]
+        by_chunk = {segment: seen[rows.span(segment)] for segment in open_to_choice}
+        for segment, scores in by_chunk.items():  # nothing is stored there, or it did not come
+            scores[rows.offsets(segment, RowReason.NEW, RowReason.NOT_LOADED)] = 0.0
+        mean = max(float(np.concatenate(list(by_chunk.values())).mean()), 1e-30)
+        plan = request.choose({segment: scores / mean for segment, scores in by_chunk.items()}, rows)
+        undone = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
+        chosen = [
+            rows.bounds[segment] + offset for segment in self._job.reused for offset in plan.segments[segment].recompute
+        ]
+        self._rows = rows.mark(undone, RowReason.STORED).mark(chosen, RowReason.RECOMPUTED)
+        return plan
+
+    def _drop_private_captures(self, captured: Set[int]) -> None:
+        """Drop captures of chunks that were to be loaded, if their context depends on the question.
+
+        Which ones the last pass takes over is not known when it is probed, and most are stored already. `captured` are
+        those of earlier passes.
+        """
+        bounds, edge = self._rows.bounds, self._job.shared_until
+        first = min((bounds[one] for one in self._job.reused if bounds[one] >= edge), default=math.inf)
+        for one in self._recorder.captures:
+            if one.segment not in captured and one.start > first:
+                self._recorder.forget(one.segment)
+
+    # -- parts of a pass ----------------------------------------------------------------------------------------------
+
+    def _pass(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        recorder: CaptureRecorder | None = None,
+        observer: Observer | None = None,
+        drift: DriftCorrection | None = None,
+        absent: NDArray[np.int64] | None = None,
+    ) -> RowPass:
+        ids = self._ids[torch.from_numpy(positions).to(self._ids.device)]
+        return RowPass(
+            self._stack,
+            self._buffer,
+            ids,
+            positions,
+            rows=self._rows,
+            recorder=recorder,
+            observer=observer,
+            drift=drift,
+            absent=absent,
+        )
+
+    def _run_layer(self, run: RowPass) -> Generator[Step, bool, None]:
+        self._row_layers += len(run.positions)
+        yield Forward(run)
+
+    def _arrive(self, layer: int, run: RowPass, *, take_over: bool) -> Generator[Step, bool, NDArray[np.int64]]:
+        """Wait until `layer` is there.
+
+        Args:
+            take_over: whether to compute what is late where that is faster; a probe's rows would be computed twice.
+
+        Returns:
+            Ascending positions to compute in this pass, because they did not come or computing them is faster.
+        """
+        loads, late = self._loads, self._loads.failed()
+        reads, moved = loads.reads, time.perf_counter()
+        while loads.depth() <= layer:
+            if (yield Wait(loads, lambda: loads.depth() > layer, _PATIENCE_S, in_pass=True)):
+                break
+            late += loads.failed()
+            if self._job.loading != "cake":
+                continue
+            if reads != loads.reads:
+                reads, moved = loads.reads, time.perf_counter()
+            if time.perf_counter() - moved > _STALL_S:
+                late += loads.take(math.inf)
+            elif take_over:
+                late += self._take_over(layer, late)
+        late += loads.failed()
+        if not late:
+            return np.empty(0, np.int64)
+        self._compute_instead(late)
+        run.update(self._rows)  # of some rows that run already, what was stored did not come
+        return np.setdiff1d(np.asarray(late, np.int64), run.positions)
+
+    def _join(self, run: RowPass, late: NDArray[np.int64]) -> Generator[Step, bool, None]:
+        """Bring late positions up to the layer that `run` stands before, and in among its rows."""
+        if not len(late):
+            return
+        more = self._pass(late, recorder=run.recorder, absent=run.absent)
+        while more.layer < run.layer:
+            yield from self._run_layer(more)
+        run.join(more)
+
+    def _place(self, layer: int, resident: Sequence[ResidentKV], *, below: int | None = None) -> None:
+        for one in resident:
+            self._buffer.place(layer, one.kv[layer], one.start, original_start=one.original_start)
+        self._loads.place(layer, self._buffer, below=below)
+
+    def _compute_instead(self, positions: Iterable[int]) -> None:
+        self._rows = self._rows.mark(positions, RowReason.NOT_LOADED)
+
+    def _drift(self, edge: int | None) -> DriftCorrection | None:
+        """How the pass that ends at `edge` corrects the chunks before it, each once: in the pass that ends it."""
+        rows = self._rows
+        ended = [one for one in self._uncorrected if edge is None or rows.bounds[one + 1] <= edge]
+        self._uncorrected = [one for one in self._uncorrected if one not in ended]
+        if not ended or not self._job.drift:
+            return None
+        stale = [
+            StaleChunk(one, _ranges(rows.bounds[one] + np.flatnonzero(~rows.done[rows.span(one)]))) for one in ended
+        ]
+        return DriftCorrection(stale, strength=self._job.drift, cos=self._buffer.cos, sin=self._buffer.sin)
+
+    def _monitor(self) -> FocusMonitor | None:
+        settings = self._job.early_termination
+        if settings is None:
+            return None
+        return FocusMonitor(len(self._rows.bounds) - 3, rule=settings.rule, window=settings.window)
+
+    def _focused(self, positions: NDArray[np.int64], monitor: FocusMonitor) -> NDArray[np.bool_]:
+        """bool `[rows]`: all but the recomputed tokens of unfocused chunks, of those that the question may shape."""
+        focused = [chunk + 1 for chunk in monitor.focused or ()]  # it counts chunks, `segment` segments
+        unfocused = ~np.isin(self._rows.segment[positions], focused) & (positions >= self._job.shared_until)
+        keep: NDArray[np.bool_] = ~(unfocused & (self._rows.reason[positions] == RowReason.RECOMPUTED))
+        return keep
 
 
-def _runs(positions: Iterable[int]) -> list[range]:
-    """Ascending positions as runs of adjoining ones."""
-    runs: list[range] = []
-    for position in positions:
-        if runs and runs[-1].stop == position:
-            runs[-1] = range(runs[-1].start, position + 1)
-        else:
-            runs.append(range(position, position + 1))
-    return runs
+def _ranges(positions: NDArray[np.int64]) -> list[range]:
+    """Ascending positions as ranges of adjoining ones.
 
-
-class _Piece:
-    """What stands before the end of a front piece."""
-
-    def __init__(self, here: AtHand, tail: Tail, edge: int) -> None:
-        self._here, self._pending, self._edge = here, tail, edge
-
-    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
-        """See `Supply.place`."""
-        self._here.place(layer, merged)
-        self._pending.place(layer, merged, below=self._edge)
-        return ()
-
-
-class _LastPiece:
-    """Everything else, layer by layer as it comes."""
-
-    def __init__(self, here: AtHand, tail: Tail, ends: OverlappedPrefill) -> None:
-        self._here, self._pending, self._ends = here, tail, ends
-        self.joined = False
-        self.intact_layers = 0  # placed already
-
-    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
-        """See `Supply.place`."""
-        if layer >= self.intact_layers:
-            self._here.place(layer, merged)
-        late = self._ends.late(layer)
-        if layer >= self.intact_layers:
-            self._pending.place(layer, merged)
-        self.joined |= bool(late)
-        return late
+    >>> _ranges(np.array([3, 4, 7]))
+    [range(3, 5), range(7, 8)]
+    """
+    if not len(positions):
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [range(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, breaks)]

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionSettings, CaptureRecorder
 from cachecraft_rag.compute.drift_correction import Drift
-from cachecraft_rag.planning.early_termination import FocusMonitor
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.attention import RowBlock, attention, attention_mass, row_blocks
 from cachecraft_rag.kernels.gather import place, scatter_rows
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.rope import rotate
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.planning.early_termination import FocusMonitor
 
 
 class MergedKV:

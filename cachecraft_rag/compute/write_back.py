@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
-from cachecraft_rag.types import Segment
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.engine.scheduling import FairLock
-from cachecraft_rag.types import Capture, KVLayout, VariantKey
+from cachecraft_rag.types import Capture, KVLayout, Segment, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.write_back")
 
@@ -31,7 +30,6 @@ class CaptureContext:
     segments, bounds  of the prompt they were captured in
     exact_shares      per segment, see `planner.exact_shares`
     session           whose they are if something private stood before them
-    sink_tokens       see `ReuseConfig`
     primed            see `types.Variant`
     """
 
@@ -39,7 +37,6 @@ class CaptureContext:
     bounds: Sequence[int]
     exact_shares: Sequence[float]
     session: str | None
-    sink_tokens: int
     primed: bool = False
 
 
@@ -48,7 +45,7 @@ class WriteBackQueue:
 
     Args:
         store, namespace, fingerprint, layout: where and as what they are stored.
-        turn: held for the short spells of computing, so that requests go first come, first served with them.
+        take_lock: gives the lock that is held for the short spells of computing, so that requests go first come, first served with them.
         max_bytes: most memory for captures that wait; those of a pass that finds more waiting are dropped.
     """
 
@@ -59,10 +56,10 @@ class WriteBackQueue:
         namespace: str,
         fingerprint: str,
         layout: KVLayout,
-        turn: FairLock,
+        take_lock: Callable[[], AbstractContextManager[object]],
         max_bytes: int = 2 << 30,
     ) -> None:
-        self._store, self._turn = store, turn
+        self._store, self._take_lock = store, take_lock
         self._namespace, self._fingerprint, self._layout = namespace, fingerprint, layout
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
         self._guard = threading.Lock()
@@ -132,9 +129,9 @@ class WriteBackQueue:
         key: VariantKey,
         session: str | None,
     ) -> None:
-        describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds, sink_tokens=context.sink_tokens)
+        describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         for layer in range(self._layout.layers):
-            with self._turn.take():
+            with self._take_lock():
                 describer.add_layer(layer, keys[layer])
         found = describer.statistics()
         stored = self._store.put(

@@ -15,16 +15,17 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
+from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
 from cachecraft_rag.engine.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.engine.demo_model import demo_model_folder
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.engine.hub import require_hub
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, digest
 
@@ -34,16 +35,6 @@ _CALL_STATE = ("padding", "truncation")
 _ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class LayerPass(Protocol):
-    """One pass of some rows through the layers; called back by each layer's attention."""
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """Attend: raw `q` `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]`; returns like `q`."""
-        ...
 
 
 def _attention(
@@ -71,9 +62,7 @@ def _attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
+        AttentionSettings(scaling, sliding_window, softcap),
     )
     return out[None], None
 
@@ -98,6 +87,7 @@ class Decoder:
         self.model = model.eval()
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.tokenizer = tokenizer
+        self.ranks: Ranks = Alone()
         config = model.config
         self._base = model.model
         self._layers = self._base.layers
@@ -166,7 +156,7 @@ class Decoder:
         return cos[0], sin[0]
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
-        """Run one stock layer over `[1, rows, hidden]`; its attention calls `layer_pass.attend`."""
+        """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
         width = self.rotary_dim
         one = torch.ones(1, 1, width, dtype=self.dtype, device=self.device)
         identity = (one, torch.zeros_like(one))
@@ -186,17 +176,20 @@ class Decoder:
 
     @property
     def keys_per_row(self) -> float:
-        """Attending to so many keys takes as many multiplications as the rest of a row."""
-        products = sum(weight.numel() for weight in self._layers.parameters() if weight.dim() > 1)
-        config = self.model.config
-        return float(products / (2 * config.num_attention_heads * self.layout.head_dim * self.layout.layers))
+        """See `Stack.keys_per_row`."""
+        return keys_per_row_of(self.model.config)
 
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
         scores: Tensor = self.model.lm_head(self._base.norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
+
+    def next_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[vocabulary]` (float32) of the last row of `[1, rows, hidden]`."""
+        return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
         """The unmodified model's own forward: logits of the last `keep` positions `[keep, vocabulary]`; the reference

@@ -10,55 +10,46 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
-from cachecraft_rag.planning.calibration import Calibration, load_calibration
-from cachecraft_rag.checks import check_flag, check_kind, check_names, check_path, check_text, check_whole
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig, check_engine
-from cachecraft_rag.engine.sampling import Sampler, TextStream
-from cachecraft_rag.engine.errands import Errands
-from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.checks import check_flag, check_kind, check_names, check_path, check_text, check_whole, listed
+from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.decode import extend
+from cachecraft_rag.compute.driver import run
+from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.compute.resolve import as_it_went, resolve
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.store.loading.pending import Tail
+from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.planning.planner import Plan, exact_shares, make_plan, with_selection, with_taken
-from cachecraft_rag.compute.prefill import PartialPrefill, PrefillOutput, Reused, decode_along, decode_step
-from cachecraft_rag.store.processes import HomeProcess
+from cachecraft_rag.engine.errands import Errands
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
-from cachecraft_rag.types import Segment
-from cachecraft_rag.engine.request import (
-    Request,
-    check_asked,
-    monitor_of,
-    reused_segments,
-    probe_of,
-    shared_edge,
-    stats_of,
-)
+from cachecraft_rag.engine.request import Request, check_asked, stats_of
+from cachecraft_rag.engine.sampling import Sampler, SamplingParams, TextStream
+from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.calibration import Calibration, load_calibration
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
-from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig
-from cachecraft_rag.engine.scheduling import FairLock
-from cachecraft_rag.types import Chunk, LoadedVariant, Unavailable, Variant
+from cachecraft_rag.types import Chunk, Segment
 
 logger = logging.getLogger("cachecraft_rag")
-T = TypeVar("T")
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
 
@@ -126,6 +117,15 @@ class Generation(Iterator[str]):
 
 
 @dataclass(frozen=True)
+class Prefilled:
+    """A prompt that is ready to be answered: `logits` `[vocabulary]` of its last token, and what to go on with."""
+
+    logits: Tensor
+    buffer: KVBuffer
+    recorder: CaptureRecorder
+
+
+@dataclass(frozen=True)
 class ScoredAnswer:
     """An answer and what the model thought on the way.
 
@@ -179,12 +179,12 @@ class Engine(Closing):
         )
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
-        self.turn = FairLock()  # one pass at a time: two at once would only halve each other's cores
+        self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self._opened = ExitStack()  # what `close` closes besides the captures
         self._home = HomeProcess("engine")
         self._errands = Errands("cachecraft-endings")  # what answers leave behind
-        self.captures = WriteBackQueue(
-            store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, turn=self.turn
+        self.write_back = WriteBackQueue(
+            store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
         )
 
     @classmethod
@@ -276,7 +276,7 @@ class Engine(Closing):
         Raises:
             ContextLengthError, ConfigError: as in `stream`.
         """
-        along = None if along is None else _listed(along, "along")
+        along = None if along is None else listed("along", along)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         for token in along or ():
             check_whole("each token of along", token, most=self.decoder.model.config.vocab_size - 1)
@@ -309,7 +309,7 @@ class Engine(Closing):
             return
         with self._opened:
             self._errands.close()
-            self.captures.close()
+            self.write_back.close()
 
     def _request(
         self,
@@ -323,7 +323,7 @@ class Engine(Closing):
     ) -> Request:
         started = time.perf_counter()
         self._home.require()
-        chunks, history = _listed(chunks, "chunks"), _listed(history, "history")  # a generator gives them only once
+        chunks, history = listed("chunks", chunks), listed("history", history)  # a generator gives them only once
         check_asked(question, history, session=session, config=config)
         if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
@@ -345,111 +345,43 @@ class Engine(Closing):
             request.ended_s = request.clock()
             self._errands.add(partial(self._settle, request, output))
 
-    def _prefill(self, request: Request) -> PrefillOutput:
+    def _prefill(self, request: Request) -> Prefilled:
+        """Look up, resolve, and prefill while what is not in memory is being loaded."""
         self._home.require()
-        try:
-            self._resolve(request)
-            return self._compute(request)
-        finally:  # whoever keeps the answer does not keep its tensors
-            for stored in request.stored.values():
-                stored.close()
-            request.stored.clear()
-            request.loaded.clear()
-
-    def _resolve(self, request: Request) -> None:
-        """Plan, open what the plan reuses, and plan again without what turned out to be missing or damaged."""
-        found: dict[str, list[Variant]] = {}
-        refused: dict[str, str] = {}
-        if request.config.reuse:
-            ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
+        prompt, config, found = request.prompt, request.config, Found({})
+        if config.reuse:
             self._errands.wait()
-            self.captures.wait_for(ids)
-            looked = self.look_up(request.prompt.segments[:-1], session=request.session)
-            found, refused = looked.variants, looked.refused
-            request.remote = looked.remote
-        lost: dict[str, str] = {}
-        while True:
-            plan = make_plan(request.prompt, found, request.config, lost=lost, refused=refused)
-            wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
-            missing = [v for name, v in wanted.items() if name not in request.loaded and name not in request.stored]
-            if not missing:
-                break
-            for variant, opened in zip(missing, self.store.open_variants(missing), strict=True):
-                match opened:
-                    case LoadedVariant() as loaded:
-                        request.loaded[variant.variant_id] = loaded
-                    case StoredVariant() as stored:
-                        request.stored[variant.variant_id] = stored
-                    case Unavailable() as unavailable:
-                        lost[variant.variant_id] = unavailable.reason
-        reused = [s.variant.variant_id for s in plan.segments if s.to_fix and s.variant is not None]
-        request.token_scores = self.store.token_scores(reused)
-        request.plan = with_selection(plan, request.token_scores, request.config)
-        request.planned_s = request.clock()
-
-    def _compute(self, request: Request) -> PrefillOutput:
-        """Prefill, while what is not in memory is being loaded."""
-        prompt, bounds = request.prompt, request.prompt.bounds
-        rows: dict[int, int] = {}  # position → the segment whose focus decides how long it is recomputed, or -1
-        reused: list[Reused] = []
-        stored: dict[int, StoredVariant] = {}
-        captures = []
-        for index, planned in enumerate(request.plan.segments):
-            start, stop = bounds[index], bounds[index + 1]
-            if planned.variant is None:
-                rows.update(dict.fromkeys(range(start, stop), -1))
-                if request.config.captures and prompt.segments[index].kind != "question":
-                    captures.append(index)
-                continue
-            rows.update((start + offset, index) for offset in planned.recompute)
-            if (loaded := request.loaded.get(planned.variant.variant_id)) is not None:
-                unmoved = planned.to_fix and "positions" in request.config.without
-                reused.append(Reused(start, loaded.kv, rotated_from=bounds[1] if unmoved else None))
-            else:
-                stored[index] = request.stored[planned.variant.variant_id]
-                if request.config.captures:  # it may have to be computed after all
-                    captures.append(index)
-        tail = self.loader.begin([(one, bounds[index]) for index, one in stored.items()])
-        capacity = bounds[-1] + request.sampling.max_new_tokens
-        passes = PartialPrefill(self.decoder, prompt.token_ids, bounds, captures=captures, capacity=capacity)
-        probe = probe_of(request)
-        ends = OverlappedPrefill(
-            passes,
-            rows,
-            reused,
-            tail=tail,
-            speed=self.speed,
-            turn=self.turn,
-            loading=request.config.loading,
-            chunks={i: range(bounds[i], bounds[i + 1]) for i in reused_segments(request.plan)},
-            drift=request.config.drift,
-            probe=probe,
-            edge=shared_edge(request),
+            self.write_back.wait_for([segment.segment_id for segment in prompt.segments[:-1]])
+            found = self.look_up(prompt.segments[:-1], session=request.session)
+            request.remote = found.remote
+        answer_tokens = request.sampling.max_new_tokens
+        resolved = resolve(
+            prompt, found, config, store=self.store, ranks=self.decoder.ranks, answer_tokens=answer_tokens
         )
-        try:
-            output = ends.run(monitor_of(request))
-        finally:
-            self.loader.end(tail)
-        request.waited_s, request.row_layers = ends.waited_s, output.row_layers
-        request.focus_layer = output.monitor.layer if output.monitor is not None else None
-        request.tiers = {
-            name: held.tier for held_by in (request.loaded, request.stored) for name, held in held_by.items()
-        }
-        request.plan = _as_it_went((probe or request).plan, stored, tail, output)
-        return output
+        request.plan, request.tiers, request.planned_s = resolved.plan, resolved.tiers, request.clock()
+        with closing(resolved), self.loader.loading(resolved.to_load) as loads:
+            steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed).steps()
+            result = run(self.decoder, steps, self.lock.take)
+        request.plan = as_it_went(resolved, loads, result)
+        request.waited_s, request.row_layers, request.focus_layer = (
+            result.waited_s,
+            result.row_layers,
+            result.focus_layer,
+        )
+        return Prefilled(self.decoder.next_logits(result.hidden), result.buffer, result.recorder)
 
-    def _logits_along(self, request: Request, output: PrefillOutput, answer: Sequence[int]) -> Tensor:
+    def _logits_along(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
         """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
         if not request.first_token_s:
             int(output.logits.argmax())  # as drawing the first token would wait for a GPU
             request.first_token_s = request.clock()
         if len(answer) == 1:
             return output.logits[None]
-        with self.turn.take():
-            rest = decode_along(self.decoder, output.merged, answer[:-1], request.prompt.bounds[-1])
+        with self.lock.take():
+            rest = self.decoder.logits(extend(self.decoder, output.buffer, answer[:-1], request.prompt.bounds[-1]))
         return torch.cat((output.logits[None], rest))
 
-    def _decode(self, request: Request, output: PrefillOutput, *, begun: Sequence[int] = ()) -> Iterator[str]:
+    def _decode(self, request: Request, output: Prefilled, *, begun: Sequence[int] = ()) -> Iterator[str]:
         """The answer; its first tokens are `begun` where they are known and, but for the last, have their K/V."""
         sampling, ahead = request.sampling, list(begun)
         sampler, text = Sampler(sampling), TextStream(self.decoder.tokenizer, sampling.stop)
@@ -472,9 +404,9 @@ class Engine(Closing):
                 break
             if not ahead:
                 self._home.require()
-                with self.turn.take():
+                with self.lock.take():
                     started = time.perf_counter()
-                    logits = decode_step(self.decoder, output.merged, token, position)
+                    logits = self.decoder.next_logits(extend(self.decoder, output.buffer, [token], position))
                     self.speed.stepped(time.perf_counter() - started)
             position += 1
         rest = text.finish()
@@ -483,7 +415,7 @@ class Engine(Closing):
         if rest:
             yield rest
 
-    def _settle(self, request: Request, output: PrefillOutput) -> None:
+    def _settle(self, request: Request, output: Prefilled) -> None:
         """After the answer: count the uses and hand over the captures; returns at once."""
         request.ended_s = request.ended_s or request.clock()
         for planned in request.plan.segments:
@@ -491,24 +423,12 @@ class Engine(Closing):
                 self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
         prompt = request.prompt
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
-        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session, request.config.sink_tokens)
-        self.captures.submit(output.recorder, output.merged.kv[:, 0], context)
+        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
+        self.write_back.submit(output.recorder, output.buffer.kv[:, 0], context)
 
 
-def _listed(given: Iterable[T], name: str) -> list[T]:
-    """What was given, as often as it is read; ConfigError where it cannot be read even once."""
-    if not isinstance(given, Iterable):
-        raise ConfigError(f"{name} must be a list, not {given!r}; put a single one into a list")
-    return list(given)
-
-
-def _as_it_went(plan: Plan, stored: Mapping[int, StoredVariant], tail: Tail, output: PrefillOutput) -> Plan:
-    """The plan with what was computed instead of loaded; captures of which the same is stored already are forgotten."""
-    segments = list(plan.segments)
-    for index, one in stored.items():
-        lost = tail.lost(one)
-        reason = lost.reason if lost is not None else "computing it was sooner than loading it"
-        if lost is None and not segments[index].to_fix:
-            output.recorder.forget(index)
-        segments[index] = with_taken(segments[index], tail.taken(one), reason)
-    return Plan(tuple(segments))
+def check_engine(*, namespace: object, reuse: object, system: object) -> None:
+    """What every engine is made with; raises ConfigError."""
+    check_text("namespace", namespace)
+    check_kind("reuse", reuse, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off")
+    check_text("system", system)

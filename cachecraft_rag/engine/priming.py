@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.write_back import CaptureContext
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ContextLengthError
-from cachecraft_rag.compute.prefill import PrefillInput, prefill
-from cachecraft_rag.types import Prompt, Segment
-from cachecraft_rag.types import Chunk, VariantKey
+from cachecraft_rag.types import Chunk, Prompt, Segment, VariantKey
 
 
 class Primer:
@@ -85,13 +86,13 @@ class Primer:
         if not captures:
             return 0
         bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
-        work = PrefillInput(prompt.token_ids, bounds, range(bounds[-1]), captures=captures)
-        with engine.turn.take():
-            output = prefill(engine.decoder, work)
+        rows = Rows.of(bounds, new=range(bounds[-1]))
+        with engine.lock.take():
+            result = prefill(engine.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
         exact = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, engine.config.sink_tokens, primed)
-        engine.captures.submit(output.recorder, output.merged.kv[:, 0], context)
-        engine.captures.wait_for([ids[index] for index in captures])
+        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
+        engine.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
+        engine.write_back.wait_for([ids[index] for index in captures])
         present = self._present(prompt.segments)  # what a full disk refused was not captured
         return sum(variant_ids[index] in present for index in captures)
 

@@ -9,70 +9,18 @@ tokenised with all control tokens split (`plain_text`), so that it cannot close 
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.engine.plain_text import PlainTokenizer
-from cachecraft_rag.types import Chunk, chunk_id_of, digest
+from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
 
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
 _LINE_END, _WORD = "\n", "The"  # what stands before and behind a segment, as far as its tokenisation goes
 _CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
 
 Turn = tuple[Literal["user", "assistant"], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
-
-    `closing` last tokens are the template's, the same for every question. `tokens_digest` is a digest of the token ids:
-    a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked for at
-    every plan, it was a third of planning.
-    """
-
-    kind: Literal["system", "chunk", "question"]
-    segment_id: str
-    token_ids: tuple[int, ...]
-    private: bool = False
-    closing: int = 0
-    tokens_digest: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        packed = struct.pack(f"<{len(self.token_ids)}q", *self.token_ids)
-        object.__setattr__(self, "tokens_digest", hashlib.blake2b(packed, digest_size=16).hexdigest())
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Segments in order and, for the record, the chunks that had to be left out to fit the model's context.
-
-    trimmed   ids of all that were left out, in the order they were ranked
-    too_long  (id, tokens) of those among them that would not have fitted alone either
-    room      tokens that the context had for chunks
-    """
-
-    segments: tuple[Segment, ...]
-    trimmed: tuple[str, ...] = ()
-    too_long: tuple[tuple[str, int], ...] = ()
-    room: int = 0
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The ids of the whole prompt."""
-        return [token for segment in self.segments for token in segment.token_ids]
-
-    @property
-    def bounds(self) -> list[int]:
-        """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`."""
-        edges = [0]
-        for segment in self.segments:
-            edges.append(edges[-1] + len(segment.token_ids))
-        return edges
 
 
 class PromptBuilder:

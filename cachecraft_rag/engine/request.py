@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from cachecraft_rag.checks import check_kind, check_text, shown
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.early_termination import FocusMonitor
-from cachecraft_rag.planning.planner import Plan, with_selection
-from cachecraft_rag.types import Prompt
-from cachecraft_rag.compute.probe import PROBES, Probe
-from cachecraft_rag.planning.selectors import selector_named
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
-from cachecraft_rag.store.layout import StoredVariant
-from cachecraft_rag.types import LoadedVariant, TierName, TokenScores
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import Plan
+from cachecraft_rag.types import Prompt, TierName
 
 
 @dataclass
@@ -35,10 +30,7 @@ class Request:
     first_token_s: float = 0.0
     ended_s: float = 0.0
     plan: Plan = field(default_factory=lambda: Plan(()))
-    token_scores: dict[str, TokenScores] = field(default_factory=dict)
-    loaded: dict[str, LoadedVariant] = field(default_factory=dict)  # variant id → what memory has
-    stored: dict[str, StoredVariant] = field(default_factory=dict)  # variant id → what is to be read
-    tiers: dict[str, TierName] = field(default_factory=dict)  # variant id → where it came from
+    tiers: Mapping[str, TierName] = field(default_factory=dict)  # variant id → where it came from
     row_layers: int = 0
     focus_layer: int | None = None
     tokens: list[int] = field(default_factory=list)  # of the answer, with the one that ended it
@@ -49,59 +41,6 @@ class Request:
     def clock(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started
-
-
-def monitor_of(request: Request) -> FocusMonitor | None:
-    """Early termination for this request, where it is on and there is something to end."""
-    if request.config.focus == "off" or not any(planned.recompute for planned in request.plan.segments):
-        return None
-    chunks = len(request.prompt.segments) - 2
-    return FocusMonitor(chunks, rule=request.config.focus, window=request.config.early_termination_window)
-
-
-def reused_segments(plan: Plan) -> list[int]:
-    """The segments that are moved and partly recomputed."""
-    return [index for index, planned in enumerate(plan.segments) if planned.to_fix]
-
-
-def shared_edge(request: Request) -> int:
-    """The position behind the last chunk that will be computed and stored for everybody; 0 where there is none.
-
-    What stands before it must not depend on the question, or one user's question would shape what others are served.
-    """
-    segments, edge = request.prompt.segments, 0
-    if not request.config.captures:
-        return edge
-    for index, (segment, planned) in enumerate(zip(segments, request.plan.segments, strict=True)):
-        if segment.private:  # it, and whatever is computed behind it, stays with its session
-            break
-        if planned.variant is None:
-            edge = request.prompt.bounds[index + 1]
-    return edge
-
-
-def probe_of(request: Request) -> Probe | None:
-    """What looks at the prompt before the last pass, where the selector wants that and it is worth it."""
-    kind = selector_named(request.config.selector).probe
-    fixed = sum(len(planned.recompute) for planned in request.plan.segments)
-    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
-    new = sum(n for n, planned in zip(lengths, request.plan.segments, strict=True) if planned.variant is None)
-    if kind is None or not fixed or fixed + new < request.config.probe_min_rows:
-        return None
-    bounds, probe = request.prompt.bounds, PROBES[kind]
-    edge = shared_edge(request) if probe.private else 0
-    if all(bounds[index] < edge for index in reused_segments(request.plan)):
-        return None
-    closing = request.prompt.segments[-1].closing  # says nothing of what is asked
-    return probe(
-        request.plan,
-        bounds,
-        range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1)),
-        lambda seen, recomputed, gone: with_selection(
-            request.plan, request.token_scores, request.config, probed=seen, recomputed=recomputed, gone=gone
-        ),
-        edge=edge,
-    )
 
 
 def stats_of(request: Request, layers: int) -> RequestStats:

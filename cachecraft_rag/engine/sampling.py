@@ -1,14 +1,43 @@
-"""From logits to text: drawing tokens, turning them into text as they come, and stopping at stop strings."""
+"""From logits to text: how tokens are drawn, turned into text as they come, and stopped at stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.checks import FINITE, MOST, check_number, check_text, check_whole, listed
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the answer's tokens are drawn.
+
+    max_new_tokens  at most so many
+    temperature     0 = greedy
+    top_p           nucleus: the smallest set of tokens with at least this probability
+    seed            of the draw; None = a new one each time
+    stop            strings that end the answer and are not part of it
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", tuple(listed("stop", self.stop)))
+        """Check every field; raises ConfigError."""
+        check_whole("max_new_tokens", self.max_new_tokens, least=1)
+        check_number("temperature", self.temperature, most=FINITE)
+        check_number("top_p", self.top_p, above=True, most=1)
+        check_whole("seed", self.seed, least=-MOST - 1, optional=True)
+        for text in self.stop:
+            check_text("each text of stop", text, empty=False)
 
 
 class Sampler:

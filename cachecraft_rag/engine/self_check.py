@@ -7,11 +7,16 @@ its own forward is refused.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.row_pass import RowPass
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.compute.prefill import MergedKV, PrefillInput, PrefillOutput, Reused, RowPass, prefill
+from cachecraft_rag.errors import UnsupportedModelError
 
 PROBE_TOKENS = 48
 # Largest relative errors (L2) taken for rounding: of the logits, and of one layer's attention given the same input. The
@@ -38,12 +43,13 @@ def self_check(decoder: Decoder) -> float:
         raise _refusal(decoder, f"the attention of layer {layer} differs by {error:.1%}")
     own = decoder.own_logits(ids)[0]
     half = PROBE_TOKENS // 2
-    bounds = [0, half, PROBE_TOKENS]
-    full = prefill(decoder, PrefillInput(ids, bounds, range(PROBE_TOKENS), captures=[0]))
-    reused = [Reused(capture.start, capture.kv) for capture in full.recorder.captures]
-    partial = prefill(decoder, PrefillInput(ids, bounds, range(half, PROBE_TOKENS), reused=reused))
+    bounds = (0, half, PROBE_TOKENS)
+    full = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(PROBE_TOKENS)), captures=[0]))
+    stored = [ResidentKV(one.start, one.kv) for one in full.recorder.captures]
+    partial = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(half, PROBE_TOKENS)), resident=stored))
+    logits = [decoder.next_logits(out.hidden) for out in (full, partial)]
     # Not max() over floats: it passes over a NaN that does not come first.
-    error = float(torch.stack([(out.logits - own).norm() / own.norm() for out in (full, partial)]).max())
+    error = float(torch.stack([(found - own).norm() / own.norm() for found in logits]).max())
     if not error <= TOLERANCE[decoder.dtype]:
         raise _refusal(decoder, f"the logits differ by {error:.1%}")
     _check_windows(decoder, full)
@@ -58,18 +64,18 @@ def _worst_layer(decoder: Decoder, ids: list[int]) -> tuple[int, float]:
     """
     with decoder.watched() as own:
         decoder.own_logits(ids)
-    positions = torch.arange(len(ids), device=decoder.device)
-    rows = RowPass(MergedKV(decoder, len(ids)), positions)
+    where = torch.arange(len(ids), device=decoder.device)
+    rows = RowPass(decoder, KVBuffer(decoder, len(ids)), torch.tensor(ids, device=decoder.device), np.arange(len(ids)))
     errors = []
     for layer, (hidden, expected) in enumerate(own):
         with decoder.watched() as seen:
-            decoder.layer(layer, hidden, positions=positions, layer_pass=rows)
+            decoder.layer(layer, hidden, positions=where, layer_pass=rows)
         errors.append((seen[0][1].float() - expected.float()).norm() / expected.float().norm())
     worst = torch.stack(errors).nan_to_num(nan=torch.inf)
     return int(worst.argmax()), float(worst.max())
 
 
-def _check_windows(decoder: Decoder, output: PrefillOutput) -> None:
+def _check_windows(decoder: Decoder, output: PrefillResult) -> None:
     """Sliding windows are longer than the probe, so that its numbers say nothing about them."""
     config = decoder.model.config
     kinds = getattr(config, "layer_types", None)

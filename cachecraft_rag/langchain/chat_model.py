@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
-from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.checks import config_errors
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.engine.engine import Engine, EngineOptions, Generation, PathLike
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.types import Chunk
 
 try:

@@ -28,14 +28,14 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 
-from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.checks import check_kind, check_text
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.engine.engine import Engine, Generation
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
 

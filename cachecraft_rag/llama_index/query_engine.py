@@ -15,11 +15,11 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
 from cachecraft_rag.checks import check_kind, check_names
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.engine import Engine, EngineOptions, PathLike
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
+from cachecraft_rag.store.closeable import Closing
 
 # Of `index.as_query_engine`, what would have another LLM or another prompt than the engine's answer.
 _LLAMA_INDEX_ONLY = frozenset(

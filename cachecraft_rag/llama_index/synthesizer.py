@@ -25,11 +25,11 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.checks import check_flag, check_text
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.engine import Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.types import chunk_id_of
 
 dispatcher = get_dispatcher(__name__)

@@ -12,8 +12,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.errors import ConfigError, StoreError
+from cachecraft_rag.planning.config import ReuseConfig
 
 CALIBRATION_FILE = "calibration.json"  # below the folder a user names as the store
 
@@ -48,8 +48,12 @@ class Calibration:
 
     def fits(self, config: ReuseConfig) -> bool:
         """Whether it was found with this way of choosing tokens, and nothing else makes quality another."""
-        plain = config.focus == "off" and config.scope == "anywhere" and not config.without
-        return plain and (self.selector, self.budget_scope, self.drift) == (config.selector, config.budget_scope, config.drift)
+        plain = config.early_termination == "off" and config.scope == "anywhere" and not config.ablate
+        return plain and (self.selector, self.budget_scope, self.drift) == (
+            config.selector,
+            config.budget_scope,
+            config.drift,
+        )
 
     def __str__(self) -> str:
         return (

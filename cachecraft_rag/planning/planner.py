@@ -10,12 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from cachecraft_rag.store.codecs import is_lossless
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
-from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.planning.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
 from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
-from cachecraft_rag.types import TokenScores, Variant
+from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
 
 _PRIMED = 0.8  # what CFO counts when a primed variant is compared with others
 # The exact share of context that a lossy codec has kept: below 1, so that nothing computed behind it is called exact;
@@ -181,7 +179,7 @@ def _set_prefix(
 
 def _as_born(variant: Variant) -> SegmentPlan | None:
     """What a variant is behind the very prefix it was captured behind; None where its capture was inexact and needs fixing."""
-    if is_lossless(variant.codec):
+    if variant.lossless:
         return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0) if variant.exact_share >= 1.0 else None
     if variant.exact_share < _LOSSY_SHARE:
         return None
@@ -207,13 +205,15 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
     captured = variant.key.origin_prefix
     if captured == prefix and (unmoved := _as_born(variant)) is not None:
         return unmoved
-    if captured[:1] != prefix[:1]:  # another instruction stood in front of everything: nothing of the old context returns
+    if (
+        captured[:1] != prefix[:1]
+    ):  # another instruction stood in front of everything: nothing of the old context returns
         beta, gamma = 0.0, 0.0
     else:
         beta = prefix_overlap(variant.inter[1:], captured[1:], places)
         gamma = order_penalty(captured[1:], places)
     # An inexact capture looked at neighbours that were approximations themselves: its overlap counts for the exact share.
-    adjusted = 0.0 if "overlap" in config.without else adjusted_overlap(beta, gamma) * variant.exact_share
+    adjusted = 0.0 if "overlap" in config.ablate else adjusted_overlap(beta, gamma) * variant.exact_share
     fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
     alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
@@ -227,7 +227,7 @@ def with_selection(
     *,
     probed: Mapping[int, np.ndarray] = MappingProxyType({}),
     recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
-    gone: Mapping[int, frozenset[int]] = MappingProxyType({}),
+    excluded: Mapping[int, frozenset[int]] = MappingProxyType({}),
 ) -> Plan:
     """Add the tokens to recompute: N = ⌈CFO · |C|⌉ of each chunk (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
 
@@ -236,7 +236,7 @@ def with_selection(
         probed: segment → what the selector's probe saw of its tokens, float32 `[tokens]`; without it, the choice is
             what can be said before anything is computed.
         recomputed: segment → tokens that are recomputed already; they stay chosen.
-        gone: segment → tokens that are computed for another reason, so there is nothing to fix.
+        excluded: segment → tokens that are computed for another reason, so there is nothing to fix.
     """
     facts, budgets, reused = [], [], []
     for index, segment in enumerate(plan.segments):
@@ -250,7 +250,7 @@ def with_selection(
         budgets.append(math.ceil((share or 0.0) * variant.tokens))
         reused.append(index)
     nothing: frozenset[int] = frozenset()
-    done = [recomputed.get(index, nothing) | gone.get(index, nothing) for index in reused]
+    done = [recomputed.get(index, nothing) | excluded.get(index, nothing) for index in reused]
     spent = [len(recomputed.get(index, nothing)) for index in reused]
     selector = selector_named(config.selector)
     found = select(facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent)
@@ -261,7 +261,7 @@ def with_selection(
     return Plan(tuple(segments))
 
 
-def with_taken(planned: SegmentPlan, taken: Sequence[int], reason: str) -> SegmentPlan:
+def with_not_loaded(planned: SegmentPlan, taken: Sequence[int], reason: str) -> SegmentPlan:
     """What became of a segment of whose tokens these (offsets) were computed after all, for this reason."""
     if not taken or planned.variant is None:
         return planned
@@ -287,7 +287,9 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     for segment, length in zip(plan.segments, lengths, strict=True):
         share = exact / total if total else 1.0
         shares.append(share)
-        kept = _LOSSY_SHARE * segment.variant.exact_share if segment.as_captured and segment.variant is not None else 0.0
+        kept = (
+            _LOSSY_SHARE * segment.variant.exact_share if segment.as_captured and segment.variant is not None else 0.0
+        )
         exact += length * {"exact": 1.0, "reused": kept, "computed": share}[segment.outcome]
         total += length
     return shares

@@ -16,7 +16,7 @@ import numpy as np
 from cachecraft_rag.errors import ConfigError
 
 QUESTION_WEIGHT = 0.25  # of the question's attention beside the attention at capture; both are 1 on average
-BudgetScope = Literal["chunk", "shared"]
+BudgetScope = Literal["chunk", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Selector:
     probe: Literal["question", "values"] | None = None
 
 
-def craft(facts: TokenFacts) -> np.ndarray | None:
+def cache_craft(facts: TokenFacts) -> np.ndarray | None:
     """Cache-Craft eq. 14: the most contextualised tokens first; nothing to say where no chunk stood before at capture."""
     return facts.token_inter
 
@@ -107,7 +107,7 @@ def question(facts: TokenFacts) -> np.ndarray:
 
 SELECTORS: Mapping[str, Selector] = MappingProxyType(
     {
-        "craft": Selector(craft),
+        "cache_craft": Selector(cache_craft),
         "h2o": Selector(h2o),
         "leading": Selector(leading),
         "random": Selector(random),
@@ -138,7 +138,7 @@ def select(
 
     Args:
         facts, budgets: for each chunk, what is known of it and how many of its tokens are to be recomputed.
-        budget_scope: "chunk" keeps to each chunk's budget. "shared" puts the budgets together and spends them on the best
+        budget_scope: "chunk" keeps to each chunk's budget. "prompt" puts the budgets together and spends them on the best
             tokens of all chunks; a chunk's scores count in proportion to its budget per token (for eq. 14's budgets:
             to its CFO), so a chunk that needs no fixing gets none. Chunks of which the selector has nothing to say
             keep their own.
@@ -147,9 +147,9 @@ def select(
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]
-    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["craft"])]
+    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["cache_craft"])]
     [[1], [2]]
-    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["craft"], budget_scope="shared")]
+    >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["cache_craft"], budget_scope="prompt")]
     [[], [0, 2]]
     """
     chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)

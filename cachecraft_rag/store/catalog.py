@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from cachecraft_rag.checks import check_kind, check_number, check_text
+from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
     Row,
@@ -38,9 +40,7 @@ from cachecraft_rag.store.catalog_rows import (
 )
 from cachecraft_rag.store.catalog_rows import pack_ids as pack_ids
 from cachecraft_rag.store.catalog_rows import unpack_ids as unpack_ids
-from cachecraft_rag.checks import check_kind, check_number, check_text
 from cachecraft_rag.store.database import Database
-from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.expected import unsound, unsound_scores
 from cachecraft_rag.types import TokenScores, Variant
 

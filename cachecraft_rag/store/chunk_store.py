@@ -14,23 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, Unpack
 
-from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole
-from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError, StoreError
-from cachecraft_rag.store.expected import Expected, Found
-from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.planning.scoring import reuse_gain
-from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
-from cachecraft_rag.store.finder import Finder
-from cachecraft_rag.store.writer import flaw_of, variant_of
+from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.store.config import StoreConfig, StoreSettings, StoreStats, configured
-from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged
+from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
+from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
-from cachecraft_rag.types import Capture, LoadedVariant, TokenScores, Unavailable, Variant
+from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.store.writer import flaw_of, variant_of
+from cachecraft_rag.types import Capture, Damaged, LoadedVariant, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")

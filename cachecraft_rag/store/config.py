@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
-from cachecraft_rag.store.codecs import codec_named
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.codecs import codec_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
 
 _MOST_READERS = 1024

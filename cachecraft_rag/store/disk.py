@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
-from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
+from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.types import Damaged, LoadedVariant, TierName, Unavailable, Variant
 
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
 _ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")

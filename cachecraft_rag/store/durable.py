@@ -17,15 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
 from cachecraft_rag.store.database import can_be_written
-from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged
 from cachecraft_rag.store.disk import DiskTier, FoundFile
 from cachecraft_rag.store.layout import Encoded
+from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.store.writers import Presence
-from cachecraft_rag.types import TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Damaged, TokenScores, Unavailable, Variant
 
 FindingKind = Literal[
     "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"

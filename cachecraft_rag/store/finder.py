@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cachecraft_rag.store.catalog import FileRef
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.catalog import FileRef
 from cachecraft_rag.store.durable import DurableVariants
+from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.remote import RemoteTier
 
 

@@ -11,7 +11,7 @@ without gaps, so a layer is one contiguous read. What a block is, the codec says
 
 Names are zero-padded because safetensors sorts them. The header ends on a multiple of 4096 bytes, so that the data is
 page-aligned. It carries the full identity, the codec, a checksum over its own fields, and one for each run of
-`RUN_TOKENS` tokens of each layer: that is the smallest piece that can be read and verified alone. Version 1 had one
+`EXTENT_TOKENS` tokens of each layer: that is the smallest piece that can be read and verified alone. Version 1 had one
 checksum per layer, so half a chunk could not be read; a block that only decodes as a whole is one run.
 
 Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
@@ -35,15 +35,14 @@ import numpy as np
 import torch
 import xxhash
 
-from cachecraft_rag.store.codecs import Codec, codec_named
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
-from cachecraft_rag.types import Damaged
-from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, TierName, Unavailable, Variant, VariantKey
+from cachecraft_rag.store.codecs import Codec, codec_named
+from cachecraft_rag.types import LAYOUT_VERSION, Damaged, KVLayout, TierName, Unavailable, Variant, VariantKey
 
 # What `StoredVariant.read` raises: torch reports as RuntimeError that it found no memory.
 READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
-RUN_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
+EXTENT_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
 _ALIGNMENT = 4096
 _LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
 _MOST_GROWTH = 256  # bytes in memory per byte of a file, where no model says how many there must be
@@ -55,7 +54,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class Header:
     """What a file says of itself.
 
-    run_sums     xxh3 (64 bit) of each run of each layer, see `runs`
+    run_sums     xxh3 (64 bit) of each run of each layer, see `extents`
     block_sizes  bytes of each layer's block, where the codec cannot tell without the values
     """
 
@@ -93,7 +92,7 @@ class Header:
         if layout.layers < 1:
             raise ValueError("block sizes of no layer")
         whole = not codec_named(self.codec).run(layout, self.tokens, 0, self.tokens)
-        wanted = 1 if whole else -(-self.tokens // RUN_TOKENS)
+        wanted = 1 if whole else -(-self.tokens // EXTENT_TOKENS)
         if len(self.run_sums) != layout.layers or any(len(sums) != wanted for sums in self.run_sums):
             raise ValueError("checksums")
 
@@ -175,7 +174,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     """
     codec = codec_named(variant.codec)
     blocks = tuple(memory_of(codec.encode(each, layer=n, layers=layout.layers)) for n, each in enumerate(kv))
-    pieces = runs(codec, layout, variant.tokens)
+    pieces = extents(codec, layout, variant.tokens)
     sums = tuple(tuple(_sum_of(codec, layout, variant.tokens, run, [block]) for run in pieces) for block in blocks)
     known = codec.block_bytes(layout, variant.tokens) is not None
     sizes = () if known else tuple(len(block) for block in blocks)
@@ -189,11 +188,11 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # NumPy's types know the buffer protocol from Python 3.12 on
 
 
-def runs(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
+def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
     """The pieces of a layer that can be read and verified alone: (first token, token behind the last) of each."""
     if not codec.run(layout, tokens, 0, tokens):  # decodes as a whole only
         return [(0, tokens)]
-    return [(start, min(start + RUN_TOKENS, tokens)) for start in range(0, tokens, RUN_TOKENS)]
+    return [(start, min(start + EXTENT_TOKENS, tokens)) for start in range(0, tokens, EXTENT_TOKENS)]
 
 
 class Source(Protocol):
@@ -223,7 +222,7 @@ class StoredVariant:
         variant: what the catalog says of it.
         kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`.
         source: where its bytes come from.
-        runs: the smallest pieces that `read` takes, see `runs`; one where bytes come only in order.
+        extents: the smallest pieces that `read` takes, see `extents`; one where bytes come only in order.
         token_bytes: stored bytes of one token in all layers, on average.
         sequential: whether layers must be read in order, each as a whole.
     """
@@ -255,8 +254,8 @@ class StoredVariant:
             raise OSError(errno.EFBIG, "it would grow too large, and no model says that it must")
         self.source, self._header, self.variant = source, header, variant
         self.tier, self.sequential = source.tier, source.sequential
-        self._pieces = runs(self._codec, header.layout, header.tokens)
-        self.runs = [(0, header.tokens)] if source.sequential else self._pieces
+        self._pieces = extents(self._codec, header.layout, header.tokens)
+        self.extents = [(0, header.tokens)] if source.sequential else self._pieces
         self.token_bytes = (expected - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
@@ -265,7 +264,7 @@ class StoredVariant:
         self.kv = empty(shape, dtype, pinned=pinned)
 
     def read(self, layer: int, start: int, stop: int) -> None:
-        """Fill `kv[layer, :, start:stop]` and verify it; both ends lie on borders of `runs`.
+        """Fill `kv[layer, :, start:stop]` and verify it; both ends lie on borders of `extents`.
 
         Raises OSError when the bytes cannot be had, ValueError when they are damaged: nothing of them may be used.
         """
@@ -334,7 +333,7 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 def longest_header(variant: Variant, layout: KVLayout) -> int:
     """How many bytes the header of this variant has at most. Raises ConfigError when its codec is unknown."""
     codec = codec_named(variant.codec)
-    sums = ((0,) * len(runs(codec, layout, variant.tokens)),) * layout.layers
+    sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
     known = codec.block_bytes(layout, variant.tokens) is not None
     sizes = () if known else (codec.most_bytes(layout, variant.tokens),) * layout.layers
     return len(Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes).encode())

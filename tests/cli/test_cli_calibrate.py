@@ -12,14 +12,14 @@ import typer
 from typer.testing import CliRunner
 
 from cachecraft_rag import Engine
-from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.cli import store as store_commands
 from cachecraft_rag.cli.ask import print_calibration
 from cachecraft_rag.cli.calibrate import calibrate
 from cachecraft_rag.cli.options import out
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.planning.calibration import load_calibration
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.types import Chunk
 
@@ -99,7 +99,7 @@ def test_the_next_engine_takes_it_up(home: Path) -> None:
         fingerprint = engine.decoder.fingerprint
     with Engine.from_pretrained(str(home / "model"), store=store) as engine:
         variants = engine.store.stats().variants
-    before = recomputed(ReuseConfig(captures=False))
+    before = recomputed(ReuseConfig(capture=False))
     report = last_json(run(home, "--store", store, "--quality", "0", "--json"))
     assert sorted(path.name for path in store.iterdir()) == ["caches", "calibration.json"]
     assert (report["alpha"], report["held"], report["pays"], report["check"]) == (0.1, True, True, None)
@@ -107,8 +107,8 @@ def test_the_next_engine_takes_it_up(home: Path) -> None:
     found = load_calibration(store, fingerprint)
     assert found is not None
     assert (found.alpha, found.dataset, found.questions, found.metric) == (0.1, "squad", 6, "rouge_l")
-    after = recomputed(ReuseConfig(captures=False))
-    assert recomputed(ReuseConfig(captures=False, alpha=0.1)) == after < before
+    after = recomputed(ReuseConfig(capture=False))
+    assert recomputed(ReuseConfig(capture=False, alpha=0.1)) == after < before
     with Engine.from_pretrained(str(home / "model"), store=store) as engine:
         assert engine.store.stats().variants == variants  # no chunk of the validation set came in
 

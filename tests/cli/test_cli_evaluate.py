@@ -16,8 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli.evaluate import evaluate
-from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.errors import CacheCraftError, ConfigError
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from rich.logging import RichHandler
 from rich.table import Table
 
-from cachecraft_rag.cli import answers, chat, options, store
 from cachecraft_rag.cli import app as command
+from cachecraft_rag.cli import chat, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
-from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.engine.stats import ChunkStats, RequestStats, Source
+from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey
 

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, AttentionStatistics
-from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
+from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.compute.prefill import PrefillInput, PrefillOutput, Reused, prefill
+from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.planning.scoring import context_impact
 
 MakeDecoder = Callable[..., Decoder]
@@ -29,7 +32,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def described(
-    output: PrefillOutput, *, sinks: int = SINKS, bounds: Sequence[int] = BOUNDS
+    output: PrefillResult, *, sinks: int = SINKS, bounds: Sequence[int] = BOUNDS
 ) -> dict[int, AttentionStatistics]:
     """Segment index → statistics of its capture."""
     assert output.recorder is not None
@@ -37,7 +40,7 @@ def described(
     for capture in output.recorder.captures:
         describer = AttentionAccumulator(capture, output.recorder.settings, bounds=bounds, sink_tokens=sinks)
         for layer in range(len(output.recorder.settings)):
-            describer.add_layer(layer, output.merged.kv[layer, 0])
+            describer.add_layer(layer, output.buffer.kv[layer, 0])
         found[capture.segment] = describer.statistics()
     return found
 
@@ -56,7 +59,7 @@ def test_statistics_are_sums_over_the_models_own_attention(
     family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder
 ) -> None:
     decoder = tiny_decoder(family, **settings)
-    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0, 1, 2, 3]))
+    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2, 3]))
     weights = own_attention(decoder, IDS)
     np.fill_diagonal(weights, 0.0)  # eq. 4 counts earlier tokens
     weights[:, :SINKS] = 0.0
@@ -88,7 +91,7 @@ def test_statistics_are_sums_over_the_models_own_attention(
 
 
 def test_sinks_are_left_out_of_the_system_segment_only(tiny_decoder: MakeDecoder) -> None:
-    output = prefill(tiny_decoder("Llama"), PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0, 2]))
+    output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 2]))
     without, with_sinks = described(output), described(output, sinks=0)
     assert without[2].inter[0] < with_sinks[2].inter[0]
     assert without[2].inter[1:] == with_sinks[2].inter[1:]
@@ -97,7 +100,7 @@ def test_sinks_are_left_out_of_the_system_segment_only(tiny_decoder: MakeDecoder
 
 
 def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> None:
-    output = prefill(tiny_decoder("Llama"), PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0]))
+    output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0]))
     found = described(output)[0]
     assert (found.inter, found.token_scores.inter, found.cci) == ((), None, 0.5)
 
@@ -105,7 +108,7 @@ def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_stored_keys_are_raw_and_values_are_the_models(family: str, tiny_decoder: MakeDecoder) -> None:
     decoder = tiny_decoder(family)
-    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[2]))
+    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[2]))
     assert output.recorder is not None
     (capture,) = output.recorder.captures
     with decoder.stock() as model, torch.inference_mode():
@@ -123,17 +126,19 @@ def test_stored_keys_are_raw_and_values_are_the_models(family: str, tiny_decoder
 
 def test_births_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: MakeDecoder) -> None:
     decoder = tiny_decoder("Llama")
-    alone = prefill(decoder, PrefillInput(IDS[12:40], [0, 28], range(28), captures=[0]))
+    alone = prefill(decoder, PrefillJob(IDS[12:40], Rows.of([0, 28], new=range(28)), captures=[0]))
     assert alone.recorder is not None
-    foreign = [Reused(BOUNDS[1], alone.recorder.captures[0].kv)]  # captured elsewhere: what follows differs from a full pass
+    foreign = [
+        ResidentKV(BOUNDS[1], alone.recorder.captures[0].kv)
+    ]  # captured elsewhere: what follows differs from a full pass
     recomputed = [15, 20, 33]
     rows = [*range(12), *recomputed, *range(40, 110)]
-    mixed = prefill(decoder, PrefillInput(IDS, BOUNDS, rows, reused=foreign, captures=[0, 2, 3]))
-    full = prefill(decoder, PrefillInput(IDS, BOUNDS, range(110), captures=[0, 2, 3]))
+    mixed = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=rows), resident=foreign, captures=[0, 2, 3]))
+    full = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(110)), captures=[0, 2, 3]))
     assert mixed.recorder is not None
     assert full.recorder is not None
     for capture, exact in zip(mixed.recorder.captures, full.recorder.captures, strict=True):
-        merged = mixed.merged.kv[:, :, capture.start : capture.stop]
+        merged = mixed.buffer.kv[:, :, capture.start : capture.stop]
         assert torch.equal(capture.kv[:, 1], merged[:, 1])
         cos, sin = decoder.rope(torch.arange(capture.start, capture.stop))
         for layer in range(decoder.layout.layers):

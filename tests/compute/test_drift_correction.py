@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.drift_correction import Drift, Stale
-from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.kernels.rope import rotate
 
 MakeDecoder = Callable[..., Decoder]
 TOKENS, START = 30, 10

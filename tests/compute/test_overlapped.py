@@ -17,23 +17,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.rows import RowReason, Rows
+    AtHand,
+    MergedKV,
+    PartialPrefill,
+    PrefillInput,
+    PrefillResult,
+    Reused,
+    prefill,
+)
+from cachecraft_rag.compute.probe import PROBES, Probe, Tokens
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.early_termination import FocusMonitor
-from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
-from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.store.loading.pending import Run, Tail
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
-from cachecraft_rag.compute.prefill import AtHand, MergedKV, PartialPrefill, PrefillInput, PrefillOutput, Reused, prefill
-from cachecraft_rag.compute.probe import PROBES, Probe, Tokens
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
-from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.store.loading.pending import Run, Tail
+from cachecraft_rag.store.loading.rate import Meter
+from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import Capture, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey, digest
 
 MakeDecoder = Callable[..., Decoder]
@@ -58,7 +69,7 @@ class Disk:
     def __init__(self, decoder: Decoder, folder: Path) -> None:
         self.decoder, self.throttle = decoder, Throttle()
         self.tier = DiskTier(folder, self.throttle)
-        captured = prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=range(4)))
+        captured = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=range(4)))
         self.variants = []
         for capture in captured.recorder.captures:
             key = VariantKey("tenant", decoder.fingerprint, digest(str(capture.segment)), ())
@@ -101,7 +112,7 @@ def passes_of(decoder: Decoder) -> PartialPrefill:
 
 def race(
     decoder: Decoder, tail: Tail, *, loading: Loading = "cake", speed: ComputeSpeed | None = None
-) -> tuple[PrefillOutput, OverlappedPrefill]:
+) -> tuple[PrefillResult, OverlappedPrefill]:
     rows = dict.fromkeys(QUESTION, -1)
     speed = speed or ComputeSpeed(decoder.keys_per_row)
     ends = OverlappedPrefill(passes_of(decoder), rows, (), tail=tail, speed=speed, turn=FairLock(), loading=loading)
@@ -110,7 +121,7 @@ def race(
     return output, ends
 
 
-def assert_exact(output: PrefillOutput, reference: Tensor) -> None:
+def assert_exact(output: PrefillResult, reference: Tensor) -> None:
     assert (output.logits - reference).abs().max() <= 1e-3
     assert output.logits.argmax() == reference.argmax()
 
@@ -119,7 +130,7 @@ def measured(decoder: Decoder) -> ComputeSpeed:
     """What an engine has measured that has answered before."""
     speed = ComputeSpeed(decoder.keys_per_row)
     started = time.perf_counter()
-    prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1])))
+    prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1]))))
     speed.measured(speed.rows(range(BOUNDS[-1])), time.perf_counter() - started)
     return speed
 
@@ -242,7 +253,7 @@ def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, referenc
 def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
     decoder: Decoder, disk: Disk, reference: Tensor, rate: float, stored: Sequence[int]
 ) -> None:
-    memory = [Reused(capture.start, capture.kv) for capture in disk.captures if capture.segment == 0 and 0 not in stored]
+    memory = [ResidentKV(capture.start, capture.kv) for capture in disk.captures if capture.segment == 0 and 0 not in stored]
     new = {0, 1, 2, 3} - set(stored) - {0}
     rows = {p: -1 for n in new for p in range(BOUNDS[n], BOUNDS[n + 1])} | dict.fromkeys(QUESTION, -1)
     disk.throttle.bytes_per_s = rate
@@ -302,7 +313,7 @@ def test_scouting_and_drift_beside_loading_leave_exact_caches_exact(
     if broken:
         os.truncate(disk.path(2), 6000)
     passes = passes_of(decoder)
-    passes.merged.kv[:] = float("nan")  # what is read before it is written would spoil everything
+    passes.buffer.kv[:] = float("nan")  # what is read before it is written would spoil everything
     ends = OverlappedPrefill(
         passes,
         rows,
@@ -328,7 +339,7 @@ def test_a_request_that_waits_for_its_turn_is_loaded_meanwhile(
     speed = measured(decoder)
     rows = dict.fromkeys(QUESTION, -1)
     ends = OverlappedPrefill(passes_of(decoder), rows, (), tail=tail, speed=speed, turn=turn, loading=loading)
-    outputs: list[PrefillOutput] = []
+    outputs: list[PrefillResult] = []
     thread = threading.Thread(target=lambda: outputs.append(ends.run()))
     with turn.take():  # another request computes
         thread.start()

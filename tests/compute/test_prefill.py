@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from cachecraft_rag.planning.early_termination import FocusMonitor
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.compute.prefill import MergedKV, PrefillInput, Reused, decode_step, prefill
+from cachecraft_rag.planning.early_termination import FocusMonitor
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 10, 40, 60, 75]
@@ -23,41 +26,41 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
 
 
 @pytest.fixture
-def caches(decoder: Decoder) -> list[Reused]:
+def caches(decoder: Decoder) -> list[ResidentKV]:
     """System and both chunks as they are in the full prompt."""
-    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(75), captures=[0, 1, 2]))
-    return [Reused(capture.start, capture.kv) for capture in output.recorder.captures]
+    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)), captures=[0, 1, 2]))
+    return [ResidentKV(capture.start, capture.kv) for capture in output.recorder.captures]
 
 
-def test_rows_are_counted_and_the_stored_caches_stay_as_they_are(decoder: Decoder, caches: list[Reused]) -> None:
+def test_rows_are_counted_and_the_stored_caches_stay_as_they_are(decoder: Decoder, caches: list[ResidentKV]) -> None:
     before = [reused.kv.clone() for reused in caches]
-    output = prefill(decoder, PrefillInput(IDS, BOUNDS, [5, 12, *QUESTION], reused=caches))
+    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=[5, 12, *QUESTION]), resident=caches))
     assert output.row_layers == 17 * decoder.layout.layers
     assert output.recorder.captures == ()
     assert all(torch.equal(reused.kv, kept) for reused, kept in zip(caches, before, strict=True))
 
 
-def test_recomputed_rows_replace_what_was_stored(decoder: Decoder, caches: list[Reused]) -> None:
-    spoilt = [caches[0], Reused(10, torch.zeros_like(caches[1].kv)), caches[2]]
-    work = PrefillInput(IDS, BOUNDS, [*range(10, 40), *QUESTION], reused=spoilt)
+def test_recomputed_rows_replace_what_was_stored(decoder: Decoder, caches: list[ResidentKV]) -> None:
+    spoilt = [caches[0], ResidentKV(10, torch.zeros_like(caches[1].kv)), caches[2]]
+    work = PrefillJob(IDS, Rows.of(BOUNDS, new=[*range(10, 40), *QUESTION]), resident=spoilt)
     assert torch.allclose(prefill(decoder, work).logits, decoder.own_logits(IDS)[0], atol=1e-3)
 
 
 def test_room_is_made_for_the_answer_and_at_least_for_the_prompt(decoder: Decoder) -> None:
-    assert prefill(decoder, PrefillInput(IDS, BOUNDS, range(75), capacity=90)).merged.kv.shape[2] == 90
-    assert prefill(decoder, PrefillInput(IDS, BOUNDS, range(75))).merged.kv.shape[2] == 75
+    assert prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)), capacity=90)).buffer.kv.shape[2] == 90
+    assert prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)))).buffer.kv.shape[2] == 75
 
 
 def test_a_decode_step_writes_its_own_position_only(decoder: Decoder) -> None:
-    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(75), capacity=80))
-    before = output.merged.kv[:, :, :75].clone()
+    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)), capacity=80))
+    before = output.buffer.kv[:, :, :75].clone()
     logits = decode_step(decoder, output.merged, 42, 75)
-    assert torch.equal(output.merged.kv[:, :, :75], before)
+    assert torch.equal(output.buffer.kv[:, :, :75], before)
     assert torch.allclose(logits, decoder.own_logits([*IDS, 42])[0], atol=1e-3)
 
 
-def test_a_chunk_goes_to_its_place_rotated(decoder: Decoder, caches: list[Reused]) -> None:
-    merged = MergedKV(decoder, 75)
+def test_a_chunk_goes_to_its_place_rotated(decoder: Decoder, caches: list[ResidentKV]) -> None:
+    merged = KVBuffer(decoder, 75)
     merged.kv.zero_()
     merged.place(1, caches[1].kv[1], 10)
     assert not merged.kv[1, :, :10].any()
@@ -83,10 +86,12 @@ class Decides(FocusMonitor):
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_early_termination_drops_the_rows_of_unfocused_chunks(
-    layer: int, decoder: Decoder, caches: list[Reused]
+    layer: int, decoder: Decoder, caches: list[ResidentKV]
 ) -> None:
     rows = [*[(p, 1) for p in (10, 20, 30)], *[(p, 2) for p in (40, 50)], *[(p, -1) for p in QUESTION]]
-    work = PrefillInput(IDS, BOUNDS, [p for p, _ in rows], reused=caches, owners=[owner for _, owner in rows])
+    work = PrefillJob(
+        IDS, Rows.of(BOUNDS, new=[p for p, _ in rows]), resident=caches, owners=[owner for _, owner in rows]
+    )
     monitor = Decides(2, {1}, layer)  # the second chunk
     output = prefill(decoder, work, monitor=monitor)
     assert output.row_layers == 20 * (layer + 1) + 17 * (3 - layer)
@@ -95,13 +100,13 @@ def test_early_termination_drops_the_rows_of_unfocused_chunks(
     assert torch.allclose(output.logits, decoder.own_logits(IDS)[0], atol=1e-3)
 
 
-def test_births_go_on_when_other_rows_are_dropped(decoder: Decoder, caches: list[Reused]) -> None:
+def test_births_go_on_when_other_rows_are_dropped(decoder: Decoder, caches: list[ResidentKV]) -> None:
     rows = [*[(p, 1) for p in (10, 20, 30)], *[(p, -1) for p in range(40, 75)]]
     work = PrefillInput(
         IDS,
         BOUNDS,
         [p for p, _ in rows],
-        reused=caches[:2],
+        resident=caches[:2],
         owners=[owner for _, owner in rows],
         captures=[2],
     )
@@ -111,7 +116,7 @@ def test_births_go_on_when_other_rows_are_dropped(decoder: Decoder, caches: list
 
 def test_the_monitor_sees_what_the_question_pays_to_each_chunk(decoder: Decoder) -> None:
     monitor = Decides(2, {0, 1}, 99)
-    prefill(decoder, PrefillInput(IDS, BOUNDS, range(75), owners=[-1] * 75), monitor=monitor)
+    prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)), owners=[-1] * 75), monitor=monitor)
     with decoder.stock() as model, torch.inference_mode():
         model.set_attn_implementation("eager")
         weights = model(input_ids=torch.tensor([IDS]), output_attentions=True).attentions
@@ -120,9 +125,9 @@ def test_the_monitor_sees_what_the_question_pays_to_each_chunk(decoder: Decoder)
         assert seen == pytest.approx([float(rows[:, 10:40].sum()), float(rows[:, 40:60].sum())], abs=1e-4)
 
 
-def test_keys_may_be_made_to_believe_in_another_position(decoder: Decoder, caches: list[Reused]) -> None:
+def test_keys_may_be_made_to_believe_in_another_position(decoder: Decoder, caches: list[ResidentKV]) -> None:
     """The ablation without positions: at its new place a chunk's keys are as they would be at another."""
-    moved, elsewhere = MergedKV(decoder, 75), MergedKV(decoder, 75)
+    moved, elsewhere = KVBuffer(decoder, 75), KVBuffer(decoder, 75)
     chunk = caches[1].kv[0]
     moved.place(0, chunk, 40, rotated_from=10)
     elsewhere.place(0, chunk, 10)

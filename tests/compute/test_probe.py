@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.probe import PROBES, Probe, QuestionProbe, Tokens, ValueProbe
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
-from cachecraft_rag.compute.prefill import AtHand, MergedKV, PartialPrefill, PrefillInput, Reused, Supply, prefill
-from cachecraft_rag.compute.probe import PROBES, QuestionProbe, Probe, Tokens, ValueProbe
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 12, 52, 92, 110]  # system, two chunks, question
@@ -45,10 +48,10 @@ class Chooser:
         )
 
 
-def stored(decoder: Decoder, *, moved: Sequence[int] = ()) -> list[Reused]:
+def stored(decoder: Decoder, *, moved: Sequence[int] = ()) -> list[ResidentKV]:
     """System and chunks as they are in the full prompt, but for the values of these positions in the second layer."""
-    output = prefill(decoder, PrefillInput(IDS, BOUNDS, range(BOUNDS[-1]), captures=[0, 1, 2]))
-    reused = [Reused(capture.start, capture.kv.clone()) for capture in output.recorder.captures]
+    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2]))
+    reused = [ResidentKV(capture.start, capture.kv.clone()) for capture in output.recorder.captures]
     for position in moved:
         one = max((one for one in reused if one.start <= position), key=lambda one: one.start)
         one.kv[1, 1, position - one.start] += 1.0
@@ -64,7 +67,7 @@ def seen_by(
 
 
 def look(
-    probe: type[Probe], decoder: Decoder, reused: list[Reused], rows: dict[int, int]
+    probe: type[Probe], decoder: Decoder, reused: list[ResidentKV], rows: dict[int, int]
 ) -> tuple[dict[int, int], Chooser]:
     chooser = Chooser()
     passes = PartialPrefill(decoder, IDS, BOUNDS)
@@ -103,7 +106,7 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(decoder: Decod
     for garbage in (0.0, float("nan")):
         chooser = Chooser()
         passes = PartialPrefill(decoder, IDS, BOUNDS)
-        passes.merged.kv[:] = garbage
+        passes.buffer.kv[:] = garbage
         seen_by(QuestionProbe(plan, BOUNDS, QUESTION, chooser), passes, AtHand(reused[:2]), rows)
         assert list(chooser.seen) == [1]
         seen.append(chooser.seen[1])
@@ -137,7 +140,7 @@ def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder, kind: str) -
 class Late:
     """A supply that finds in the second layer that some positions will not come."""
 
-    def __init__(self, reused: list[Reused], late: Sequence[int]) -> None:
+    def __init__(self, reused: list[ResidentKV], late: Sequence[int]) -> None:
         self._there, self._late = AtHand(reused), late
 
     def place(self, layer: int, merged: MergedKV) -> Sequence[int]:

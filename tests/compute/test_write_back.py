@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.compute.prefill import PrefillInput, PrefillOutput, prefill
-from cachecraft_rag.types import Segment
-from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Segment
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 8, 20, 36, 40]
@@ -54,8 +56,8 @@ def queue(store: ChunkCacheStore, decoder: Decoder, turn: FairLock) -> Iterator[
 
 
 @pytest.fixture
-def output(decoder: Decoder) -> PrefillOutput:
-    return prefill(decoder, PrefillInput(IDS, BOUNDS, range(40), captures=[0, 1, 2]))
+def output(decoder: Decoder) -> PrefillResult:
+    return prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(40)), captures=[0, 1, 2]))
 
 
 def context(segments: tuple[Segment, ...] = SEGMENTS, session: str | None = None) -> CaptureContext:
@@ -67,9 +69,9 @@ def stored(store: ChunkCacheStore, decoder: Decoder, session: str | None = None)
 
 
 def test_births_arrive_with_their_identity_numbers_and_tensors(
-    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput
+    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillResult
 ) -> None:
-    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
     queue.wait_for(NAMES)
     found = {name: variants[0] for name, variants in stored(store, decoder).items()}
     assert found["the system"].key.origin_prefix == ()
@@ -91,26 +93,31 @@ def test_births_arrive_with_their_identity_numbers_and_tensors(
 
 @pytest.mark.parametrize(("private", "kept"), [(0, []), (1, ["the system"]), (2, ["the system", "first"])])
 def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
-    private: int, kept: list[str], queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput
+    private: int,
+    kept: list[str],
+    queue: WriteBackQueue,
+    store: ChunkCacheStore,
+    decoder: Decoder,
+    output: PrefillResult,
 ) -> None:
     segments = tuple(
         Segment(s.kind, s.segment_id, s.token_ids, private=s.private or place == private)
         for place, s in enumerate(SEGMENTS)
     )
-    queue.submit(output.recorder, output.merged.kv[:, 0], context(segments))
+    queue.submit(output.recorder, output.buffer.kv[:, 0], context(segments))
     queue.wait_for(NAMES)
     assert [name for name, variants in stored(store, decoder).items() if variants] == kept
-    queue.submit(output.recorder, output.merged.kv[:, 0], context(segments, session="ada"))
+    queue.submit(output.recorder, output.buffer.kv[:, 0], context(segments, session="ada"))
     queue.wait_for(NAMES)
     assert [name for name, variants in stored(store, decoder, session="bob").items() if variants] == kept
     assert all(stored(store, decoder, session="ada").values())
 
 
 def test_submitting_does_not_wait_and_describing_takes_turns(
-    queue: WriteBackQueue, turn: FairLock, output: PrefillOutput, store: ChunkCacheStore
+    queue: WriteBackQueue, turn: FairLock, output: PrefillResult, store: ChunkCacheStore
 ) -> None:
     with turn.take():  # a request computes
-        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
         time.sleep(0.05)
         assert store.stats().variants == 0
     queue.wait_for(NAMES)
@@ -118,9 +125,9 @@ def test_submitting_does_not_wait_and_describing_takes_turns(
 
 
 def test_a_birth_that_fails_is_logged_and_nobody_waits_for_it_forever(
-    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillOutput, caplog: Any
+    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillResult, caplog: Any
 ) -> None:
-    queue.submit(output.recorder, output.merged.kv[:2, 0], context())  # two of four layers
+    queue.submit(output.recorder, output.buffer.kv[:2, 0], context())  # two of four layers
     waiting = threading.Thread(target=queue.wait_for, args=(NAMES,))
     waiting.start()
     waiting.join(20)
@@ -132,13 +139,13 @@ def test_a_birth_that_fails_is_logged_and_nobody_waits_for_it_forever(
         failures = [record for record in caplog.records if "is not stored" in record.message]
     assert len(failures) == 3
     assert all(record.exc_info is not None for record in failures)
-    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
     queue.wait_for(NAMES)
     assert all(stored(store, decoder).values())  # and the queue goes on
 
 
 def test_a_store_that_is_closed_or_full_drops_births_with_a_reason(
-    decoder: Decoder, output: PrefillOutput, tmp_path: Path, caplog: Any
+    decoder: Decoder, output: PrefillResult, tmp_path: Path, caplog: Any
 ) -> None:
     for disk_bytes, reason in ((1 << 30, "the store is closed"), (10, "larger than the whole byte budget")):
         store = ChunkCacheStore.open(tmp_path / str(disk_bytes), disk_bytes=disk_bytes)
@@ -147,7 +154,7 @@ def test_a_store_that_is_closed_or_full_drops_births_with_a_reason(
         )
         if reason == "the store is closed":
             store.close()
-        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
         queue.wait_for(NAMES)
         queue.close()
         store.close()
@@ -156,12 +163,12 @@ def test_a_store_that_is_closed_or_full_drops_births_with_a_reason(
 
 
 def test_closing_finishes_what_is_queued_and_takes_nothing_more(
-    queue: WriteBackQueue, store: ChunkCacheStore, output: PrefillOutput
+    queue: WriteBackQueue, store: ChunkCacheStore, output: PrefillResult
 ) -> None:
-    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
     queue.close()
     assert store.stats().variants == 3
-    queue.submit(output.recorder, output.merged.kv[:, 0], context())
+    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
     queue.wait_for(NAMES)
     queue.close()
 
@@ -177,18 +184,18 @@ def test_births_that_come_faster_than_they_are_stored_are_dropped(
     store: ChunkCacheStore,
     decoder: Decoder,
     turn: FairLock,
-    output: PrefillOutput,
+    output: PrefillResult,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     queue = WriteBackQueue(
         store, namespace="default", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn, max_bytes=0
     )
     with turn.take():  # nothing can be described meanwhile
-        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
         assert "captures are dropped" in caplog.text
     queue.close()
     assert store.stats().variants == 1  # one is always taken, however large
     late = WriteBackQueue(store, namespace="late", fingerprint=decoder.fingerprint, layout=decoder.layout, turn=turn)
-    late.submit(output.recorder, output.merged.kv[:, 0], context())
+    late.submit(output.recorder, output.buffer.kv[:, 0], context())
     late.close()
     assert store.stats().variants == 4

@@ -16,10 +16,13 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.compute.prefill import PrefillInput, Reused, prefill
 from cachecraft_rag.engine.self_check import self_check
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -125,9 +128,9 @@ def test_models_of_the_same_build_are_exact(family: str, settings: dict[str, Any
     decoder = tiny_decoder(family, **settings)
     assert self_check(decoder) <= 2e-6
     ids = torch.randint(3, 256, (100,), generator=torch.Generator().manual_seed(1)).tolist()
-    full = prefill(decoder, PrefillInput(ids, [0, 60, 100], range(100), captures=[0]))
-    reused = [Reused(0, full.recorder.captures[0].kv)]
-    partial = prefill(decoder, PrefillInput(ids, [0, 60, 100], range(60, 100), reused=reused))
+    full = prefill(decoder, PrefillJob(ids, Rows.of([0, 60, 100], new=range(100)), captures=[0]))
+    reused = [ResidentKV(0, full.recorder.captures[0].kv)]
+    partial = prefill(decoder, PrefillJob(ids, Rows.of([0, 60, 100], new=range(60, 100)), resident=reused))
     own = decoder.own_logits(ids)[0]
     for output in (full, partial):
         assert (output.logits - own).abs().max() <= 1e-3
@@ -139,7 +142,7 @@ def test_own_logits_of_the_last_positions(tiny_decoder: MakeDecoder) -> None:
     kept = decoder.own_logits(ids, keep=4)
     assert kept.shape == (4, 260)
     assert torch.allclose(kept[-1], decoder.own_logits(ids)[0], atol=1e-5)
-    ours = prefill(decoder, PrefillInput(ids, [0, 10, 30], range(30)), logits_to_keep=4).logits
+    ours = prefill(decoder, PrefillJob(ids, Rows.of([0, 10, 30], new=range(30))), logits_to_keep=4).logits
     assert torch.allclose(ours, kept, atol=1e-4)
 
 

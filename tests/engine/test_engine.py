@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from cachecraft_rag.store.catalog import RowFilter
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine, Generation
-from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.compute.prefill import PrefillOutput
+from cachecraft_rag.engine.engine import Engine, Generation
 from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.types import Chunk, LoadedVariant
 
@@ -82,7 +82,7 @@ def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, question: str = QUESTION, 
     answer = engine.stream(question, chunks, **({"sampling": SHORT} | how))
     for _ in answer:
         pass
-    engine.captures.wait_for([segment.chunk_id for segment in chunks] + [engine.prompts.system.segment_id])
+    engine.write_back.wait_for([segment.chunk_id for segment in chunks] + [engine.prompts.system.segment_id])
     return answer
 
 
@@ -114,12 +114,12 @@ def test_an_answer_that_is_kept_keeps_no_tensors(engine: Engine, decoder: Decode
     engine.store.flush()
     with (
         ChunkCacheStore.open(engine.store.root, host_bytes=0) as cold,
-        Engine(decoder, cold, config=replace(CONFIG, captures=False)) as other,
+        Engine(decoder, cold, config=replace(CONFIG, capture=False)) as other,
     ):
         kept = [ask(other) for _ in range(3)]
         assert {chunk.tier for answer in kept for chunk in answer.stats.chunks} == {"disk"}
         gc.collect()
-        assert not [thing for thing in gc.get_objects() if type(thing) in (StoredVariant, PrefillOutput)]
+        assert not [thing for thing in gc.get_objects() if type(thing) in (StoredVariant, PrefillResult)]
         assert all(answer.stats.recompute_share > 0 for answer in kept)
 
 
@@ -149,14 +149,14 @@ def test_another_question_over_the_same_chunks_is_exact_too(engine: Engine) -> N
     history = [("user", "Hello?"), ("assistant", "Hello.")]
     other = ask(engine, question="And the toaster?", history=history)
     assert outcomes(other) == all_of("exact")
-    full = ask(engine, question="And the toaster?", history=history, config=ReuseConfig(reuse=False, captures=False))
+    full = ask(engine, question="And the toaster?", history=history, config=ReuseConfig(reuse=False, capture=False))
     assert other.text == full.text
     assert outcomes(full) == all_of("computed")
 
 
 def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
     ask(engine)
-    moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(budget_scope="chunk", selector="craft"))
+    moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(budget_scope="chunk", selector="cache_craft"))
     assert set(outcomes(moved).values()) == {"reused"}
     assert 0 < moved.stats.tokens_recomputed < 0.3 * moved.stats.tokens_prompt
     for chunk in moved.stats.chunks:
@@ -172,7 +172,7 @@ def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
 def test_recomputing_every_moved_token_gives_the_full_answer(engine: Engine) -> None:
     ask(engine)
     moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))
-    full = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(reuse=False, captures=False))
+    full = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(reuse=False, capture=False))
     assert moved.text == full.text
 
 
@@ -209,7 +209,7 @@ def test_reuse_counts_uses(engine: Engine, store: ChunkCacheStore) -> None:
 
 
 def test_without_births_nothing_is_stored(engine: Engine, store: ChunkCacheStore) -> None:
-    ask(engine, config=ReuseConfig(captures=False))
+    ask(engine, config=ReuseConfig(capture=False))
     assert store.stats().variants == 0
 
 
@@ -217,11 +217,13 @@ def test_without_births_nothing_is_stored(engine: Engine, store: ChunkCacheStore
 def test_early_termination_computes_less(rule: Any, engine: Engine) -> None:
     ask(engine)
     order = [FRIDGE, KETTLE, TOASTER]
-    plain = ask(engine, order, config=ReuseConfig(alpha=0.3, recompute_ratio=0.8, captures=False))
+    plain = ask(engine, order, config=ReuseConfig(alpha=0.3, recompute_ratio=0.8, capture=False))
     focused = ask(
         engine,
         order,
-        config=ReuseConfig(alpha=0.3, recompute_ratio=0.8, focus=rule, early_termination_window=1, captures=False),
+        config=ReuseConfig(
+            alpha=0.3, recompute_ratio=0.8, early_termination=rule, early_termination_window=1, capture=False
+        ),
     )
     assert plain.stats.focus_layer is None
     assert focused.stats.focus_layer == 0
@@ -281,8 +283,8 @@ def test_what_is_born_behind_private_text_is_kept_to_its_session(
     ask(make_engine(**private), session="ada")
     assert {row.variant.session for row in store.rows()} == {"ada"}
     assert outcomes(ask(make_engine(**private), session="ada")) == all_of("exact")
-    assert outcomes(ask(make_engine(**private), session="bob", config=ReuseConfig(captures=False))) == all_of("computed")
-    assert outcomes(ask(make_engine(), config=ReuseConfig(captures=False))) == all_of("computed")
+    assert outcomes(ask(make_engine(**private), session="bob", config=ReuseConfig(capture=False))) == all_of("computed")
+    assert outcomes(ask(make_engine(), config=ReuseConfig(capture=False))) == all_of("computed")
 
 
 def test_sessions_with_the_same_private_instruction_do_not_evict_each_other(
@@ -335,7 +337,7 @@ def test_no_question_shapes_what_others_are_served(
     selector: str, focus: Any, order: list[Chunk], decoder: Decoder, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"recompute_ratio": 0.3, "probe_min_rows": 0, "early_termination_window": 1}
-    config = ReuseConfig(selector=selector, focus=focus, **settings)
+    config = ReuseConfig(selector=selector, early_termination=focus, **settings)
     one, other = (
         captured(tmp_path / str(place), decoder, secret, order, config) for place, secret in enumerate(SECRETS)
     )
@@ -367,7 +369,7 @@ def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(decoder
             config = ReuseConfig(recompute_ratio=0.3, probe_min_rows=0)
             engine = Engine(decoder, store, config=config, **settings)
             ask(engine, KNOWN, **asked)
-            plain = replace(config, selector="craft", captures=False)
+            plain = replace(config, selector="cache_craft", capture=False)
             share = ask(engine, order, config=plain, **asked).stats.recompute_share
             looks.append(ask(engine, order, **asked).stats.recompute_share > share)
             engine.close()
@@ -378,12 +380,14 @@ def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(decoder
 def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_questions_choice(
     focus: Any, decoder: Decoder, tmp_path: Path
 ) -> None:
-    config = ReuseConfig(recompute_ratio=0.3, probe_min_rows=0, loading="layerwise", focus=focus, early_termination_window=1)
+    config = ReuseConfig(
+        recompute_ratio=0.3, probe_min_rows=0, loading="layerwise", early_termination=focus, early_termination_window=1
+    )
     order = [FRIDGE, KETTLE, TOASTER]  # the fridge stands last
     with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=config) as engine:
         ask(engine, KNOWN)
     with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=config) as engine:
-        ask(engine, [KETTLE, TOASTER], config=replace(config, captures=False))  # these are in memory now
+        ask(engine, [KETTLE, TOASTER], config=replace(config, capture=False))  # these are in memory now
         (row,) = store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
         (path,) = [path for path in files(store) if row.variant.variant_id in path.name]
         content = bytearray(path.read_bytes())
@@ -488,7 +492,7 @@ def test_a_wrong_request_is_refused_at_once(engine: Engine) -> None:
 
 def test_what_a_generator_gives_is_read_once_and_kept(engine: Engine) -> None:
     turns: list[Turn] = [("user", "First?"), ("assistant", "One.")]
-    full = replace(CONFIG, reuse=False, captures=False)
+    full = replace(CONFIG, reuse=False, capture=False)
     expected = ask(engine, config=full, history=turns)
     found = engine.stream(
         QUESTION, (chunk for chunk in CHUNKS), history=(turn for turn in turns), sampling=SHORT, config=full
@@ -570,7 +574,7 @@ def test_two_threads_get_the_answers_they_would_get_one_after_the_other(
 ) -> None:
     asked = [(QUESTION, CHUNKS), ("And the toaster <|end|>?", [TOASTER, KETTLE]), ("How cold?", [FRIDGE])]
     with ChunkCacheStore.open(tmp_path / "one by one") as other:
-        plain = Engine(decoder, other, config=ReuseConfig(reuse=False, captures=False))
+        plain = Engine(decoder, other, config=ReuseConfig(reuse=False, capture=False))
         expected = [ask(plain, chunks, question).text for question, chunks in asked]
         plain.close()
     engine = make_engine(config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))  # every path then gives the full answer
@@ -635,9 +639,9 @@ def test_an_answer_too_long_to_go_along_is_refused(engine: Engine) -> None:
 @pytest.mark.parametrize("selector", ["question", "value_deviation"])
 def test_a_scout_chooses_what_is_recomputed_and_counts_for_it(engine: Engine, selector: str) -> None:
     ask(engine)
-    config = replace(CONFIG, captures=False, recompute_ratio=0.3, selector=selector, probe_min_rows=0)
+    config = replace(CONFIG, capture=False, recompute_ratio=0.3, selector=selector, probe_min_rows=0)
     moved = ask(engine, [FRIDGE, TOASTER, KETTLE], config=config)
-    plain = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, selector="craft"))
+    plain = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, selector="cache_craft"))
     assert_adds_up(moved.stats)
     assert moved.stats.tokens_recomputed == plain.stats.tokens_recomputed  # the same budget
     assert moved.stats.recompute_share > plain.stats.recompute_share  # and what it took to look
@@ -647,7 +651,7 @@ def test_a_scout_chooses_what_is_recomputed_and_counts_for_it(engine: Engine, se
 
 def test_a_small_pass_has_no_scout(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, captures=False, recompute_ratio=0.3)
+    config = replace(CONFIG, capture=False, recompute_ratio=0.3)
     shares = {
         rows: ask(engine, CHUNKS[::-1], config=replace(config, probe_min_rows=rows)).stats.recompute_share
         for rows in (0, 50, 1000)
@@ -657,7 +661,7 @@ def test_a_small_pass_has_no_scout(engine: Engine) -> None:
 
 def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, captures=False, scope="set")
+    config = replace(CONFIG, capture=False, scope="set")
     moved = ask(engine, [TOASTER, KETTLE, FRIDGE], config=config)
     assert outcomes(moved) == all_of("reused") | {FRIDGE.chunk_id: "exact"}  # the best chunk stands last
     assert moved.stats.tokens_recomputed == 0
@@ -666,20 +670,22 @@ def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:
 
 def test_prefix_cache_is_exact(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, captures=False, scope="prefix")
+    config = replace(CONFIG, capture=False, scope="prefix")
     order = [KETTLE, TOASTER, FRIDGE][::-1]
     found = engine.score_answer(QUESTION, order, max_new_tokens=12, config=config)
-    full = engine.score_answer(QUESTION, order, along=found.tokens, max_new_tokens=12, config=replace(config, reuse=False))
+    full = engine.score_answer(
+        QUESTION, order, along=found.tokens, max_new_tokens=12, config=replace(config, reuse=False)
+    )
     assert found.text == full.text
     assert (found.logits - full.logits).abs().max() <= 1e-3
 
 
 def test_without_the_overlap_familiar_neighbours_save_nothing(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, captures=False, selector="craft", budget_scope="chunk")
+    config = replace(CONFIG, capture=False, selector="cache_craft", budget_scope="chunk")
     order = [TOASTER, KETTLE, FRIDGE]  # as in the prompt: fridge, kettle, toaster
     plain = {chunk.chunk_id: chunk for chunk in ask(engine, order, config=config).stats.chunks}
-    blind = ask(engine, order, config=replace(config, without=frozenset({"overlap"})))
+    blind = ask(engine, order, config=replace(config, ablate=frozenset({"overlap"})))
     for chunk in blind.stats.chunks:
         if chunk.outcome == "reused":
             assert chunk.beta_prime == 0.0
@@ -689,7 +695,7 @@ def test_without_the_overlap_familiar_neighbours_save_nothing(engine: Engine) ->
 
 def test_without_positions_the_answer_is_another(engine: Engine) -> None:
     ask(engine)
-    order, full = [TOASTER, KETTLE, FRIDGE], replace(CONFIG, captures=False, reuse=False)
+    order, full = [TOASTER, KETTLE, FRIDGE], replace(CONFIG, capture=False, reuse=False)
     along = engine.score_answer(QUESTION, order, max_new_tokens=4, config=full).tokens
     moved, unmoved = (
         engine.score_answer(
@@ -697,7 +703,7 @@ def test_without_positions_the_answer_is_another(engine: Engine) -> None:
             order,
             along=along,
             max_new_tokens=4,
-            config=replace(CONFIG, captures=False, recompute_ratio=0.0, without=without),
+            config=replace(CONFIG, capture=False, recompute_ratio=0.0, ablate=without),
         ).logits
         for without in (frozenset(), frozenset({"positions"}))
     )

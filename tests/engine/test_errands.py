@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.errands import Errands
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 
@@ -45,8 +45,8 @@ def abandon(engine: Engine) -> weakref.ref[Any]:
 LOCKS: dict[str, Callable[[Engine], Any]] = {
     "store": lambda engine: engine.store._lock,
     "host memory": lambda engine: engine.store._memory.host._lock,
-    "captures": lambda engine: engine.captures._guard,
-    "captures' thread": lambda engine: engine.captures._worker._shutdown_lock,
+    "captures": lambda engine: engine.write_back._guard,
+    "captures' thread": lambda engine: engine.write_back._worker._shutdown_lock,
     "writer": lambda engine: engine.store._writer._shutdown_lock,
     "deletions": lambda engine: engine.loader._store._durable._lock,
 }
@@ -85,7 +85,7 @@ def test_garbage_may_be_collected_while_a_lock_is_held(
             assert within(10, collect), "the answer's end waits for a lock that its own thread holds"
             assert gone() is None
             engine._errands.wait()
-            engine.captures.wait_for([chunk.chunk_id for chunk in CHUNKS])
+            engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
             assert store.stats().captures == {"stored": 3}
     finally:
         gc.enable()

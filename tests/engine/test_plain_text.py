@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.engine.plain_text import PlainTokenizer
 from cachecraft_rag.engine.prompt import PromptBuilder
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Chunk
 
 USER, ASSISTANT, THINK, TOOL = (

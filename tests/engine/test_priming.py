@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.store.catalog import RowFilter
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog import RowFilter
 from cachecraft_rag.types import Chunk
 
 MakeDecoder = Callable[..., Decoder]
@@ -108,7 +108,7 @@ def test_primed_chunks_serve_the_first_question_exactly(engine: Engine) -> None:
     answer = engine.stream("Why?", best_first, sampling=how)
     text = "".join(answer)
     assert {chunk.outcome for chunk in answer.stats.chunks} == {"exact"}
-    full = engine.stream("Why?", best_first, sampling=how, config=ReuseConfig(reuse=False, captures=False))
+    full = engine.stream("Why?", best_first, sampling=how, config=ReuseConfig(reuse=False, capture=False))
     assert "".join(full) == text
 
 

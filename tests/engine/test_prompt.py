@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.engine.prompt import PromptBuilder, Turn
-from cachecraft_rag.types import Prompt, Segment
-from cachecraft_rag.types import Chunk, chunk_id_of
+from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of
 
 SYSTEM = "Use the context only."
 LOOP = "{% for m in messages %}"

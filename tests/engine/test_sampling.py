@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.sampling import Sampler, TextStream
+from cachecraft_rag.engine.sampling import Sampler, SamplingParams, TextStream
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

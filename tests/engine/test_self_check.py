@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.self_check import self_check
+from cachecraft_rag.errors import UnsupportedModelError
 
 MakeDecoder = Callable[..., Decoder]
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.formats.dataset import Dataset
 from cachecraft_rag.evaluation.quality.calibrate import (
     ALPHAS,
     HARDLY_PAYS,
@@ -23,9 +23,9 @@ from cachecraft_rag.evaluation.quality.calibrate import (
     halves,
     smallest_that_holds,
 )
-from cachecraft_rag.evaluation.quality.conditions import origins_of, condition_named
-from cachecraft_rag.evaluation.formats.dataset import Dataset
+from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
 from cachecraft_rag.evaluation.quality.intervals import mean_interval
+from cachecraft_rag.planning.config import ReuseConfig
 
 SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5)
 # A way of choosing under which the tiny model's quality falls below 1 wherever anything is reused.
@@ -117,9 +117,9 @@ def test_a_point_is_what_the_engine_does_with_that_alpha(evaluation_engine: Engi
     for question in town_dataset.questions:
         how = {"max_new_tokens": SETTINGS.answer_tokens}
         full = evaluation_engine.score_answer(
-            question.text, question.passages, **how, config=ReuseConfig(reuse=False, captures=False)
+            question.text, question.passages, **how, config=ReuseConfig(reuse=False, capture=False)
         )
-        config = ReuseConfig(alpha=0.5, captures=False)
+        config = ReuseConfig(alpha=0.5, capture=False)
         ours = evaluation_engine.score_answer(question.text, question.passages, **how, along=full.tokens, config=config)
         tops.append(float((ours.logits.argmax(-1) == full.logits.argmax(-1)).double().mean()))
         chunks = ours.stats.chunks
@@ -153,7 +153,7 @@ def test_the_births_decide_how_much_is_recomputed(evaluation_engine: Engine, tow
 
 
 def test_f1_is_relative_to_full_prefill(evaluation_engine: Engine, town_dataset: Dataset) -> None:
-    prefill = ReuseConfig(reuse=False, captures=False)
+    prefill = ReuseConfig(reuse=False, capture=False)
     evaluation_engine.config = CRUDE
     full = [
         evaluation_engine.score_answer(one.text, one.passages, max_new_tokens=24, config=prefill).text

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ModelNotFoundError
 from cachecraft_rag.evaluation.compression.base import MIN_TOKENS, Compressor, token_budget
 from cachecraft_rag.evaluation.compression.lingua2 import Lingua2, _WordCounter
 from cachecraft_rag.evaluation.compression.mapreduce import MapReduce
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 
@@ -82,7 +82,7 @@ def test_a_summary_keeps_the_budget_and_its_place(engine: Engine, store: ChunkCa
         assert tokens(engine, after) <= token_budget(tokens(engine, before), ratio)
     assert all(after.text != before.text for before, after in zip(CHUNKS, summaries, strict=True))
     assert MapReduce(engine).compress("Another question?", CHUNKS, ratio) == summaries
-    engine.captures.wait_for([chunk.chunk_id for chunk in CHUNKS])
+    engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
     assert store.stats().variants == 0  # no chunk-cache was captured
 
 
@@ -94,7 +94,7 @@ def test_a_summary_is_the_answering_models_own_greedy_text(engine: Engine) -> No
         instruction,
         [chunk],
         sampling=SamplingParams(max_new_tokens=budget),
-        config=ReuseConfig(reuse=False, captures=False),
+        config=ReuseConfig(reuse=False, capture=False),
     )
     written = "".join(own).strip()
     (summary,) = MapReduce(engine).compress(QUESTION, [chunk], ratio)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cachecraft_rag.store.catalog import RowFilter
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, Surroundings, origins_of, condition_named
 from cachecraft_rag.evaluation.formats.dataset import Dataset
+from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, Surroundings, condition_named, origins_of
+from cachecraft_rag.store.catalog import RowFilter
 from cachecraft_rag.types import Chunk
 
 

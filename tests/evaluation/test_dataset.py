@@ -11,7 +11,7 @@ import pytest
 
 from cachecraft_rag.engine.demo_model import handbook_questions
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation import dataset as module
+from cachecraft_rag.evaluation.formats import dataset as module
 from cachecraft_rag.evaluation.formats.dataset import Dataset, Question, handbook_dataset, load_dataset
 
 YEARS = range(1700, 1704)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.evaluation.quality.conditions import origins_of, condition_named
 from cachecraft_rag.evaluation.formats.dataset import handbook_dataset
+from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
 from cachecraft_rag.evaluation.quality.early_termination import RULES, Judgement, judge_focus
 from cachecraft_rag.evaluation.quality.intervals import Interval
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cachecraft_rag.evaluation import intervals
+from cachecraft_rag.evaluation.quality import intervals
 from cachecraft_rag.evaluation.quality.intervals import Interval, mean_interval, paired_interval, ratio_interval
 
 

@@ -11,8 +11,8 @@ import pytest
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.compression.mapreduce import MapReduce
-from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, origins_of
 from cachecraft_rag.evaluation.formats.dataset import Dataset
+from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, origins_of
 from cachecraft_rag.evaluation.quality.measuring import Record, Reference, Trial, measure, reference_of, trials_of
 from cachecraft_rag.evaluation.quality.methods import METHODS, methods_named
 from cachecraft_rag.types import Chunk

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats.dataset import Dataset
 from cachecraft_rag.evaluation.quality.methods import ABLATIONS, METHODS, methods_named
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
 PER_CHUNK = ["random", "craft", "h2o", "leading", "value_deviation"]

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.quality.metrics import divergence, jaccard, normalised_f1, normalised_words, rouge_l, squad_f1
+from cachecraft_rag.evaluation.quality.metrics import (
+    divergence,
+    jaccard,
+    normalised_f1,
+    normalised_words,
+    rouge_l,
+    squad_f1,
+)
 
 
 def test_words_lose_case_punctuation_articles_and_spaces_in_this_order() -> None:

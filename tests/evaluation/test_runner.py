@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats.dataset import Dataset
@@ -27,7 +28,6 @@ from cachecraft_rag.evaluation.quality.runner import (
     open_engine,
     scratch_folder,
 )
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cachecraft_rag import Answer, RequestStats
-from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.engine.stats import ChunkStats, Source
+from cachecraft_rag.errors import IndexStoreError
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
     from streamlit.testing.v1 import AppTest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 APP = EXAMPLES / "streamlit_app.py"
 KETTLE = (
     "# Kettle Wren K2\n\n## Size\n\nThe Wren K2 holds 1.7 litres and boils them in 4 minutes. {filler}\n\n"

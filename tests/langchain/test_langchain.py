@@ -35,11 +35,11 @@ from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
-from cachecraft_rag.langchain.chat_model import CacheCraftGenerator, ChatCacheCraft, conversation
+from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, conversation
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -96,7 +96,7 @@ def generator(chat: ChatCacheCraft) -> CacheCraftGenerator:
 
 def settle(engine: Engine) -> None:
     """Wait until what was captured is in the store."""
-    engine.captures.wait_for([engine.prompts.system.segment_id, *map(chunk_id_of, TEXTS)])
+    engine.write_back.wait_for([engine.prompts.system.segment_id, *map(chunk_id_of, TEXTS)])
     engine.store.flush()
 
 
@@ -180,7 +180,7 @@ def test_settings_of_the_model_and_of_a_call(engine: Engine) -> None:
     for stopped in (chat.invoke("q", stop=[mark]), chat.bind(stop=[mark]).invoke("q"), bound.invoke("q")):
         assert stopped.text == whole.partition(mark)[0]
         assert stopped.response_metadata["finish_reason"] == "stop"
-    full = ChatCacheCraft(engine=engine, max_tokens=2, reuse=ReuseConfig(reuse=False, captures=False))
+    full = ChatCacheCraft(engine=engine, max_tokens=2, reuse=ReuseConfig(reuse=False, capture=False))
     full.invoke("q", documents=DOCUMENTS)
     assert details(full.invoke("q", documents=DOCUMENTS)) == {"cache_read": 0, "cache_creation": 0}
 
@@ -265,7 +265,7 @@ async def test_sixteen_streams_at_once_are_the_answers_of_one_after_the_other(en
         await bearing.ainvoke(**ask(number))
     settle(engine)
     # From here on the store stays as it is: what is reused decides, by a little, what is answered.
-    chat = ChatCacheCraft(engine=engine, max_tokens=24, temperature=0.3, reuse=ReuseConfig(captures=False))
+    chat = ChatCacheCraft(engine=engine, max_tokens=24, temperature=0.3, reuse=ReuseConfig(capture=False))
     alone = [await chat.ainvoke(**ask(number)) for number in range(16)]
     assert all(details(message)["cache_read"] > 0 for message in alone)
     assert any(message.response_metadata["cachecraft"]["tokens_recomputed"] > 0 for message in alone)
@@ -578,7 +578,7 @@ def test_from_pretrained_takes_the_generators_own_settings(demo_model: Path, tmp
         assert usage["output_tokens"] == 2
         engine = generator.llm.engine
         noted = chunk_id_of(f"Note: {TEXTS[0]}")
-        engine.captures.wait_for([noted])
+        engine.write_back.wait_for([noted])
         engine.store.flush()
         assert engine.store.lookup(engine.namespace, engine.decoder.fingerprint, [noted])[noted]
     with pytest.raises(ValueError, match="input_key"):
@@ -608,7 +608,7 @@ def test_the_one_line_swap(demo_model: Path, handbook: Path, tmp_path: Path) -> 
     assert reused[0] == 0 < reused[1]
 
 
-@pytest.mark.parametrize("module", ["cachecraft_rag.langchain.chat_model", "cachecraft_rag.retrievers.langchain"])
+@pytest.mark.parametrize("module", ["cachecraft_rag.langchain", "cachecraft_rag.retrievers.langchain"])
 def test_without_langchain_the_error_says_what_to_install(module: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules['langchain_core'] = None; import {module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)

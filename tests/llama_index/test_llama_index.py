@@ -491,7 +491,7 @@ def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: Vect
         query_engine=query_engine, llm=query_engine.synthesizer.llm, memory_cls=ChatMemoryBuffer
     )
     first = chat.chat("How do I descale the kettle, Ann asks?")
-    engine.captures.wait_for(list(first.sources[0].raw_output.metadata["cachecraft"]["chunk_ids"].values()))
+    engine.write_back.wait_for(list(first.sources[0].raw_output.metadata["cachecraft"]["chunk_ids"].values()))
     engine.store.flush()
     before = engine.store.stats().chunks
     second = chat.chat("And how often?")

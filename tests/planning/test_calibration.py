@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import StoreError
 from cachecraft_rag.planning.calibration import (
     CALIBRATION_FILE,
     Calibration,
@@ -18,9 +21,6 @@ from cachecraft_rag.planning.calibration import (
     save_calibration,
 )
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import StoreError
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.types import Chunk
 
 MakeDecoder = Callable[..., Decoder]
@@ -97,7 +97,7 @@ def test_an_engine_takes_it_up_and_says_so(
     with Engine.from_pretrained(model, store=store) as engine:
         fingerprint = engine.decoder.fingerprint
         engine.score_answer("What?", chunks, max_new_tokens=2)
-    as_always = ReuseConfig(captures=False)
+    as_always = ReuseConfig(capture=False)
     plain = recomputed(as_always)
     assert plain > 0
     save_calibration(store, fingerprint, FOUND)
@@ -109,4 +109,4 @@ def test_an_engine_takes_it_up_and_says_so(
     assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
         replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
     )
-    assert not FOUND.fits(replace(as_always, focus="gap"))  # which would recompute less than was promised
+    assert not FOUND.fits(replace(as_always, early_termination="gap"))  # which would recompute less than was promised

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_a_config_error_is_also_a_value_error() -> None:
 def test_settings_keep_what_a_generator_gives() -> None:
     sampling = SamplingParams(stop=(text for text in ("\n", "END")))  # type: ignore[arg-type]
     assert (sampling.stop, SamplingParams(stop=["a"]).stop) == (("\n", "END"), ("a",))  # type: ignore[arg-type]
-    config = ReuseConfig(without=(part for part in ("overlap",)))  # type: ignore[arg-type]
-    assert config.without == frozenset({"overlap"})
+    config = ReuseConfig(ablate=(part for part in ("overlap",)))  # type: ignore[arg-type]
+    assert config.ablate == frozenset({"overlap"})

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.store.catalog import _insert
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
-from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.store.catalog import _insert
+from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)
 SYSTEM, OTHER_SYSTEM = "system", "another system"

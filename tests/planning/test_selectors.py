@@ -55,7 +55,7 @@ def test_no_token_is_taken_before_one_with_a_higher_score(
 def test_sharing_spends_the_same_budget(chunks: list[list[float]], ratio: float, name: str) -> None:
     facts = [facts_of(scores, seed=place) for place, scores in enumerate(chunks)]
     budgets = [int(ratio * len(scores)) for scores in chunks]
-    shared = select(facts, budgets, selector_named(name), budget_scope="shared")
+    shared = select(facts, budgets, selector_named(name), budget_scope="prompt")
     assert sum(map(len, shared)) == sum(budgets)
     for chosen, budget in zip(shared, budgets, strict=True):
         assert len(chosen) == 0 or budget > 0  # a chunk that needs no fixing gets none
@@ -64,18 +64,20 @@ def test_sharing_spends_the_same_budget(chunks: list[list[float]], ratio: float,
 def test_what_is_done_is_not_chosen_again() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4])]
     done = [frozenset({0, 1}), frozenset({0})]
-    own = select(facts, [1, 1], SELECTORS["craft"], done=done)
+    own = select(facts, [1, 1], SELECTORS["cache_craft"], done=done)
     assert [chosen.tolist() for chosen in own] == [[2], [1]]
-    shared = select(facts, [2, 1], SELECTORS["craft"], budget_scope="shared", done=done)  # both budgets are half a chunk
+    shared = select(
+        facts, [2, 1], SELECTORS["cache_craft"], budget_scope="prompt", done=done
+    )  # both budgets are half a chunk
     assert [chosen.tolist() for chosen in shared] == [[2, 3], [1]]
 
 
 def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4, 0.3, 0.2])]
     done = [frozenset({0, 1, 2}), frozenset()]
-    shared = select(facts, [2, 2], SELECTORS["craft"], budget_scope="shared", done=done, spent=[3, 0])
+    shared = select(facts, [2, 2], SELECTORS["cache_craft"], budget_scope="prompt", done=done, spent=[3, 0])
     assert [chosen.tolist() for chosen in shared] == [[3], []]  # four in all, three are gone
-    own = select(facts, [2, 2], SELECTORS["craft"], done=done, spent=[3, 0])
+    own = select(facts, [2, 2], SELECTORS["cache_craft"], done=done, spent=[3, 0])
     assert [chosen.tolist() for chosen in own] == [[], [0, 1]]
 
 

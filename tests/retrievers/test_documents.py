@@ -7,8 +7,8 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from cachecraft_rag.retrievers.documents import SUFFIXES, SourceFile, list_files, parse_document, parsing
 from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.retrievers.documents import SUFFIXES, SourceFile, list_files, parse_document, parsing
 from cachecraft_rag.types import Document
 
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import _MIGRATIONS, Catalog, FileRef, Limits, RowFilter, pack_ids, unpack_ids
 from cachecraft_rag.store.database import Database
-from cachecraft_rag.errors import StoreError
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 
 ROOMY = Limits(disk_bytes=10**12, max_variants=10**6, variants_per_chunk=10**6)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.store.database import Database
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.database import Database
 
 FIRST = ("CREATE TABLE words (word TEXT NOT NULL UNIQUE)",)
 SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)

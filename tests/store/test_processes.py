@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ForkError
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ForkError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types import Chunk
@@ -116,7 +116,7 @@ def test_a_fork_may_not_use_an_open_store(engine: Engine) -> None:
 def test_closing_in_a_fork_waits_for_nothing_and_takes_nothing_from_the_parent(engine: Engine, tmp_path: Path) -> None:
     index = FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="x@1")
     index.upsert("one", [CHUNKS[0]], np.array([[1.0, 0.0]]))
-    with engine.store._lock, engine.captures._guard, index._lock:  # as another thread may have them at that moment
+    with engine.store._lock, engine.write_back._guard, index._lock:  # as another thread may have them at that moment
 
         def close() -> None:
             engine.close()

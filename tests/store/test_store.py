@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
-from cachecraft_rag.store.writer import variant_of
-from cachecraft_rag.tiers import Tier
+from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
+from cachecraft_rag.store.writer import variant_of
+from cachecraft_rag.tiers import Tier
 from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -348,7 +348,9 @@ def test_a_store_holds_several_codecs_and_serves_them_all_to_any_opening(tmp_pat
             assert stored(store, capture).codec == codec
             assert torch.equal(load(store, codec), capture.kv)  # memory keeps what was computed
     with ChunkCacheStore.open(tmp_path) as store:
-        errors = {codec: (load(store, codec).float() - capture.kv.float()).abs().max() for codec, capture in captures.items()}
+        errors = {
+            codec: (load(store, codec).float() - capture.kv.float()).abs().max() for codec, capture in captures.items()
+        }
         sizes = {row.variant.codec: row.file_bytes for row in store.rows()}
         assert store.stats().disk_bytes == sum(sizes.values()) == sum(path.stat().st_size for path in files(tmp_path))
         assert store.check().findings == ()

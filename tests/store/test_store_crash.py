@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -110,7 +110,7 @@ def test_an_engine_goes_on_answering_without_its_folder(tiny_decoder: Any, tmp_p
     how = {"sampling": SamplingParams(max_new_tokens=6)}
     with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as engine:
         first = "".join(engine.stream("Which tray?", CHUNKS, **how))  # type: ignore[arg-type]
-        engine.captures.wait_for([chunk.chunk_id for chunk in CHUNKS])
+        engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
         shutil.rmtree(tmp_path / "caches")
         again = engine.stream("Which tray?", CHUNKS, **how)  # type: ignore[arg-type]
         assert "".join(again) == first

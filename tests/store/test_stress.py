@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, VariantKey
 
 SECONDS = float(os.environ.get("CACHECRAFT_STRESS_S", "20"))

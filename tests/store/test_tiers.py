@@ -18,16 +18,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
-from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged
+from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
+from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.store.writers import Presence
-from cachecraft_rag.types import KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
+from cachecraft_rag.types import Damaged, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
 
 LOSSY = [name for name in CODECS if name != "raw"]
 LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")

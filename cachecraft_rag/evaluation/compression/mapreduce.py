@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ContextLengthError
 from cachecraft_rag.evaluation.compression.base import check_ratio, token_budget
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
 INSTRUCTION = "Summarize the context in at most {words} words. Keep names, numbers and other facts."
@@ -47,7 +47,7 @@ class MapReduce:
             INSTRUCTION.format(words=max(1, int(budget * WORDS_PER_TOKEN))),
             [chunk],
             sampling=SamplingParams(max_new_tokens=budget),
-            config=ReuseConfig(reuse=False, captures=False),
+            config=ReuseConfig(reuse=False, capture=False),
         )
         for _ in generation:
             pass

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from cachecraft_rag.retrievers.chunking import split
 from cachecraft_rag.engine.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats.registry import read_source
 from cachecraft_rag.evaluation.formats.source import Place, Source, SourceBuilder, SourceQuestion
+from cachecraft_rag.retrievers.chunking import split
 from cachecraft_rag.types import Chunk, Document
 
 # Beside those of the questions drawn: enough for unrelated passages, without splitting a set's 300,000 articles.

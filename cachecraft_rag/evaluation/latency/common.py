@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.demo_model import handbook_folder
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.types import Chunk
 
 QUESTION = "Which of these parts wear out, and how often should each be replaced?"

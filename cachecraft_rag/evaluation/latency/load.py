@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import Loading, ReuseConfig
-from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.types import LoadedVariant, Variant
@@ -161,7 +161,7 @@ class _Bench:
     def ask(self, loading: Loading, bytes_per_s: float = math.inf) -> RequestStats:
         """One question, its chunk-caches cold."""
         drop_page_cache(self._folder)
-        config = ReuseConfig(recompute_ratio=_RATIO, captures=False, loading=loading)
+        config = ReuseConfig(recompute_ratio=_RATIO, capture=False, loading=loading)
         with self._open() as store, self._engine(store) as engine:
             engine.speed = self._speed
             store.throttle.bytes_per_s = bytes_per_s

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
-from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import Loading, ReuseConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 
 CHUNK_TOKENS = 256
-_COMPUTE = ReuseConfig(reuse=False, captures=False)
+_COMPUTE = ReuseConfig(reuse=False, capture=False)
 _SAMPLING = SamplingParams(max_new_tokens=8)  # more than the first token: the next ones show what the cache is worth
 _SPLITS = 200
 
@@ -149,7 +149,7 @@ class _Context:
     def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
         """An answer from files that are not in memory. The engine has answered before, but never from this disk."""
         drop_page_cache(self._folder)
-        return self._ask(ReuseConfig(captures=False, loading=loading), codec, bytes_per_s=bytes_per_s)
+        return self._ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
 
     def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
         with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import PromptBuilder
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 
 
@@ -90,7 +90,7 @@ class _Bench:
 
     def __init__(self, decoder: Decoder, folder: Path, *, chunks: int, chunk_tokens: int, ratio: float) -> None:
         self.decoder, self.folder = decoder, folder
-        self.config = ReuseConfig(recompute_ratio=ratio, captures=False)
+        self.config = ReuseConfig(recompute_ratio=ratio, capture=False)
         self.chunks = chunks_of(decoder, count=chunks, tokens=chunk_tokens)
         prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
         prompt = prompts.build(QUESTION, self.chunks, reserve=1)
@@ -108,8 +108,8 @@ class _Bench:
 
     def report(self, pairs: int, progress: Callable[[str], None]) -> TtftReport:
         """Run all sides in turn and compare their medians."""
-        full = ReuseConfig(reuse=False, captures=False)
-        focus = ReuseConfig(recompute_ratio=self.config.recompute_ratio, captures=False, focus="gap")
+        full = ReuseConfig(reuse=False, capture=False)
+        focus = ReuseConfig(recompute_ratio=self.config.recompute_ratio, capture=False, early_termination="gap")
         times: dict[str, list[float]] = {name: [] for name in ("own", "host", "disk", "focus", "all")}
         stats = self._ask(self.engine, self.config)  # warm-up, and the memory tier is filled
         assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, origins_of, condition_named
+from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, condition_named, origins_of
 from cachecraft_rag.evaluation.quality.intervals import Interval, mean_interval, ratio_interval
 from cachecraft_rag.evaluation.quality.measuring import Record, Trial, measure, reference_of
 from cachecraft_rag.evaluation.quality.methods import Method
+from cachecraft_rag.planning.calibration import Calibration
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
@@ -263,7 +263,7 @@ class Validation:
     def _measured(self, alpha: float) -> Point:
         # Not "cake": what is computed because a disk is slow would count as quality that only this disk has.
         config = replace(
-            self._engine.config, reuse=True, captures=False, alpha=alpha, recompute_ratio=None, loading="layerwise"
+            self._engine.config, reuse=True, capture=False, alpha=alpha, recompute_ratio=None, loading="layerwise"
         )
         trial = Trial(Method(f"alpha_{alpha:g}", "Cache-Craft eq. 13", lambda _: config))
         records = []

@@ -13,10 +13,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,7 +156,7 @@ class StreamedCaptures:
         asked = engine.stream(question.text, question.passages, sampling=sampling, config=ReuseConfig())
         next(asked, None)
         asked.close()  # what is captured is known with the first token
-        engine.captures.wait_for([engine.prompts.system.segment_id, *_ids(question.passages)])
+        engine.write_back.wait_for([engine.prompts.system.segment_id, *_ids(question.passages)])
 
 
 def origins_of(

@@ -18,11 +18,11 @@ from cachecraft_rag.evaluation.quality.metrics import divergence
 from cachecraft_rag.planning.early_termination import FocusRule
 
 if TYPE_CHECKING:
-    from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.quality.conditions import Captures
     from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.evaluation.quality.conditions import Captures
     from cachecraft_rag.evaluation.quality.measuring import Reference
+    from cachecraft_rag.planning.config import ReuseConfig
 
 RULES: tuple[FocusRule, ...] = get_args(FocusRule)
 
@@ -86,7 +86,9 @@ def judge_focus(
         captures.before(question)
         reference = reference_of(engine, question, answer_tokens=answer_tokens)
         for method in methods:
-            config = replace(METHODS[method].config(ratio), probe_min_rows=0)  # all three with a probe, whatever is left
+            config = replace(
+                METHODS[method].config(ratio), probe_min_rows=0
+            )  # all three with a probe, whatever is left
             for rule, trial in _trials(engine, reference, config, ratio):
                 found.setdefault((method, rule), []).append(trial)
     return [_judgement(method, rule, trials) for (method, rule), trials in found.items()]
@@ -99,7 +101,7 @@ def _trials(
     _, rows, recomputed = _answer(engine, reference, config)
     trials = []
     for rule in RULES:
-        kl, rows_left, _ = _answer(engine, reference, replace(config, focus=rule))
+        kl, rows_left, _ = _answer(engine, reference, replace(config, early_termination=rule))
         saved = (rows - rows_left) / recomputed if recomputed else 0.0
         flat_kl, _, _ = _answer(engine, reference, replace(config, recompute_ratio=ratio * max(0.0, 1.0 - saved)))
         trials.append((str(rule), (kl, flat_kl, saved)))

@@ -6,9 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cachecraft_rag.evaluation.plotting import (
+    BLACK,
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    PINK,
+    RED,
+    TEAL,
+    VIOLET,
+    YELLOW,
+    pyplot,
+    save,
+)
 from cachecraft_rag.evaluation.quality.intervals import Interval
 from cachecraft_rag.evaluation.quality.report import Report, Summary
-from cachecraft_rag.evaluation.plotting import BLACK, BLUE, BROWN, GREEN, GREY, PINK, RED, TEAL, VIOLET, YELLOW, pyplot, save
 
 EXTRA = "eval"  # brings matplotlib
 _OURS = {"default": RED, "craft": BLUE, "random": GREY, "full_cache": BLACK}

@@ -12,10 +12,10 @@ from cachecraft_rag.evaluation.quality.methods import METHODS, Method
 from cachecraft_rag.evaluation.quality.metrics import divergence, jaccard, rouge_l, squad_f1
 
 if TYPE_CHECKING:
-    from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.engine.engine import Engine, ScoredAnswer
     from cachecraft_rag.evaluation.compression.base import Compressor
     from cachecraft_rag.evaluation.formats.dataset import Question
+    from cachecraft_rag.planning.config import ReuseConfig
 
 
 def label(method: str, ratio: float | None) -> str:

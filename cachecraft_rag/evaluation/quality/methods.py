@@ -11,8 +11,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Method:
 
 
 # Nothing is stored meanwhile, and nothing is computed because that was sooner than loading it.
-_BASE = ReuseConfig(captures=False, loading="layerwise")
+_BASE = ReuseConfig(capture=False, loading="layerwise")
 # As the papers have it: each chunk keeps to its own budget, and what is not recomputed stays as it was stored.
-_PAPER = replace(_BASE, budget_scope="chunk", drift=0.0, selector="craft")
+_PAPER = replace(_BASE, budget_scope="chunk", drift=0.0, selector="cache_craft")
 _FULL = replace(_BASE, reuse=False)
 
 
@@ -59,9 +59,9 @@ _ALL = (
     Method("full_recompute", _CRAFT, _fixed(_FULL)),
     Method("prefix_cache", _CRAFT, _fixed(replace(_BASE, scope="prefix"))),
     Method("set_cache", _CRAFT, _fixed(replace(_BASE, scope="set", drift=0.0))),
-    Method("full_cache", _CRAFT, partial(_selected, "craft")),
+    Method("full_cache", _CRAFT, partial(_selected, "cache_craft")),
     Method("random", _CRAFT, partial(_selected, "random"), takes_ratio=True),
-    Method("craft", "Cache-Craft eq. 14", partial(_selected, "craft"), takes_ratio=True),
+    Method("craft", "Cache-Craft eq. 14", partial(_selected, "cache_craft"), takes_ratio=True),
     Method("h2o", _CRAFT, partial(_selected, "h2o"), takes_ratio=True),
     Method("leading", "EPIC", partial(_selected, "leading"), takes_ratio=True),
     Method("value_deviation", "CacheBlend §4.3", partial(_selected, "value_deviation"), takes_ratio=True),
@@ -83,19 +83,21 @@ def _paper(alpha: float, **changes: Any) -> Callable[[float], ReuseConfig]:
 # second its Table 3, at r = 0.30; the last takes our default apart.
 _ABLATIONS = (
     *(Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _paper(alpha)) for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)),
-    Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _paper(0.5, without=frozenset({"overlap"}))),
+    Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _paper(0.5, ablate=frozenset({"overlap"}))),
     Method("alpha_0.5_no_cci", "Cache-Craft Fig. 26", _paper(0.5, selector="random")),
-    Method("alpha_0.5_focus", "Cache-Craft Fig. 26", _paper(0.5, focus="printed")),
-    Method("no_position", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.3, without=frozenset({"positions"}))),
+    Method("alpha_0.5_focus", "Cache-Craft Fig. 26", _paper(0.5, early_termination="printed")),
+    Method("no_position", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.3, ablate=frozenset({"positions"}))),
     Method(
         "no_position_no_causality",
         "Cache-Craft Table 3",
-        _paper(1.0, recompute_ratio=0.0, without=frozenset({"positions"})),
+        _paper(1.0, recompute_ratio=0.0, ablate=frozenset({"positions"})),
     ),
     Method("no_causality", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.0)),
     Method("no_drift", "this package", partial(_ours, drift=0.0), takes_ratio=True),
     Method("no_sharing", "this package", partial(_ours, budget_scope="chunk"), takes_ratio=True),
-    Method("craft_drift", "this package", partial(_ours, selector="craft", budget_scope="chunk"), takes_ratio=True),
+    Method(
+        "craft_drift", "this package", partial(_ours, selector="cache_craft", budget_scope="chunk"), takes_ratio=True
+    ),
 )
 
 ABLATIONS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ABLATIONS})

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.quality.measuring import Record
+from cachecraft_rag.store.closeable import Closing
 
 FILE = "records.jsonl"
 _SHOWN = 3  # differences in one message

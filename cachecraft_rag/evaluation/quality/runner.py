@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.quality.conditions import Captures, Embed, origins_of, condition_named
+from cachecraft_rag.evaluation.quality.conditions import Captures, Embed, condition_named, origins_of
 from cachecraft_rag.evaluation.quality.measuring import Record, Trial, measure, reference_of
 from cachecraft_rag.evaluation.quality.records import RecordLog
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import digest
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def open_engine(model: str, folder: Path, *, dtype: str = "float32", device: str
     Raises:
         ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
     """
-    from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.self_check import self_check
     from cachecraft_rag.store import ChunkCacheStore, StoreSettings
 
@@ -255,7 +255,9 @@ class _Run:
         engine, tokens = self._engine, self._settings.answer_tokens
         if not self._warm:  # the first requests of a process take longer
             reference_of(engine, question, answer_tokens=tokens)
-            engine.score_answer(question.text, question.passages, max_new_tokens=tokens, config=ReuseConfig(captures=False))
+            engine.score_answer(
+                question.text, question.passages, max_new_tokens=tokens, config=ReuseConfig(capture=False)
+            )
             self._warm = True
         reference = reference_of(engine, question, answer_tokens=tokens)
         for trial in trials:

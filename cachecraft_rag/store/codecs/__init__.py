@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs.base import Codec
 from cachecraft_rag.store.codecs.entropy import Entropy
 from cachecraft_rag.store.codecs.int8 import Int8
 from cachecraft_rag.store.codecs.raw import Raw
-from cachecraft_rag.errors import ConfigError
 
 CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType({"raw": Raw, "int8": Int8, "entropy": Entropy})
 
@@ -38,14 +38,4 @@ def codec_named(name: str) -> Codec:
     return make()
 
 
-def is_lossless(name: str) -> bool:
-    """Whether the codec of that name gives back every bit; of one that is not known here, nobody can say so.
-
-    >>> is_lossless("raw"), is_lossless("int8"), is_lossless("of a later version")
-    (True, False, False)
-    """
-    codec = CODECS.get(name)
-    return codec is not None and codec.lossless
-
-
-__all__ = ["CODECS", "Codec", "codec_named", "is_lossless"]
+__all__ = ["CODECS", "Codec", "codec_named"]

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cachecraft_rag.store.codecs.base import BlockPart, finish
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.codecs.base import BlockPart, finish
 from cachecraft_rag.types import KVLayout
 
 _KEY_STEP = 0.25  # of the head's spread

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.store.loading.pending import Run, Tail
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.loading.pending import Extent, PendingLoads
+from cachecraft_rag.store.loading.rate import Meter
 
 _READERS = 2  # of one request: one waits for the disk while the other verifies
 
@@ -24,25 +25,40 @@ class Loader:
         self._store, self._layers = store, layers
         self._bytes_per_s: dict[str, float] = {}
 
-    def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> Tail:
-        """Begin to read; `stored` are opened variants and the positions they take in the prompt, in prompt order."""
-        runs = [Run(one, start, first, last) for one, start in stored for first, last in one.runs]
-        known = [self._bytes_per_s[one.tier] for one, _ in stored if one.tier in self._bytes_per_s]
-        tail = Tail(self._layers, runs, Meter(min(known, default=None)))
-        started = [self._store.read_in_background(tail.read) for _ in range(min(_READERS, len(runs)))]
-        if runs and not any(started):
-            tail.give_up("the store was closed meanwhile")
-        return tail
+    @contextmanager
+    def loading(self, stored: Sequence[tuple[StoredVariant, int]]) -> Iterator[PendingLoads]:
+        """Read while the block runs.
 
-    def end(self, tail: Tail) -> None:
-        """Stop reading. What came whole stays in memory; what proved missing or damaged leaves the store."""
-        tail.close()
-        tiers = {run.stored.tier for run in tail.runs}
-        if len(tiers) == 1 and tail.meter.bytes_per_s:  # of a mixture, nobody knows whose the rate is
-            self._bytes_per_s[tiers.pop()] = tail.meter.bytes_per_s
-        for stored in {id(run.stored): run.stored for run in tail.runs}.values():
-            runs = [run for run in tail.runs if run.stored is stored]
-            if (lost := tail.lost(stored)) is not None:
+        Afterwards what came whole stays in memory, and what proved missing or damaged leaves the store.
+
+        Args:
+            stored: opened variants and the positions they take in the prompt, in prompt order.
+        """
+        loads = self.begin(stored)
+        try:
+            yield loads
+        finally:
+            self.end(loads)
+
+    def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
+        """Begin to read; hand what this returns to `end`."""
+        extents = [Extent(one, start, first, last) for one, start in stored for first, last in one.extents]
+        known = [self._bytes_per_s[one.tier] for one, _ in stored if one.tier in self._bytes_per_s]
+        loads = PendingLoads(self._layers, extents, Meter(min(known, default=None)))
+        started = [self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))]
+        if extents and not any(started):
+            loads.fail("the store was closed meanwhile")
+        return loads
+
+    def end(self, loads: PendingLoads) -> None:
+        """Stop reading; see `loading`."""
+        loads.close()
+        tiers = {extent.stored.tier for extent in loads.extents}
+        if len(tiers) == 1 and loads.meter.bytes_per_s:  # of a mixture, it is not known whose the rate is
+            self._bytes_per_s[tiers.pop()] = loads.meter.bytes_per_s
+        for stored in {id(extent.stored): extent.stored for extent in loads.extents}.values():
+            extents = [extent for extent in loads.extents if extent.stored is stored]
+            if (lost := loads.lost(stored)) is not None:
                 self._store.lost(stored.variant, lost)
-            elif any(run.layers for run in runs):
-                self._store.keep(stored, whole=all(run.layers == self._layers for run in runs))
+            elif any(extent.layers for extent in extents):
+                self._store.keep(stored, whole=all(extent.layers == self._layers for extent in extents))

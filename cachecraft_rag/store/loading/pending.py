@@ -1,30 +1,41 @@
 """What of a prompt is still to be loaded: shared by the threads that read it and the pass that may compute it instead.
 
-Both ends work on one list of runs under one lock. Readers take runs from the back, the front takes tokens from the
-first run that is not complete; what either has taken the other leaves alone. A run that the front takes whole while
-it is being read is dropped when its layer is through.
+Both work on one list of extents under one lock. Readers take extents from the back, the front takes tokens from the
+first extent that is not complete; what either has taken the other leaves alone. An extent that the front takes whole
+while it is being read is dropped when its layer is through.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
-from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.compute.prefill import MergedKV
+from torch import Tensor
+
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, unreadable
+from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.types import Unavailable
 
 
+class KVSink(Protocol):
+    """What loaded chunk-caches are placed in."""
+
+    def place(self, layer: int, chunk: Tensor, start: int) -> None:
+        """Take over one layer `[2, tokens, kv_heads, head_dim]`, raw keys and values, at position `start`."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
-class Run:
+class Extent:
     """A stretch of one stored chunk-cache.
 
     start        position in the prompt of the chunk's first token
-    first, last  the run's tokens, counted in the chunk; `last` is behind them
-    taken        so many of them, from the first on, are computed instead
-    layers       so many layers are there, from the first on
+    first, last  the extent's tokens, counted in the chunk; `last` is behind them
+    taken        how many of them, from the first on, are computed instead
+    layers       how many layers are there, from the first on
     lost         why the rest will not come, where that is so
     """
 
@@ -40,179 +51,185 @@ class Run:
 
     @property
     def positions(self) -> range:
-        """Where in the prompt the tokens lie that nobody computes."""
+        """Where in the prompt the tokens lie that are not computed."""
         return range(self.start + self.first + self.taken, self.start + self.last)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Adjoining runs of one chunk, and the layer of them to be read."""
+class _Read:
+    """Adjoining extents of one chunk, and the layer of them to be read."""
 
-    runs: Sequence[Run]
+    extents: Sequence[Extent]
     layer: int
 
 
 @dataclass
-class Tail:
-    """The runs of one request, in prompt order. Every method may be called from any thread.
+class PendingLoads:
+    """The extents of one request, in prompt order. Every method may be called from any thread.
 
     meter        of what comes
-    layer_first  False: whole runs from the back (Cake); True: layer by layer, for the last pass
-    reads        so many have ended: while this stands still, nothing comes
+    layer_first  False: whole extents from the back (Cake); True: layer by layer, for the last pass
+    reads        how many have ended: while this stands still, nothing comes
+    waited_s     seconds spent in `wait`
     """
 
     layers: int
-    runs: Sequence[Run]
+    extents: Sequence[Extent]
     meter: Meter
     layer_first: bool = False
     reads: int = 0
+    waited_s: float = 0.0
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    # -- the readers' end ---------------------------------------------------------------------------------------------
+    @classmethod
+    def of_nothing(cls, layers: int) -> Self:
+        """For a request that has everything at hand."""
+        return cls(layers, (), Meter(None))
+
+    # -- for the threads that read ------------------------------------------------------------------------------------
 
     def read(self) -> None:
         """Read until nothing is left to be read; several threads may run this at once."""
         while (job := self._next()) is not None:
-            runs, layer = job.runs, job.layer
-            stored = runs[0].stored
+            extents, layer = job.extents, job.layer
+            stored = extents[0].stored
             lost: Unavailable | None = Unavailable(stored.variant.variant_id, "reading it failed")
-            nbytes = stored.token_bytes * (runs[-1].last - runs[0].first) / self.layers
+            nbytes = stored.token_bytes * (extents[-1].last - extents[0].first) / self.layers
             self.meter.begin(nbytes)
             try:
-                stored.read(layer, runs[0].first, runs[-1].last)
+                stored.read(layer, extents[0].first, extents[-1].last)
                 lost = None
             except READ_ERRORS as error:
                 lost = unreadable(stored.variant.variant_id, error)
-            finally:  # whatever happens, nobody may wait for this run any longer
+            finally:  # whatever happens, no pass may wait for this extent any longer
                 self.meter.end(nbytes, came=lost is None)
-                self._note(runs, lost)
+                self._note(extents, lost)
 
-    def _note(self, runs: Sequence[Run], lost: Unavailable | None) -> None:
+    def _note(self, extents: Sequence[Extent], lost: Unavailable | None) -> None:
         with self._changed:
             self.reads += 1
-            for run in runs:
-                run.busy = False
-                run.layers += lost is None
-            if lost is not None and not self._closed and any(run.positions for run in runs):
-                self._lose(runs[0].stored, lost)
+            for extent in extents:
+                extent.busy = False
+                extent.layers += lost is None
+            if lost is not None and not self._closed and any(extent.positions for extent in extents):
+                self._lose(extents[0].stored, lost)
             self._changed.notify_all()
 
-    def give_up(self, reason: str) -> None:
-        """Nobody will read."""
+    def fail(self, reason: str) -> None:
+        """Nothing is being read: mark what has not come as failed."""
         with self._changed:
-            for run in self.runs:
-                self._lose(run.stored, Unavailable(run.stored.variant.variant_id, reason))
+            for extent in self.extents:
+                self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, reason))
             self._changed.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> _Read | None:
         with self._changed:
             left = list(self._incomplete())
-            free = [run for run in left if not run.busy]
+            free = [extent for extent in left if not extent.busy]
             if not left:
                 self.meter.stop()
             if self._closed or not free:
                 return None
             chosen = [free[-1]]
             if self.layer_first:
-                chosen = [min(free, key=lambda run: run.layers)]
-                for run in free[free.index(chosen[0]) + 1 :]:  # what adjoins is read at once
+                chosen = [min(free, key=lambda extent: extent.layers)]
+                for extent in free[free.index(chosen[0]) + 1 :]:  # what adjoins is read at once
                     last = chosen[-1]
-                    if run.stored is not last.stored or run.layers != last.layers or run.first != last.last:
+                    if extent.stored is not last.stored or extent.layers != last.layers or extent.first != last.last:
                         break
-                    chosen.append(run)
-            for run in chosen:
-                run.busy = True
-            return Job(chosen, chosen[0].layers)
+                    chosen.append(extent)
+            for extent in chosen:
+                extent.busy = True
+            return _Read(chosen, chosen[0].layers)
 
     def _lose(self, stored: StoredVariant, lost: Unavailable) -> None:
         """What is complete and verified of this chunk stays good; the rest will not come."""
-        for run in self.runs:
-            if run.stored is stored and run.layers < self.layers:
-                run.lost = lost
+        for extent in self.extents:
+            if extent.stored is stored and extent.layers < self.layers:
+                extent.lost = lost
 
-    # -- the front's end ----------------------------------------------------------------------------------------------
+    # -- for the pass that computes -----------------------------------------------------------------------------------
 
     def take(self, tokens: float) -> list[int]:
-        """Take up to so many tokens from the front of what is incomplete, to be computed; returns their positions."""
+        """Take up to this many tokens from the front of what is incomplete, to be computed; returns their positions."""
         positions: list[int] = []
         with self._changed:
-            room = round(min(tokens, sum(len(run.positions) for run in self._incomplete())))
-            for run in self._incomplete():
+            room = round(min(tokens, sum(len(extent.positions) for extent in self._incomplete())))
+            for extent in self._incomplete():
                 left = room - len(positions)
                 if left <= 0:
                     break
-                positions += run.positions[:left]
-                run.taken += min(left, len(run.positions))
-                if not run.positions and run.stored.sequential:  # what is in flight would hold a connection
-                    run.stored.close()
+                positions += extent.positions[:left]
+                extent.taken += min(left, len(extent.positions))
+                if not extent.positions and extent.stored.sequential:  # what is in flight would hold a connection
+                    extent.stored.close()
         return positions
 
-    def holes(self) -> list[int]:
-        """Positions that turned out not to come; each is told once, and is the front's from then on."""
+    def failed(self) -> list[int]:
+        """Positions that turned out not to come; each is told once, and must be computed from then on."""
         positions: list[int] = []
         with self._changed:
-            for run in self.runs:
-                if run.lost is not None:
-                    positions += run.positions
-                    run.taken = run.last - run.first
+            for extent in self.extents:
+                if extent.lost is not None:
+                    positions += extent.positions
+                    extent.taken = extent.last - extent.first
         return positions
 
     def incomplete(self) -> list[int]:
-        """Positions that are not complete and that nobody computes."""
+        """Positions that are not complete and are not computed."""
         with self._changed:
-            return [position for run in self._incomplete() for position in run.positions]
+            return [position for extent in self._incomplete() for position in extent.positions]
 
     def bytes_left(self) -> float:
         """What is still to be read."""
         with self._changed:
-            left = [(run, len(run.positions) * (self.layers - run.layers)) for run in self._incomplete()]
-        return sum(run.stored.token_bytes * token_layers for run, token_layers in left) / self.layers
+            left = [(extent, len(extent.positions) * (self.layers - extent.layers)) for extent in self._incomplete()]
+        return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
 
     def depth(self) -> int:
-        """So many layers are there of everything that will come."""
+        """How many layers are there of everything that will come."""
         with self._changed:
-            return min((run.layers for run in self._incomplete()), default=self.layers)
-
-    def taken(self, stored: StoredVariant) -> list[int]:
-        """Which tokens of this chunk are computed instead, ascending."""
-        with self._changed:
-            runs = [run for run in self.runs if run.stored is stored]
-            return [token for run in runs for token in range(run.first, run.first + run.taken)]
+            return min((extent.layers for extent in self._incomplete()), default=self.layers)
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
         """Why a part of this chunk did not come, where that is so."""
-        return next((run.lost for run in self.runs if run.stored is stored and run.lost is not None), None)
+        found = (extent.lost for extent in self.extents if extent.stored is stored and extent.lost is not None)
+        return next(found, None)
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `ready`, which is asked whenever something has come; False after `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(ready, timeout)
+        started = time.perf_counter()
+        try:
+            with self._changed:
+                return self._changed.wait_for(ready, timeout)
+        finally:
+            self.waited_s += time.perf_counter() - started
 
-    def place(self, layer: int, merged: MergedKV, *, below: int | None = None) -> None:
-        """Put one layer of what has come into `merged`; `below` a position, only what is complete."""
+    def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
+        """Put one layer of what has come into `sink`; of what stands before the position `below`, only if complete."""
         with self._changed:
             stretches = list(self._stretches(layer, below))
         for stored, start, first, last in stretches:
-            merged.place(layer, stored.kv[layer, :, first:last], start + first)
+            sink.place(layer, stored.kv[layer, :, first:last], start + first)
 
     def _stretches(self, layer: int, below: int | None) -> Iterator[tuple[StoredVariant, int, int, int]]:
         """(chunk, its place in the prompt, first token, token behind the last) of what adjoins and is to be placed."""
         stretch: tuple[StoredVariant, int, int, int] | None = None
-        for run in self.runs:
-            if run.placed or run.layers <= layer or not run.positions:
+        for extent in self.extents:
+            if extent.placed or extent.layers <= layer or not extent.positions:
                 continue
             if below is not None:
-                if run.layers < self.layers or run.positions.stop > below:
+                if extent.layers < self.layers or extent.positions.stop > below:
                     continue
-                run.placed = layer == self.layers - 1
-            first = run.first + run.taken
-            if stretch is not None and stretch[0] is run.stored and stretch[3] == first:
-                stretch = (*stretch[:3], run.last)
+                extent.placed = layer == self.layers - 1
+            first = extent.first + extent.taken
+            if stretch is not None and stretch[0] is extent.stored and stretch[3] == first:
+                stretch = (*stretch[:3], extent.last)
                 continue
             if stretch is not None:
                 yield stretch
-            stretch = (run.stored, run.start, first, run.last)
+            stretch = (extent.stored, extent.start, first, extent.last)
         if stretch is not None:
             yield stretch
 
@@ -221,8 +238,12 @@ class Tail:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for stored in {id(run.stored): run.stored for run in self.runs}.values():
+        for stored in {id(extent.stored): extent.stored for extent in self.extents}.values():
             stored.close()
 
-    def _incomplete(self) -> Iterator[Run]:
-        return (run for run in self.runs if run.layers < self.layers and run.lost is None and run.positions)
+    def _incomplete(self) -> Iterator[Extent]:
+        return (
+            extent
+            for extent in self.extents
+            if extent.layers < self.layers and extent.lost is None and extent.positions
+        )

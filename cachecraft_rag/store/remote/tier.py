@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.store.expected import Expected, Found
-from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.layout import Encoded, longest_payload
+from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote.base import Backend, Parcel, Usage
 from cachecraft_rag.store.remote.breaker import Breaker, State
 from cachecraft_rag.store.remote.config import REDIS_SCHEMES, RemoteConfig

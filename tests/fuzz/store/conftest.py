@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine, ScoredAnswer
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
 _WANTED = os.environ.get("CACHECRAFT_FUZZ", "")
@@ -63,7 +63,7 @@ class Judge:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.right = self._ask(ReuseConfig(reuse=False, captures=False))
+        self.right = self._ask(ReuseConfig(reuse=False, capture=False))
         self.outcomes: dict[str, int] = {}
 
     def _ask(self, config: ReuseConfig, *, turned: bool = False) -> ScoredAnswer:
@@ -72,7 +72,7 @@ class Judge:
 
     def ask(self, what: object, *, compare: bool) -> ScoredAnswer:
         """An answer behind the chunks as they were captured; `compare`: nothing in it may be a lie."""
-        answer = self._ask(ReuseConfig(captures=False, loading="layerwise"))
+        answer = self._ask(ReuseConfig(capture=False, loading="layerwise"))
         outcomes = [chunk.outcome for chunk in answer.stats.chunks]
         for outcome in outcomes:
             self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -83,7 +83,7 @@ class Judge:
 
     def turned(self) -> None:
         """The chunks the other way round: moved and partly recomputed, so token scores are used."""
-        self._ask(ReuseConfig(captures=False, loading="layerwise", alpha=0.5), turned=True)
+        self._ask(ReuseConfig(capture=False, loading="layerwise", alpha=0.5), turned=True)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import pytest
 import torch
 import xxhash
 
-from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote import RemoteConfig
@@ -324,7 +324,7 @@ def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
     with ChunkCacheStore.open(tmp_path / "honest", remote=config) as store, Engine(fuzz_decoder, store) as engine:
         for _ in engine.stream(fuzz.question, fuzz.chunks):
             pass
-        engine.captures.close()
+        engine.write_back.close()
         assert store.flush(60)
     remote, watch = Remote(tmp_path / "shared"), fuzz.watch()
     assert len(remote.honest) == 6

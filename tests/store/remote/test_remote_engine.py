@@ -15,11 +15,11 @@ import pytest
 import redis
 import torch
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import Loading, ReuseConfig
-from cachecraft_rag.engine.engine import Engine, Generation
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
@@ -68,7 +68,7 @@ def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, **how: Any) -> Generation:
     answer = engine.stream(QUESTION, chunks, **({"sampling": SHORT} | how))
     for _ in answer:
         pass
-    engine.captures.wait_for([chunk.chunk_id for chunk in chunks] + [engine.prompts.system.segment_id])
+    engine.write_back.wait_for([chunk.chunk_id for chunk in chunks] + [engine.prompts.system.segment_id])
     assert engine.store.flush(30)
     return answer
 

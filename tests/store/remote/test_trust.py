@@ -18,11 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.engine.engine import Engine, Generation
-from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.store.layout import Header, encode, longest_header, longest_payload
 from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
@@ -96,7 +96,7 @@ def ask(engine: Engine, **how: Any) -> Generation:
     answer = engine.stream("How?", CHUNKS, sampling=SamplingParams(max_new_tokens=6), **how)
     for _ in answer:
         pass
-    engine.captures.wait_for([chunk.chunk_id for chunk in CHUNKS] + [engine.prompts.system.segment_id])
+    engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS] + [engine.prompts.system.segment_id])
     assert engine.store.flush(60)
     return answer
 
@@ -152,7 +152,7 @@ def test_token_scores_of_the_wrong_kind_and_a_huge_share_are_no_rows(shared: Sha
                   {"session": None}, {"home": "disk"}, {"unheard of": 1}):  # fmt: skip
         kept = {path: path.read_bytes() for path in shared.paths(".row")}
         shared.change_rows(lambda fields, wrong=wrong: fields.update(wrong))
-        answer = ask(shared.engine(), config=ReuseConfig(captures=False, loading="layerwise"))
+        answer = ask(shared.engine(), config=ReuseConfig(capture=False, loading="layerwise"))
         assert (answer.text, outcomes(answer)) == (captured.text, ["computed"] * 2), wrong
         for path, data in kept.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -361,7 +361,7 @@ def test_nothing_that_was_changed_is_believed_with_a_key(change: Callable[[Share
     captured = ask(shared.engine(key=KEY))
     change(shared)
     victim = shared.engine(key=KEY)
-    answer = ask(victim, config=ReuseConfig(captures=False, loading="layerwise"))
+    answer = ask(victim, config=ReuseConfig(capture=False, loading="layerwise"))
     assert (answer.text, outcomes(answer)) == (captured.text, ["computed"] * 2)
     assert all("signed" in chunk.reason for chunk in answer.stats.chunks)
     assert victim.store.stats().variants == 0  # nothing of it is kept

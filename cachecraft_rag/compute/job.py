@@ -1,0 +1,94 @@
+"""A prefill as it is decided before any tensor moves, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.planning.config import Loading
+from cachecraft_rag.planning.early_termination import FocusRule
+from cachecraft_rag.planning.planner import Plan
+
+Reselect = Callable[[Mapping[int, NDArray[np.float32]], Rows], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """What is to be looked at before the last pass.
+
+    kind      a name of `probe.PROBES`
+    question  the positions of the question's own text
+    choose    makes a new plan from what was seen of each reused segment (float32 `[tokens]`, 1 on average over all of
+              them) and from what is computed by then
+    """
+
+    kind: Literal["question", "values"]
+    question: range
+    choose: Reselect
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyTermination:
+    """Algorithm 1's rule, and w: how many layers in a row must agree."""
+
+    rule: FocusRule
+    window: int
+
+
+@dataclass(frozen=True)
+class PrefillJob:
+    """What one prefill computes and what it takes over.
+
+    token_ids  of the whole prompt
+    rows       what is computed whatever comes, and why; the last segment is the question
+    resident   chunk-caches in memory; what else is stored is being loaded, see `OverlappedPrefill`
+    captures   segments to record where one pass computes them whole
+    capacity   positions to make room for: the prompt and the answer
+    shared_until  what stands before this position must not depend on the question: chunks before it will be captured
+               for everybody, and one user's question must not shape what others are served
+    reused     segments whose recomputed tokens stand for their others (see `drift_correction`), and its strength
+    """
+
+    token_ids: Sequence[int]
+    rows: Rows
+    resident: Sequence[ResidentKV] = ()
+    captures: Sequence[int] = ()
+    capacity: int = 0
+    shared_until: int = 0
+    reused: Sequence[int] = ()
+    drift: float = 0.0
+    loading: Loading = "cake"
+    early_termination: EarlyTermination | None = None
+    probe: ProbeRequest | None = None
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """What came of a job.
+
+    hidden       `[streams, rows, hidden]` of the last pass: its last row is the prompt's last token
+    buffer       keys and values, to decode in
+    recorder     captures, perhaps none
+    rows         what was computed in the end, and why
+    plan         as chosen anew after a probe; None without one
+    focus_layer  the layer that settled the focused chunks, where one did
+    row_layers   rows computed, summed over passes and layers: what early termination saves shows here
+    waited_s     seconds that computing stood still for what was being loaded
+    """
+
+    hidden: Tensor
+    buffer: KVBuffer
+    recorder: CaptureRecorder
+    rows: Rows
+    plan: Plan | None
+    focus_layer: int | None
+    row_layers: int
+    waited_s: float

@@ -1,0 +1,213 @@
+"""From what is stored to a job: plan, open what the plan reuses, plan again without what turned out to be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
+from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.probe import PROBES
+from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stack import Ranks
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import Plan, make_plan, with_not_loaded, with_selection
+from cachecraft_rag.planning.selectors import selector_named
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.expected import Found
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What one prompt takes from the store, and the job that follows.
+
+    stored  what is still to be loaded, by segment
+    tiers   where each chosen variant comes from, by its id
+    """
+
+    plan: Plan
+    job: PrefillJob
+    stored: Mapping[int, StoredVariant]
+    tiers: Mapping[str, TierName]
+
+    @property
+    def to_load(self) -> list[tuple[StoredVariant, int]]:
+        """What is still to be loaded, and the positions it takes, in prompt order."""
+        return [(one, self.job.rows.bounds[index]) for index, one in self.stored.items()]
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        for one in self.stored.values():
+            one.close()
+
+
+def resolve(
+    prompt: Prompt,
+    found: Found,
+    config: ReuseConfig,
+    *,
+    store: ChunkCacheStore,
+    ranks: Ranks,
+    answer_tokens: int,
+) -> Resolved:
+    """Decide what is reused, open it, and make the job.
+
+    Args:
+        found: what a look-up gave: the variants on offer, by segment id.
+        answer_tokens: positions to make room for behind the prompt.
+    """
+    opened: dict[str, LoadedVariant | StoredVariant] = {}
+    lost: dict[str, str] = {}
+    with ExitStack() as unused:
+        while True:
+            plan = make_plan(prompt, found.variants, config, lost=lost, refused=found.refused)
+            wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
+            missing = [variant for name, variant in wanted.items() if name not in opened]
+            if not missing:
+                break
+            for variant, one in zip(missing, store.open_variants(missing), strict=True):
+                if isinstance(one, Unavailable):
+                    lost[variant.variant_id] = one.reason
+                    continue
+                opened[variant.variant_id] = one
+                if isinstance(one, StoredVariant):
+                    unused.callback(one.close)
+            for name in ranks.agree(frozenset(lost)) - lost.keys():
+                lost[name] = "another rank could not open it"
+        reused = [s.variant.variant_id for s in plan.segments if s.to_fix and s.variant is not None]
+        scores = store.token_scores(reused)
+        plan = with_selection(plan, scores, config)
+        resolved = _resolved(prompt, plan, {name: opened[name] for name in wanted}, config, scores, answer_tokens)
+        unused.pop_all()
+    for name in opened.keys() - wanted.keys():  # chosen by a plan that was given up
+        if isinstance(one := opened[name], StoredVariant):
+            one.close()
+    return resolved
+
+
+def _resolved(
+    prompt: Prompt,
+    plan: Plan,
+    opened: Mapping[str, LoadedVariant | StoredVariant],
+    config: ReuseConfig,
+    scores: Mapping[str, TokenScores],
+    answer_tokens: int,
+) -> Resolved:
+    bounds = prompt.bounds
+    resident, captures = [], []
+    stored: dict[int, StoredVariant] = {}
+    for index, planned in enumerate(plan.segments):
+        held = None if planned.variant is None else opened[planned.variant.variant_id]
+        if isinstance(held, LoadedVariant):
+            unmoved = planned.to_fix and "positions" in config.ablate
+            resident.append(ResidentKV(bounds[index], held.kv, original_start=bounds[1] if unmoved else None))
+            continue
+        if held is not None:
+            stored[index] = held
+        if (
+            config.capture and prompt.segments[index].kind != "question"
+        ):  # a stored one may have to be computed after all
+            captures.append(index)
+    job = PrefillJob(
+        token_ids=prompt.token_ids,
+        rows=rows_of(plan, bounds),
+        resident=resident,
+        captures=captures,
+        capacity=bounds[-1] + answer_tokens,
+        shared_until=_shared_until(prompt, plan, config),
+        reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
+        drift=config.drift,
+        loading=config.loading,
+        early_termination=_early_termination(plan, config),
+        probe=_probe(prompt, plan, config, scores),
+    )
+    return Resolved(plan, job, stored, {name: held.tier for name, held in opened.items()})
+
+
+def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
+    """What a plan computes whatever comes: segments without a chunk-cache, and the chosen tokens of the others."""
+    new = [p for i, s in enumerate(plan.segments) if s.variant is None for p in range(bounds[i], bounds[i + 1])]
+    chosen = [bounds[i] + offset for i, s in enumerate(plan.segments) for offset in s.recompute]
+    exact = [i for i, s in enumerate(plan.segments) if s.outcome == "exact"]
+    return Rows.of(bounds, new=new, recomputed=chosen, exact=exact)
+
+
+def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
+    """The position behind the last chunk that will be computed and stored for everybody; 0 where there is none."""
+    edge = 0
+    if not config.capture:
+        return edge
+    for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
+        if segment.private:  # it, and whatever is computed behind it, stays with its session
+            break
+        if planned.variant is None:
+            edge = prompt.bounds[index + 1]
+    return edge
+
+
+def _early_termination(plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
+    """Early termination, where it is on and there is something to end."""
+    rule = config.early_termination
+    if rule == "off" or not any(planned.recompute for planned in plan.segments):
+        return None
+    return EarlyTermination(rule, config.early_termination_window)
+
+
+def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
+    """What is looked at before the last pass, where the selector wants that and the pass is large enough to bear it."""
+    kind = selector_named(config.selector).probe
+    fixed = sum(len(planned.recompute) for planned in plan.segments)
+    lengths = [len(segment.token_ids) for segment in prompt.segments]
+    new = sum(n for n, planned in zip(lengths, plan.segments, strict=True) if planned.variant is None)
+    if kind is None or not fixed or fixed + new < config.probe_min_rows:
+        return None
+    bounds = prompt.bounds
+    edge = _shared_until(prompt, plan, config) if PROBES[kind].private else 0
+    if all(bounds[index] < edge for index, planned in enumerate(plan.segments) if planned.to_fix):
+        return None
+    closing = prompt.segments[-1].closing  # says nothing of what is asked
+    own_text = range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1))
+    return ProbeRequest(kind, own_text, partial(_choose_anew, plan, config, scores))
+
+
+def _choose_anew(
+    plan: Plan,
+    config: ReuseConfig,
+    scores: Mapping[str, TokenScores],
+    probed: Mapping[int, NDArray[np.float32]],
+    rows: Rows,
+) -> Plan:
+    recomputed, excluded = {}, {}
+    for i, planned in enumerate(plan.segments):
+        if not planned.to_fix:
+            continue
+        chosen, whole = rows.offsets(i, RowReason.RECOMPUTED), rows.reason[rows.span(i)]
+        if i in probed:
+            recomputed[i] = frozenset(chosen[rows.done[rows.span(i)][chosen]].tolist())
+            excluded[i] = frozenset(rows.offsets(i, RowReason.NEW, RowReason.NOT_LOADED).tolist())
+        else:  # as if all of its choice had been computed already
+            recomputed[i] = frozenset(chosen.tolist())
+            excluded[i] = frozenset(range(len(whole))) - recomputed[i]
+    return with_selection(plan, scores, config, probed=probed, recomputed=recomputed, excluded=excluded)
+
+
+def as_it_went(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
+    """The plan with what was computed instead of loaded; captures of which the same is stored already are dropped."""
+    plan = result.plan or resolved.plan
+    segments = list(plan.segments)
+    for index, one in resolved.stored.items():
+        lost = loads.lost(one)
+        reason = lost.reason if lost is not None else "computing it was faster than loading it"
+        if lost is None and not segments[index].to_fix:
+            result.recorder.forget(index)
+        computed = result.rows.offsets(index, RowReason.NOT_LOADED).tolist()
+        segments[index] = with_not_loaded(segments[index], computed, reason)
+    return Plan(tuple(segments))

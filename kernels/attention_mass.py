@@ -1,0 +1,73 @@
+"""The attention mass that rows give to each segment, and what each key receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks
+from cachecraft_rag.kernels.visibility import Visibility
+
+
+def attention_mass(
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    bounds: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Where the rows' attention falls: on which segment, row by row, and on which key, from all rows together.
+
+    Averaged over heads; a row's own position is left out, which makes the sum of the first over a chunk's rows exactly
+    eq. 3 (other segments) and eq. 4 (its own) of Cache-Craft. The second is H2O's accumulated attention (its §4), from
+    these rows only; it costs 1 % of the whole.
+
+    Args:
+        q: `[rows, heads, head_dim]`, rotated.
+        k: `[keys, kv_heads, head_dim]`, rotated.
+        visible: which keys each row sees.
+        bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.
+        scale, softcap: as in `attention`.
+
+    Returns:
+        float32 `[rows, segments]` and float32 `[keys]`.
+
+    >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
+    >>> mass, received = attention_mass(q, k, Visibility(rows), torch.tensor([0, 3]), scale=1.0)
+    >>> [round(float(row), 3) for row in mass[:, 0]], [round(float(key), 3) for key in received]  # 1/2 + 1/3, 1/3, 0
+    ([0.0, 0.5, 0.667], [0.833, 0.333, 0.0])
+    """
+    mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
+    received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
+    for block, weights in _mean_weights(q, k, visible, scale=scale, softcap=softcap):
+        mass[block.start : block.stop] = _by_segment(weights, block, bounds)
+        received[block.first_key : block.last_key] += weights.sum(0)
+    return mass, received
+
+
+def _mean_weights(
+    q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+) -> Iterator[tuple[RowBlock, Tensor]]:
+    """Each block's weights, averaged over heads and 0 at a row's own position: float32 `[rows of the block, keys in
+    span]`.
+    """
+    queries, heads = grouped(q, k.shape[1]), q.shape[1]
+    for block in visible.prepared(row_blocks):
+        rows = slice(block.start, block.stop)
+        scores = masked_scores(
+            queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap
+        )
+        weights = scores.softmax(-1).view(heads, block.stop - block.start, -1).mean(0)
+        weights.scatter_(1, (visible.positions[rows] - block.first_key)[:, None], 0.0)
+        yield block, weights
+
+
+def _by_segment(weights: Tensor, block: RowBlock, bounds: Tensor) -> Tensor:
+    """A block's weights added up over the keys of each segment: `[rows of the block, segments]`."""
+    keys = torch.arange(block.first_key, block.last_key, device=weights.device)[:, None]
+    member = (keys >= bounds[None, :-1]) & (keys < bounds[None, 1:])  # [keys in span, segments]
+    return weights @ member.to(weights.dtype)

@@ -1,0 +1,81 @@
+"""The tiling of the torch kernels: blocks of rows, the keys within their reach, and masked scores of one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.kernels.visibility import Visibility
+
+BLOCK_ROWS = 96  # a block skips the keys behind its last row: smaller wastes less of them, larger costs fewer calls
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows `start:stop` and the keys `first_key:last_key` within their reach.
+
+    mask        bool `[rows of the block, last_key - first_key]`, True = visible; None where every row sees every key
+    hidden      the reverse, bool `[rows of the block, last_key - masked_from]`; all see the keys before `masked_from`
+    """
+
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+    mask: Tensor | None = None
+    masked_from: int = 0
+    hidden: Tensor | None = None
+
+
+def row_blocks(visible: Visibility) -> tuple[RowBlock, ...]:
+    """Cut sorted rows into blocks and prepare their masks, once per pass and shared by all its layers.
+
+    >>> [(b.start, b.stop, b.last_key, b.mask is None) for b in row_blocks(Visibility(torch.tensor([4])))]
+    [(0, 1, 5, True)]
+    >>> row_blocks(Visibility(torch.tensor([0, 2])))[0].mask.tolist()
+    [[True, False, False], [True, True, True]]
+    """
+    positions, window, absent = visible.positions, visible.window, visible.absent
+    blocks = []
+    edges = positions.cpu()
+    for start in range(0, len(positions), BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, len(positions))
+        lowest, highest = int(edges[start]), int(edges[stop - 1])
+        first = 0 if window is None else max(0, lowest - window + 1)
+        if stop - start == 1 and absent is None:  # a decode step: everything in reach is visible
+            blocks.append(RowBlock(start, stop, first, highest + 1))
+            continue
+        keys = torch.arange(first, highest + 1, device=positions.device)[None, :]
+        own = positions[start:stop, None]
+        mask = keys <= own
+        if window is not None:
+            mask &= keys > own - window
+        if absent is not None:
+            mask &= ~torch.isin(keys, absent)
+        masked_from = lowest + 1 if window is None and absent is None else first
+        hidden = ~mask[:, masked_from - first :]
+        blocks.append(RowBlock(start, stop, first, highest + 1, mask, masked_from, hidden))
+    return tuple(blocks)
+
+
+def masked_scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
+    """Masked scores `[kv_heads, group · rows, keys]` of one block, in float32; `q` `[kv_heads, group, rows, head_dim]`.
+
+    A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
+    """
+    kv_heads, group, rows, head_dim = q.shape
+    scores = torch.bmm(q.float().reshape(kv_heads, group * rows, head_dim) * scale, k.float().permute(1, 2, 0))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if block.hidden is not None:
+        late = scores.view(kv_heads, group, rows, -1)[..., block.masked_from - block.first_key :]
+        late.masked_fill_(block.hidden, float("-inf"))
+    return scores
+
+
+def grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """`[rows, heads, head_dim]` seen as `[kv_heads, group, rows, head_dim]`, without a copy."""
+    rows, heads, head_dim = q.shape
+    return q.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
