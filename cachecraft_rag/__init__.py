@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.engine.config import EngineConfig
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.engine.self_check import self_check
@@ -36,6 +37,7 @@ __all__ = [
     "Decoder",
     "Document",
     "Engine",
+    "EngineConfig",
     "RequestStats",
     "ReuseConfig",
     "SamplingParams",
@@ -51,6 +53,7 @@ _HOME = {
     "Decoder": "engine.decoder",
     "Document": "types",
     "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
     "RequestStats": "engine.stats",
     "ReuseConfig": "planning.config",
     "SamplingParams": "engine.sampling",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from cachecraft_rag.checks import (
     check_callable,
@@ -18,7 +18,8 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
-from cachecraft_rag.engine.engine import AnswerOptions, Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, PathLike
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.errors import IndexStoreError
@@ -89,7 +90,8 @@ class CacheCraft(Closing):
         *,
         store: PathLike = "chunk-caches",
         embeddings: PathLike = BUNDLED_EMBEDDER,
-        **options: Unpack[EngineOptions],
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> Self:
         """Load a model and open (or make) a store folder.
 
@@ -97,14 +99,14 @@ class CacheCraft(Closing):
             model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
             embeddings: sentence-transformers model for retrieval.
-            options: device, dtype, namespace, instruction, byte budgets, codec, remote: see `EngineOptions`.
+            config, options: device, dtype, namespace, instruction, byte budgets, codec, remote: see `EngineConfig`.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
         check_path("embeddings", embeddings)
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
+            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
             embedder = Embedder(embeddings)
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()

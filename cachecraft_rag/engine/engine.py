@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
 
-from cachecraft_rag.checks import check_flag, check_kind, check_names, check_path, check_text, check_whole, listed
+from cachecraft_rag.checks import check_kind, check_path, check_text, check_whole, listed
 from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import run
@@ -29,6 +29,7 @@ from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import as_it_went, resolve
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.errands import Errands
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
@@ -41,12 +42,11 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import Calibration, load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares
-from cachecraft_rag.store import ChunkCacheStore, StoreConfig, StoreSettings
+from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, Segment
 
 logger = logging.getLogger("cachecraft_rag")
@@ -54,31 +54,6 @@ logger = logging.getLogger("cachecraft_rag")
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
 
 PathLike = str | os.PathLike[str]
-
-
-class EngineOptions(TypedDict, total=False):
-    """How `Engine.from_pretrained` opens an engine; what is left out, or None, is as it says here.
-
-    dtype, device   of the model, see `Decoder.load`; "auto"
-    namespace       the tenant; chunk-caches never cross it; "default"
-    reuse           how caches are reused; `ReuseConfig()`
-    system          the instruction in front of every prompt; `prompt.DEFAULT_SYSTEM`
-    device_bytes, host_bytes, disk_bytes  byte budgets for chunk-caches; 2 GiB on the device where there is one, 2 GiB
-                    in memory, 20 GiB on disk or what the folder was told last
-    codec           how new chunk-caches are written, see `codecs`: "raw", "int8" or "entropy"; "raw"
-    remote          URL of a Redis or an object store whose chunk-caches several engines share, see docs/remote.md; none
-    """
-
-    dtype: str
-    device: str
-    namespace: str
-    reuse: ReuseConfig | None
-    system: str
-    device_bytes: int | None
-    host_bytes: int | None
-    disk_bytes: int | None
-    codec: str
-    remote: RemoteConfig | str | None
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -164,11 +139,12 @@ class Engine(Closing):
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
-        check_engine(namespace=namespace, reuse=config, system=system)
-        check_flag("private_system", private_system)
-        check_flag("best_last", best_last)
-        self.decoder, self.store, self.namespace = decoder, store, namespace
-        self.config = config or ReuseConfig()
+        check_kind(
+            "config", config, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off"
+        )
+        own = EngineConfig(namespace=namespace, system=system, private_system=private_system, best_last=best_last)
+        self.decoder, self.store, self.namespace = decoder, store, own.namespace
+        self.config = config or own.reuse
         self.calibration: Calibration | None = None
         self.prompts = PromptBuilder(
             decoder.tokenizer,
@@ -189,39 +165,41 @@ class Engine(Closing):
 
     @classmethod
     def from_pretrained(
-        cls, model: str = "demo", *, store: PathLike = "chunk-caches", **options: Unpack[EngineOptions]
+        cls,
+        model: str = "demo",
+        *,
+        store: PathLike = "chunk-caches",
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> Self:
         """Load a model, try it out (`self_check`) and open (or make) the chunk-caches below a store folder.
 
         Args:
-            model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
+            model: Hugging Face name or folder, or "demo" for SmolLM2-135M-Instruct.
             store: the folder; several processes may share it. `close` closes the chunk-caches too.
+            config: everything else; `options` are fields of it by name, and go first: see `EngineConfig.with_options`.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
         """
-        check_names(options, EngineOptions.__annotations__)
         check_text("model", model, empty=False)
         check_path("store", store)
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        settings = {name: given[name] for name in StoreSettings.__annotations__.keys() & given.keys() - {"device"}}
-        system = given.get("system", DEFAULT_SYSTEM)
-        check_engine(namespace=given.get("namespace", "default"), reuse=given.get("reuse"), system=system)
-        for name in ("dtype", "device"):
-            check_text(name, given.get(name, "auto"))
-        StoreConfig(**settings)  # what is wrong is said before a model is loaded
-        decoder = Decoder.load(model, dtype=given.get("dtype", "auto"), device=given.get("device", "auto"))
+        check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
+        chosen = (config or EngineConfig()).with_options(**options)  # what is wrong is said before a model is loaded
+        decoder = Decoder.load(model, dtype=chosen.dtype, device=chosen.device)
         self_check(decoder)
-        if decoder.device.type != "cpu":
-            settings["device"] = str(decoder.device)
+        device = None if decoder.device.type == "cpu" else str(decoder.device)
         with ExitStack() as opened:
-            caches = opened.enter_context(ChunkCacheStore.open(Path(store) / CACHE_FOLDER, **settings))
+            folder = Path(store) / CACHE_FOLDER
+            caches = opened.enter_context(ChunkCacheStore.open(folder, replace(chosen.store, device=device)))
             engine = cls(
                 decoder,
                 caches,
-                namespace=given.get("namespace", "default"),
-                config=given.get("reuse"),
-                system=system,
+                namespace=chosen.namespace,
+                config=chosen.reuse,
+                system=chosen.system,
+                private_system=chosen.private_system,
+                best_last=chosen.best_last,
             )
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
@@ -425,10 +403,3 @@ class Engine(Closing):
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
         context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
         self.write_back.submit(output.recorder, output.buffer.kv[:, 0], context)
-
-
-def check_engine(*, namespace: object, reuse: object, system: object) -> None:
-    """What every engine is made with; raises ConfigError."""
-    check_text("namespace", namespace)
-    check_kind("reuse", reuse, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off")
-    check_text("system", system)

@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.engine import Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.engine import Engine, Generation, PathLike
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
@@ -103,12 +104,12 @@ class ChatCacheCraft(Closing, BaseChatModel):
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
-        Retrieval stays with whatever the application has. `settings` are those of `EngineOptions` and the fields of
+        Retrieval stays with whatever the application has. `settings` are those of `EngineConfig` and the fields of
         this class. Close the model when done (or use a `with` block): chunk-caches still being captured are then written.
         Raises `ConfigError` for a setting that does not exist, before anything is loaded.
         """
         _check_names(settings, cls)
-        names = EngineOptions.__annotations__.keys() - cls.model_fields.keys()
+        names = EngineConfig.option_names() - cls.model_fields.keys()
         options: Any = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
             engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
@@ -393,7 +394,7 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
 def _check_names(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
     """Refuse settings of `from_pretrained` that are neither the engine's nor a field of one of the classes."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
-    known = {"store"} | EngineOptions.__annotations__.keys() | fields
+    known = {"store"} | EngineConfig.option_names() | fields
     if unknown := settings.keys() - known - _OF_SERVERS:
         raise ConfigError(f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}")
 

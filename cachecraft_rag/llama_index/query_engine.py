@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.response.schema import RESPONSE_TYPE
@@ -15,7 +15,8 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
 from cachecraft_rag.checks import check_kind, check_names
-from cachecraft_rag.engine.engine import Engine, EngineOptions, PathLike
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.engine import Engine, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
@@ -26,7 +27,7 @@ _LLAMA_INDEX_ONLY = frozenset(
     {"chat_content_qa_template", "chat_content_refine_template", "llm", "multimodal", "output_cls", "refine_template"}
     | {"response_mode", "response_synthesizer", "simple_template", "summary_template", "text_qa_template", "use_async"}
 )
-# What `from_index` hands to `from_defaults` besides `EngineOptions`.
+# What `from_index` hands to `from_defaults` besides `EngineConfig`.
 _OWN_OPTIONS = frozenset(
     {"engine", "streaming", "sampling", "session", "empty_response", "node_postprocessors", "callback_manager"}
 )
@@ -96,7 +97,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
                 "pass over all chunks; leave these options out"
             )
         check_kind("index", index, BaseIndex, advice="VectorStoreIndex.from_documents makes one")
-        names = _OWN_OPTIONS | EngineOptions.__annotations__.keys()
+        names = _OWN_OPTIONS | EngineConfig.option_names()
         own = {name: options.pop(name) for name in list(options) if name in names}
         return cls.from_defaults(_retriever(index, options, own=names), model=model, store=store, **own)
 
@@ -114,7 +115,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         empty_response: str | None = None,
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
         callback_manager: CallbackManager | None = None,
-        **opening: Unpack[EngineOptions],
+        **opening: Any,
     ) -> Self:
         """Over any LlamaIndex retriever.
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
@@ -25,7 +25,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.checks import check_flag, check_text
-from cachecraft_rag.engine.engine import Engine, EngineOptions, Generation, PathLike
+from cachecraft_rag.engine.engine import Engine, Generation, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
@@ -99,7 +99,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closing):
         session: str | None = None,
         empty_response: str | None = None,
         callback_manager: CallbackManager | None = None,
-        **opening: Unpack[EngineOptions],
+        **opening: Any,
     ) -> Self:
         """Load a model and open (or make) a store folder, as `CacheCraft.from_pretrained`; `close` closes both."""
         with ExitStack() as opened:

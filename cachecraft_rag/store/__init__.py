@@ -13,7 +13,7 @@ Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not wo
 
 from cachecraft_rag.store.catalog import Listed, RowFilter
 from cachecraft_rag.store.chunk_store import ChunkCacheStore
-from cachecraft_rag.store.config import StoreConfig, StoreSettings, StoreStats
+from cachecraft_rag.store.config import StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
 
 __all__ = [
@@ -25,6 +25,5 @@ __all__ = [
     "Listed",
     "RowFilter",
     "StoreConfig",
-    "StoreSettings",
     "StoreStats",
 ]

@@ -7,19 +7,27 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 
-from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole
+from cachecraft_rag.checks import (
+    MOST_SECONDS,
+    check_kind,
+    check_names,
+    check_number,
+    check_path,
+    check_text,
+    check_whole,
+)
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.planning.scoring import reuse_gain
 from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.store.config import StoreConfig, StoreSettings, StoreStats, configured
+from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.finder import Finder
@@ -33,27 +41,26 @@ from cachecraft_rag.types import Capture, Damaged, LoadedVariant, TokenScores, U
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
-_LASTING = ("disk_bytes", "max_variants", "variants_per_chunk")
 
 
 class ChunkCacheStore(Closing):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
 
-    def __init__(self, root: Path, config: StoreConfig, *, limits: Mapping[str, int]) -> None:
-        """Use `open`. `limits` are the fields of `config` that the folder shall keep to from now on."""
+    def __init__(self, root: Path, config: StoreConfig) -> None:
+        """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(config.host_bytes, device=config.device, device_bytes=config.device_bytes)
         self._durable = DurableVariants(
             root,
-            limits=limits,
-            defaults=Limits(config.disk_bytes, config.max_variants, config.variants_per_chunk),
+            limits=config.told_limits,
+            defaults=Limits(**DEFAULT_LIMITS),
             busy_timeout_s=config.busy_timeout_s,
             on_removed=self._memory.remove,
             throttle=Throttle(config.read_bytes_per_s),
         )
         self.throttle = self._durable.disk.throttle
-        self.config = replace(config, **asdict(self._durable.limits))
+        self.config, self.limits = replace(config, **asdict(self._durable.limits)), self._durable.limits
         self._asked = threading.local()
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
@@ -79,19 +86,16 @@ class ChunkCacheStore(Closing):
             self._warn_once(READ_ONLY, f"{root} cannot be written: what it holds is reused, and nothing is added to it")
 
     @classmethod
-    def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
+    def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
         """Open or create the store in the folder `root`; `settings` go before the same fields of `config`.
-
-        Without `config`, the folder keeps the limits that `settings` do not name (see `StoreConfig`).
 
         Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
         setting.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
-        whole = configured(config or StoreConfig(), settings)
-        told = [name for name in _LASTING if config is not None or name in settings]
-        return cls(Path(root), whole, limits={name: getattr(whole, name) for name in told})
+        check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
+        return cls(Path(root), replace(config or StoreConfig(), **settings))
 
     # -- the request's path -------------------------------------------------------------------------------------------
 
@@ -292,7 +296,7 @@ class ChunkCacheStore(Closing):
                 variants=totals.variants,
                 chunks=totals.chunks,
                 disk_bytes=totals.file_bytes + totals.reserved_bytes,
-                disk_budget=self.config.disk_bytes,
+                disk_budget=self.limits.disk_bytes,
                 host_bytes=self._memory.host.used_bytes,
                 host_budget=self.config.host_bytes,
                 device_bytes=self._memory.device.used_bytes,
@@ -474,8 +478,8 @@ class ChunkCacheStore(Closing):
         """Why a capture cannot even be queued, or ""; the caller holds the lock."""
         if self._closed:
             return "the store is closed"
-        if variant.codec == "raw" and variant.nbytes > self.config.disk_bytes:  # others: when its size is known
-            return f"larger than the whole byte budget: {variant.nbytes} of {self.config.disk_bytes} bytes"
+        if variant.codec == "raw" and variant.nbytes > self.limits.disk_bytes:  # others: when its size is known
+            return f"larger than the whole byte budget: {variant.nbytes} of {self.limits.disk_bytes} bytes"
         if self._queued_bytes + variant.nbytes > self.config.queue_bytes:
             return f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
         return flaw_of(capture, variant)

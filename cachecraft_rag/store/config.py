@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import TypedDict
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs import codec_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
 
+DEFAULT_LIMITS = MappingProxyType({"disk_bytes": 20 << 30, "variants_per_chunk": 5, "max_variants": 100_000})
 _MOST_READERS = 1024
 
 
@@ -18,8 +18,8 @@ _MOST_READERS = 1024
 class StoreConfig:
     """Settings of a store.
 
-    The first three limit the folder: what `ChunkCacheStore.open` is not told stays as it was told last, so a command
-    that only looks at a store does not shrink it to the defaults. The others belong to the process.
+    The first three limit the folder. Where one is None, it stays as the folder was told last, or is as in `DEFAULT_LIMITS`
+    where it was never told: a command that only looks at a store does not change it. The others belong to the process.
 
     disk_bytes          all files together
     variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
@@ -35,9 +35,9 @@ class StoreConfig:
     remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`
     """
 
-    disk_bytes: int = 20 << 30
-    variants_per_chunk: int = 5
-    max_variants: int = 100_000
+    disk_bytes: int | None = None
+    variants_per_chunk: int | None = None
+    max_variants: int | None = None
     host_bytes: int = 2 << 30
     device: str | None = None
     device_bytes: int = 2 << 30
@@ -50,8 +50,9 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges, the codec and the remote's URL; raises ConfigError."""
-        for name in ("disk_bytes", "variants_per_chunk", "max_variants", "queue_bytes"):
-            check_whole(name, getattr(self, name), least=1)
+        for name in DEFAULT_LIMITS:
+            check_whole(name, getattr(self, name), least=1, optional=True)
+        check_whole("queue_bytes", self.queue_bytes, least=1)
         for name in ("host_bytes", "device_bytes"):
             check_whole(name, getattr(self, name))
         check_text("device", self.device, optional=True, empty=False)
@@ -64,30 +65,11 @@ class StoreConfig:
             object.__setattr__(self, "remote", RemoteConfig(self.remote))
         codec_named(self.codec)
 
-
-class StoreSettings(TypedDict, total=False):
-    """The fields of `StoreConfig`, each of which may be left out."""
-
-    disk_bytes: int
-    variants_per_chunk: int
-    max_variants: int
-    host_bytes: int
-    device: str | None
-    device_bytes: int
-    queue_bytes: int
-    readers: int
-    read_bytes_per_s: float
-    codec: str
-    busy_timeout_s: float
-    remote: RemoteConfig | str | None
-
-
-def configured(config: StoreConfig, settings: StoreSettings) -> StoreConfig:
-    """`config` with these settings in place of its own. Raises ConfigError for an unknown or impossible one."""
-    known = {setting.name for setting in fields(StoreConfig)}
-    if unknown := settings.keys() - known:
-        raise ConfigError(f"Unknown store settings: {', '.join(sorted(unknown))}. Known: {', '.join(sorted(known))}.")
-    return replace(config, **settings)
+    @property
+    def told_limits(self) -> dict[str, int]:
+        """The limits that the folder is to keep to from now on."""
+        given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

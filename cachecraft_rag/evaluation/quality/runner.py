@@ -102,16 +102,14 @@ def open_engine(model: str, folder: Path, *, dtype: str = "float32", device: str
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.self_check import self_check
-    from cachecraft_rag.store import ChunkCacheStore, StoreSettings
+    from cachecraft_rag.store import ChunkCacheStore
 
     decoder = Decoder.load(model, dtype=dtype, device=device)
     self_check(decoder)
-    own = StoreSettings(variants_per_chunk=VARIANTS_PER_CHUNK)
-    if decoder.device.type != "cpu":
-        own["device"] = str(decoder.device)
+    own_device = None if decoder.device.type == "cpu" else str(decoder.device)
     with (
         scratch_folder(folder) as caches,
-        ChunkCacheStore.open(caches, **own) as store,
+        ChunkCacheStore.open(caches, variants_per_chunk=VARIANTS_PER_CHUNK, device=own_device) as store,
         Engine(decoder, store, best_last=False) as engine,
     ):
         yield engine

@@ -1,0 +1,61 @@
+"""How an engine is opened: one object for Python, the command line and the frameworks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from cachecraft_rag.checks import check_flag, check_kind, check_names, check_text
+from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import StoreConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What `from_pretrained` takes besides the model and the store's folder.
+
+    dtype, device   of the model, see `Decoder.load`
+    namespace       the tenant; chunk-caches never cross it
+    system          the instruction in front of every prompt
+    private_system  whether `system` holds one user's text: what is captured behind it is then kept to the session
+    best_last       whether the best chunk stands nearest to the question, see `PromptBuilder`
+    reuse           how chunk-caches are reused
+    store           budgets, codec and remote of the chunk-caches
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    namespace: str = "default"
+    system: str = DEFAULT_SYSTEM
+    private_system: bool = False
+    best_last: bool = True
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        for name in ("dtype", "device", "namespace", "system"):
+            check_text(name, getattr(self, name))
+        check_flag("private_system", self.private_system)
+        check_flag("best_last", self.best_last)
+        check_kind("reuse", self.reuse, ReuseConfig, advice="write ReuseConfig(reuse=False) to switch it off")
+        check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
+
+    @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """What `with_options` knows: the fields here, and those of `StoreConfig`; the device is the model's."""
+        own = {setting.name for setting in fields(cls)} - {"store"}
+        return frozenset(own | {setting.name for setting in fields(StoreConfig)})
+
+    def with_options(self, **options: Any) -> Self:
+        """The same with these options, by name; one that is None stays as it is. Raises ConfigError.
+
+        >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
+        1073741824
+        """
+        check_names(options, self.option_names())
+        given = {name: value for name, value in options.items() if value is not None}
+        own = {setting.name for setting in fields(self)} - {"store"}
+        store = replace(self.store, **{name: value for name, value in given.items() if name not in own})
+        return replace(self, store=store, **{name: value for name, value in given.items() if name in own})
