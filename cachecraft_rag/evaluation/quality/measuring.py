@@ -134,7 +134,7 @@ def measure(engine: Engine, reference: Reference, trial: Trial, *, compressor: C
         passages = tuple(chunk for chunk in shorter if chunk.text.strip())
         shortening_s = time.perf_counter() - started
     found = engine.score_answer(
-        question.text, passages, along=full.tokens, max_new_tokens=reference.answer_tokens, config=trial.config
+        question.text, passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=trial.config
     )
     kl, top1 = divergence(full.logits, found.logits)
     golds = question.answers
