@@ -154,7 +154,7 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
     )
     trimmed = sum(chunk.outcome == "trimmed" for chunk in answer.stats.chunks)
     if trimmed:
-        legend += f"<span>{trimmed} chunks left out: the prompt was full</span>"
+        legend += f"<span>{trimmed} chunks left out: they did not fit the prompt</span>"
     spoken = ", ".join(f"{totals[kind]} tokens {name}" for kind, name in KINDS.items() if totals[kind])
     return (
         f'<div class="cc-prompt"><div class="cc-bar" role="group" aria-label="The prompt: {spoken}">{"".join(cells)}'
