@@ -37,7 +37,7 @@ from cachecraft_rag.catalog_rows import (
 )
 from cachecraft_rag.catalog_rows import pack_ids as pack_ids
 from cachecraft_rag.catalog_rows import unpack_ids as unpack_ids
-from cachecraft_rag.database import Database
+from cachecraft_rag.database import Database, fetched
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.expected import unsound, unsound_scores
 from cachecraft_rag.types import TokenScores, Variant
@@ -229,7 +229,7 @@ class Catalog:
         damaged: list[DamagedRow] = []
         parameters = (namespace, fingerprint, json.dumps(list(found)), session)
         with self._db.reading() as connection:
-            rows = _fetched(connection, _LOOKUP, parameters)
+            rows = fetched(connection, _LOOKUP, parameters)
         for row in rows:
             variant = _read(namespace, fingerprint, row)
             if isinstance(variant, DamagedRow):
@@ -241,7 +241,7 @@ class Catalog:
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
         with self._db.reading() as connection:
-            rows = _fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
+            rows = fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
         return {variant_id: _read_scores(row) for variant_id, *row in rows}
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
@@ -261,7 +261,7 @@ class Catalog:
 
     def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
         with self._db.reading() as connection:
-            rows = _fetched(connection, query, parameters)
+            rows = fetched(connection, query, parameters)
         read = [(_read(namespace, fingerprint, row), row[-2]) for namespace, fingerprint, *row in rows]
         return [one if isinstance(one, DamagedRow) else Listed(one, file_bytes) for one, file_bytes in read]
 
@@ -393,7 +393,7 @@ class Catalog:
         after = ""
         while True:
             with self._db.reading() as connection:
-                rows = _fetched(connection, query, (after, page))
+                rows = fetched(connection, query, (after, page))
             if not rows:
                 return
             after = rows[-1][3]
@@ -474,20 +474,6 @@ def _insert(
     row = columns_of(variant, file_bytes=file_bytes, frequency=frequency)
     connection.execute(_INSERT, (scope, *row, scores_sum))
     return scope
-
-
-def _fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Row]:
-    """All rows; text that is no text comes as half surrogate pairs, so that one row does not hide all others."""
-    try:
-        return connection.execute(query, parameters).fetchall()
-    except sqlite3.OperationalError as error:
-        if "decode" not in str(error):
-            raise
-    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-    try:
-        return connection.execute(query, parameters).fetchall()
-    finally:
-        connection.text_factory = str
 
 
 def _read(namespace: str, fingerprint: str, row: Row) -> Variant | DamagedRow:

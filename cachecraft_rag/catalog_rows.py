@@ -91,7 +91,7 @@ def variant_of_row(namespace: str, fingerprint: str, row: Row) -> Variant:
         key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
         scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
         known = (key, variant_id, tokens, tokens_digest, scores, *rest)  # 8 more columns, in order
-        return Variant(*known, primed=bool(primed))
+        return Variant(*known, primed=bool(primed))  # type: ignore[misc]
     except _WRONG as error:
         raise ValueError(f"its row in the catalog is damaged: {error}") from error
 

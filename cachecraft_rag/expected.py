@@ -30,6 +30,13 @@ class Found:
     variants: dict[str, list[Variant]]
     refused: dict[str, str] = field(default_factory=dict)
 
+    def outcomes(self) -> dict[str, int]:
+        """How many chunks were "found", how many not: "refused" or "no variant"; of the second only where there are."""
+        hits = sum(map(bool, self.variants.values()))
+        refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
+        counts = {"found": hits, "no variant": len(self.variants) - hits - refused}
+        return counts | ({"refused": refused} if refused else {})
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:

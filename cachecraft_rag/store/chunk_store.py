@@ -114,11 +114,8 @@ class ChunkCacheStore(Closing):
         """
         self._check_open()
         found = self._finder.find(namespace, fingerprint, chunk_ids, session=session, expected=expected)
-        hits = sum(map(bool, found.variants.values()))
-        refused = sum(name in found.refused for name, offers in found.variants.items() if not offers)
-        counts = {"found": hits, "refused": refused, "no variant": len(found.variants) - hits - refused}
         with self._lock:
-            self._lookups.update({outcome: count for outcome, count in counts.items() if count or outcome != "refused"})
+            self._lookups.update(found.outcomes())
         return found
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:

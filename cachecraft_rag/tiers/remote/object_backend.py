@@ -94,11 +94,11 @@ class ObjectBackend:
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
         listed = [entry for entry in entries if entry.row is not None and entry.payload][:most]
         sizes = itertools.accumulate(entry.row_bytes for entry in listed)
-        paths = [entry.row for entry, size in zip(listed, sizes, strict=True) if size <= LONGEST_ROWS]
+        paths = [entry.row for entry, size in zip(listed, sizes, strict=True) if size <= LONGEST_ROWS and entry.row]
         rows = await asyncio.gather(*(self._get(path) for path in paths))
         return [row for row in rows if row]
 
-    async def _get(self, path: str | None) -> bytes:
+    async def _get(self, path: str) -> bytes:
         async def get() -> bytes:
             return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
 
@@ -188,7 +188,7 @@ class ObjectBackend:
     async def remove_row(self, place: str, row: bytes) -> None:
         """See `Backend.remove_row`; the payload goes too: here nothing else would ever find it."""
         for entry in await self._list(place):
-            if entry.row_bytes == len(row) and await self._get(entry.row) == row:
+            if entry.row is not None and entry.row_bytes == len(row) and await self._get(entry.row) == row:
                 await self._delete([entry])
 
     async def usage(self) -> Usage:
