@@ -27,6 +27,7 @@ from pathlib import Path
 
 from cachecraft_rag.catalog_rows import (
     COLUMNS,
+    NOTHING,
     Row,
     columns_of,
     packed,
@@ -40,7 +41,7 @@ from cachecraft_rag.catalog_rows import unpack_ids as unpack_ids
 from cachecraft_rag.database import Database, fetched
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.expected import unsound, unsound_scores
-from cachecraft_rag.types import TokenScores, Variant
+from cachecraft_rag.types import Payload, TokenScores, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
@@ -222,16 +223,22 @@ class Catalog:
         return self.examine(namespace, fingerprint, chunk_ids, session=session)[0]
 
     def examine(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None = None,
+        payload: Payload = NOTHING,
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-        """As `lookup`; and the rows of these chunks that are not as they were written."""
+        """As `lookup`, all variants with this `payload`; and the rows of these chunks that are not as they were."""
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
         parameters = (namespace, fingerprint, json.dumps(list(found)), session)
         with self._db.reading() as connection:
             rows = fetched(connection, _LOOKUP, parameters)
         for row in rows:
-            variant = _read(namespace, fingerprint, row)
+            variant = _read(namespace, fingerprint, row, payload)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
             else:
@@ -476,10 +483,10 @@ def _insert(
     return scope
 
 
-def _read(namespace: str, fingerprint: str, row: Row) -> Variant | DamagedRow:
+def _read(namespace: str, fingerprint: str, row: Row, payload: Payload = NOTHING) -> Variant | DamagedRow:
     """The variant of a row, or what is wrong with it."""
     try:
-        variant = variant_of_row(namespace, fingerprint, row)
+        variant = variant_of_row(namespace, fingerprint, row, payload)
         if not (flaw := unsound(variant)):
             return variant
         reason = f"its row in the catalog is damaged: {flaw}"

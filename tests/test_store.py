@@ -601,6 +601,15 @@ def test_a_row_that_was_changed_is_refused_with_a_reason_and_goes(tmp_path: Path
         serves(store, make("whole"), "host")
 
 
+def test_a_row_with_the_id_of_another_is_served_nothing_of_it(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        other, variant = stored(store, make("other")), stored(store, make())
+        swapped = dataclasses.replace(variant, variant_id=other.variant_id, created=other.created)
+        result = store.load(swapped)
+        assert isinstance(result, Unavailable)
+        assert "file is of another variant" in result.reason
+
+
 def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path) as store:
         stored(store, make())

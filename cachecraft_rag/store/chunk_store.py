@@ -151,7 +151,8 @@ class ChunkCacheStore(Closing):
             stream: its payload, where it is on its way from the remote already.
         """
         self._check_open()
-        if (held := self._memory.read(variant)) is not None:
+        ours = variant.variant_id == variant.key.variant_id  # memory knows it by its id alone; a file says what it is
+        if ours and (held := self._memory.read(variant)) is not None:
             if isinstance(stream, RemoteStream):
                 stream.close()
             self._count_load(held.tier)
