@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.engine.stats import Answer, RequestStats

@@ -92,7 +92,8 @@ def check_text(name: str, value: object, *, optional: bool = False, empty: bool 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
-        raise _wrong(name, f"one of {', '.join(choices)}", value)
+        *others, last = choices
+        raise _wrong(name, f"{', '.join(others)} or {last}", value)
 
 
 def check_kind(

@@ -87,7 +87,7 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (StoreConfig, {"readers": 2.5}, "whole number"),
         (StoreConfig, {"busy_timeout_s": math.inf}, "at most 1e"),
         (ReuseConfig, {"reuse": 0}, "True or False"),
-        (ReuseConfig, {"focus": ["off"]}, "one of off"),
+        (ReuseConfig, {"focus": ["off"]}, "off, printed, gap or share"),
         (ReuseConfig, {"without": "overlap"}, "frozenset"),
     ],
     ids=str,

@@ -235,6 +235,18 @@ def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_key_of_a_remote_comes_from_a_file_and_is_not_shown(home: Path) -> None:
+    (home / "short.key").write_text("hunter2")
+    (home / "remote.key").write_text("a key of enough characters")
+    remote = ("--remote", f"file://{home}/signed")
+    wrong = run("store", "stats", *remote, "--remote-key-file", "short.key", cwd=home, code=2)
+    assert "at least 16 characters" in wrong.stderr
+    assert "hunter2" not in wrong.stderr
+    assert "needs --remote" in run("ask", "?", "--remote-key-file", "remote.key", cwd=home, code=2).stderr
+    told = run("store", "stats", *remote, "--remote-key-file", "remote.key", "--json", cwd=home).stdout
+    assert "enough characters" not in told
+
+
 def test_another_folder_is_served_through_a_remote(home: Path) -> None:
     (home / "shared").mkdir(exist_ok=True)
     url = f"file://{home}/shared"

@@ -92,7 +92,10 @@ MIXED = answered(
 )
 
 
-MARKED = "[a](http://far.away) **b** <img src=x> `c` $d$ :red[e] ![f](g) # h_i_ http://far.away\nj\x1b &amp; a@b.cd"
+MARKED = (
+    "[a](http://far.away) **b** <img src=x> `c` $d$ :red[e] ![f](g) # h_i_ "
+    "http://far.away www.far.away\nj\x1b &amp; a@b.cd"
+)
 
 
 def test_names_and_messages_are_shown_as_text() -> None:
@@ -103,7 +106,7 @@ def test_names_and_messages_are_shown_as_text() -> None:
     assert block.children is not None
     assert {child.type for child in block.children} <= {"text", "text_special"}
     assert "".join(child.content for child in block.children) == MARKED.replace("\n", " ").replace("\x1b", "")
-    for mark in ("http:", "a@b", ":red["):  # what Streamlit's own extensions would find
+    for mark in ("http:", "a@b", ":red[", "www."):  # what Streamlit's own extensions would find
         assert mark not in plain(MARKED)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +21,10 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.expected import Expected
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.writer import variant_of
-from cachecraft_rag.tiers import Tier
 from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -583,6 +585,60 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_goes(
         stored(store, make())  # and the chunk can be captured anew
         assert store.check().findings == ()
     assert caplog.text.count("Removed chunk-cache") == 1
+
+
+def test_a_row_that_was_changed_is_refused_with_a_reason_and_goes(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make("whole"))
+        stored(store, make())
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as database, database:
+            database.execute("UPDATE variants SET tokens = 9 WHERE chunk_id = 'chunk'")
+        found = store.find("ns", "model", ["chunk", "whole", "nowhere"])
+        assert [len(offers) for offers in found.variants.values()] == [0, 1, 0]
+        assert found.refused == {"chunk": "its row in the catalog is damaged: its checksum is wrong"}
+        assert store.stats().lookups == {"found": 1, "refused": 1, "no variant": 1}
+        assert store.flush(10)
+        assert len(files(tmp_path)) == 1
+        stored(store, make())  # and the chunk can be born anew
+        serves(store, make("whole"), "host")
+
+
+def test_a_row_with_the_id_of_another_is_served_nothing_of_it(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        other, variant = stored(store, make("other")), stored(store, make())
+        swapped = dataclasses.replace(variant, variant_id=other.variant_id, created=other.created)
+        result = store.load(swapped)
+        assert isinstance(result, Unavailable)
+        assert "file is of another variant" in result.reason
+
+
+def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make())
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as database, database:
+            database.execute("UPDATE variants SET exact_share = 0.5")
+        assert [finding.kind for finding in store.check().findings] == ["damaged row"]
+        assert [finding.action for finding in store.check(repair=True).findings] == ["row and file removed"]
+        assert store.check().findings == ()
+        assert files(tmp_path) == []
+
+
+def test_what_is_not_of_the_model_that_asks_is_refused_and_goes(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, host_bytes=0) as store:
+        right = stored(store, make())
+        expected = Expected(LAYOUT, 100, {"chunk": (10, "tokens")})
+        (served,) = store.find("ns", "model", ["chunk"], expected=expected).variants["chunk"]
+        assert (served, served.payload.layout) == (right, LAYOUT)
+        for wrong in (
+            Expected(LAYOUT, 100, {"chunk": (11, "tokens")}),
+            Expected(dataclasses.replace(LAYOUT, layers=2), 100, {"chunk": (10, "tokens")}),
+            Expected(LAYOUT, 5, {"chunk": (10, "tokens")}),
+        ):
+            found = store.find("ns", "model", ["chunk"], expected=wrong)
+            assert (found.variants, list(found.refused)) == ({"chunk": []}, ["chunk"])
+            assert store.flush(10)
+            assert files(tmp_path) == []
+            stored(store, make())
 
 
 def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> None:

@@ -284,9 +284,11 @@ def test_files_that_may_not_grow_drop_births_and_nothing_else(forks: Forks, tmp_
         assert store.check().findings == ()
 
 
-def test_a_store_on_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
+def test_a_store_on_a_read_only_file_system_serves_and_refuses_changes(tmp_path: Path) -> None:
     root = tmp_path / "store"
-    ChunkCacheStore.open(root).close()
+    one = capture(random.Random(1))
+    with ChunkCacheStore.open(root) as store:
+        store.put(one).result()
     if os.geteuid() != 0:
         root.chmod(0o500)
         (root / "catalog.sqlite").chmod(0o400)
@@ -295,8 +297,16 @@ def test_a_store_on_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
         if not os.statvfs(root).f_flag & os.ST_RDONLY:
             pytest.skip("root may write everywhere, and this container may not mount")
     try:
+        with ChunkCacheStore.open(root, **SETTINGS) as store:
+            assert verify(store) == store.stats().variants == 1
+            dropped = store.put(capture(random.Random(2))).result()
+            assert isinstance(dropped, Unavailable)
+            assert "read-only" in dropped.reason
+            for change in (lambda: store.evict(down_to_bytes=0), lambda: store.check(repair=True)):
+                with pytest.raises(StoreError, match="writable"):
+                    change()
         with pytest.raises(StoreError, match="writable"):
-            ChunkCacheStore.open(root)
+            ChunkCacheStore.open(root / "another")
     finally:
         if os.geteuid() != 0:
             root.chmod(0o700)
