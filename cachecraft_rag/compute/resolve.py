@@ -163,7 +163,7 @@ def _early_termination(plan: Plan, config: ReuseConfig) -> EarlyTermination | No
 
 
 def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
-    """What is looked at before the last pass, where the selector wants that and the pass is large enough to bear it."""
+    """The probe before the last pass, where the selector has one and the pass is large enough for it."""
     kind = selector_named(config.selector).probe
     fixed = sum(len(planned.recompute) for planned in plan.segments)
     lengths = [len(segment.token_ids) for segment in prompt.segments]

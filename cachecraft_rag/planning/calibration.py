@@ -1,4 +1,4 @@
-"""α as calibrated on a validation set (Cache-Craft eq. 13), kept beside the store for whoever opens it next.
+"""α as calibrated on a validation set (Cache-Craft eq. 13), kept beside the store.
 
 `cachecraft calibrate` writes it; `Engine.from_pretrained` reads it where `ReuseConfig.alpha` is not given. It holds for
 one model and one way of choosing tokens: with another selector the same α buys another quality.

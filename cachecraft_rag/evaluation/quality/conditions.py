@@ -134,7 +134,7 @@ class ControlledCaptures:
     def before(self, question: Question) -> None:
         """See `Captures`."""
         for chunk in question.passages:
-            self._primer.bear(chunk, self._behind(chunk))
+            self._primer.capture(chunk, self._behind(chunk))
 
     def after(self, question: Question) -> None:
         """See `Captures`."""
