@@ -99,9 +99,9 @@ def attention(
         )
         return found.reshape(1, heads, head_dim)
     queries, grouped_out = _grouped(q, kv_heads), _grouped(out, kv_heads)
-    # On a CPU, sdpa's kernel does bf16 at an eighth of the speed of a plain matrix product.
-    explicit = softcap is not None or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
-    attend = partial(_explicit, softcap=softcap) if explicit else _fused
+    attend = _fused if softcap is None else partial(_explicit, softcap=softcap)
+    # Half precision goes through sdpa too, the kernel of the model's own attention. Rejected: plain products, faster on
+    # one CPU and slower on all others; they round every score to the model's dtype, and therefore take float32 below.
     for block in blocks:
         part = queries[:, :, block.start : block.stop]
         span = slice(block.first_key, block.last_key)
@@ -116,13 +116,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float) ->
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
-    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns alike.
-
-    Scores are rounded to the model's dtype, as in transformers' eager attention; the sums inside are in float32.
-    """
+    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns float32."""
     kv_heads, group, rows, head_dim = q.shape
     weights = _scores(q, k, block, scale=scale, softcap=softcap).softmax(-1)
-    return torch.bmm(weights, v.transpose(0, 1)).view(kv_heads, group, rows, head_dim)
+    return torch.bmm(weights, v.transpose(0, 1).float()).view(kv_heads, group, rows, head_dim)
 
 
 def attention_mass(
@@ -175,8 +172,7 @@ def _mean_weights(
     for block in blocks:
         rows = slice(block.start, block.stop)
         scores = _scores(queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap)
-        weights = scores.softmax(-1, dtype=torch.float32)
-        weights = weights.view(heads, block.stop - block.start, -1).mean(0)
+        weights = scores.softmax(-1).view(heads, block.stop - block.start, -1).mean(0)
         weights.scatter_(1, (positions[rows] - block.first_key)[:, None], 0.0)
         yield block, weights
 
@@ -189,9 +185,12 @@ def _by_segment(weights: Tensor, block: RowBlock, bounds: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
-    """Masked scores `[kv_heads, group · rows, keys]` of one block; `q` `[kv_heads, group, rows, head_dim]`."""
+    """Masked scores `[kv_heads, group · rows, keys]` of one block, in float32; `q` `[kv_heads, group, rows, head_dim]`.
+
+    A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
+    """
     kv_heads, group, rows, head_dim = q.shape
-    scores = torch.bmm(q.reshape(kv_heads, group * rows, head_dim) * scale, k.permute(1, 2, 0))
+    scores = torch.bmm(q.float().reshape(kv_heads, group * rows, head_dim) * scale, k.float().permute(1, 2, 0))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if block.hidden is not None:
