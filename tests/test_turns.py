@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from cachecraft_rag.loading.speeds import Meter
+from cachecraft_rag.loading.tail import Tail
 from cachecraft_rag.turns import FairLock, Ticket
 
 
@@ -247,3 +249,36 @@ def test_who_leaves_early_lets_nobody_past_the_holder() -> None:
     # Blocked in C, they notice when it is their turn: the turn goes on, in the order of asking.
     assert [name for name in order if "left" not in name] == ["first", "fourth"]
     assert not held(lock)
+
+
+def test_interruptions_lose_no_lock_of_what_is_being_loaded() -> None:
+    """Readers of all requests share threads: one that waits for a lost lock is lost to all."""
+    tail, stop, dice = Tail(2, [], Meter(None)), threading.Event(), random.Random(2)
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                while not stop.is_set():
+                    tail.incomplete()
+            except Interruption:
+                continue
+
+    def guarded() -> None:
+        while not stop.is_set():
+            try:
+                work()
+            except Interruption:
+                continue
+
+    thread, interval = threading.Thread(target=guarded), sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(1e-5)
+    for _ in range(5000):
+        if thread.ident is not None:
+            interrupt(thread.ident)
+        time.sleep(dice.random() * 2e-4)
+    sys.setswitchinterval(interval)
+    stop.set()
+    thread.join(10)
+    assert tail._changed.acquire(blocking=False)  # by this thread: another new one may get the dead one's number
+    tail._changed.release()

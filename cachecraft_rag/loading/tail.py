@@ -67,7 +67,12 @@ class Tail:
     layer_first: bool = False
     reads: int = 0
     _closed: bool = False
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    # Taken by itself and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _changed: threading.Condition = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition(self._lock)
 
     # -- the readers' end ---------------------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ class Tail:
                 self._note(runs, lost)
 
     def _note(self, runs: Sequence[Run], lost: Unavailable | None) -> None:
-        with self._changed:
+        with self._lock:
             self.reads += 1
             for run in runs:
                 run.busy = False
@@ -100,13 +105,13 @@ class Tail:
 
     def give_up(self, reason: str) -> None:
         """Nobody will read."""
-        with self._changed:
+        with self._lock:
             for run in self.runs:
                 self._lose(run.stored, Unavailable(run.stored.variant.variant_id, reason))
             self._changed.notify_all()
 
     def _next(self) -> Job | None:
-        with self._changed:
+        with self._lock:
             left = list(self._incomplete())
             free = [run for run in left if not run.busy]
             if not left:
@@ -136,7 +141,7 @@ class Tail:
     def take(self, tokens: float) -> list[int]:
         """Take up to so many tokens from the front of what is incomplete, to be computed; returns their positions."""
         positions: list[int] = []
-        with self._changed:
+        with self._lock:
             room = round(min(tokens, sum(len(run.positions) for run in self._incomplete())))
             for run in self._incomplete():
                 left = room - len(positions)
@@ -151,7 +156,7 @@ class Tail:
     def holes(self) -> list[int]:
         """Positions that turned out not to come; each is told once, and is the front's from then on."""
         positions: list[int] = []
-        with self._changed:
+        with self._lock:
             for run in self.runs:
                 if run.lost is not None:
                     positions += run.positions
@@ -160,23 +165,23 @@ class Tail:
 
     def incomplete(self) -> list[int]:
         """Positions that are not complete and that nobody computes."""
-        with self._changed:
+        with self._lock:
             return [position for run in self._incomplete() for position in run.positions]
 
     def bytes_left(self) -> float:
         """What is still to be read."""
-        with self._changed:
+        with self._lock:
             left = [(run, len(run.positions) * (self.layers - run.layers)) for run in self._incomplete()]
         return sum(run.stored.token_bytes * token_layers for run, token_layers in left) / self.layers
 
     def depth(self) -> int:
         """So many layers are there of everything that will come."""
-        with self._changed:
+        with self._lock:
             return min((run.layers for run in self._incomplete()), default=self.layers)
 
     def taken(self, stored: StoredVariant) -> list[int]:
         """Which tokens of this chunk are computed instead, ascending."""
-        with self._changed:
+        with self._lock:
             runs = [run for run in self.runs if run.stored is stored]
             return [token for run in runs for token in range(run.first, run.first + run.taken)]
 
@@ -186,12 +191,12 @@ class Tail:
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `ready`, which is asked whenever something has come; False after `timeout` seconds."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(ready, timeout)
 
     def place(self, layer: int, merged: MergedKV, *, below: int | None = None) -> None:
         """Put one layer of what has come into `merged`; `below` a position, only what is complete."""
-        with self._changed:
+        with self._lock:
             stretches = list(self._stretches(layer, below))
         for stored, start, first, last in stretches:
             merged.place(layer, stored.kv[layer, :, first:last], start + first)
@@ -218,7 +223,7 @@ class Tail:
 
     def close(self) -> None:
         """Read no more. What is in flight ends soon."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for stored in {id(run.stored): run.stored for run in self.runs}.values():
