@@ -169,7 +169,7 @@ def test_closing_finishes_what_is_queued_and_takes_nothing_more(
 def test_waiting_for_what_is_not_being_born_is_no_waiting(
     queue: BirthQueue, turn: FairLock, output: PrefillOutput
 ) -> None:
-    with turn:  # nothing can be described meanwhile
+    with turn.take():  # nothing can be described meanwhile
         queue.submit(output.recorder, output.merged.kv[:, 0], context())
         waiting = threading.Thread(target=lambda: [queue.wait_for(["nothing", "of", "the kind"]), queue.wait_for([])])
         waiting.start()
