@@ -199,8 +199,8 @@ def test_g4_whatever_the_front_takes_the_logits_are_those_of_full_prefill(
         assert not_loaded(result) == list(range(tokens))
         assert result.row_layers == (tokens + len(QUESTION)) * 6
         assert np.flatnonzero(result.rows.done).tolist() == list(range(tokens))
-    else:  # where a layer was late, the last pass may have taken over more
-        assert set(range(min(tokens + last_takes, 470))) <= set(not_loaded(result))
+    else:  # what else had to be computed goes by how fast the reader was
+        assert set(range(tokens)) <= set(not_loaded(result))
 
 
 @pytest.mark.gate
@@ -580,11 +580,11 @@ def test_what_failed_is_told_once(disk: Disk) -> None:
     assert loads.incomplete() == []
 
 
-def test_waiting_is_added_up(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_added_up(disk: Disk) -> None:
     loads = disk.loads(readers=0)
     assert not loads.wait(lambda: False, 0.0)
     before = loads.waited_s
-    assert 0.0 < before
+    assert before > 0.0
     assert loads.wait(lambda: True)
     assert loads.waited_s > before
 
@@ -624,7 +624,7 @@ def test_a_meter_forgets_an_old_rate_and_counts_silence(monkeypatch: pytest.Monk
         meter.begin(1e5)
         clock.now += 0.01
         meter.end(1e5, came=True)
-    assert 3e6 < meter.bytes_per_s < 25e6  # 10 MB/s by now, and a rest of what was expected
+    assert 3e6 < meter.bytes_per_s < 20e6  # 10 MB/s by now, and a rest of what was expected
     before = meter.bytes_per_s
     clock.now += 0.2
     assert meter.bytes_per_s < 0.8 * before

@@ -90,7 +90,7 @@ def test_measuring_leaves_the_store_as_it_is(evaluation_engine: Engine, town_dat
     before = {row.variant.variant_id for row in evaluation_engine.store.rows()}
     for name in ("full_recompute", "prefix_cache", "full_cache", "default"):
         measure(evaluation_engine, reference, trial(name, 0.2 if METHODS[name].takes_ratio else None))
-    evaluation_engine.captures.wait_for([chunk.chunk_id for chunk in reference.question.passages])
+    evaluation_engine.write_back.wait_for([chunk.chunk_id for chunk in reference.question.passages])
     assert {row.variant.variant_id for row in evaluation_engine.store.rows()} == before
 
 

@@ -1,4 +1,4 @@
-"""Planning: which stored variant serves each chunk, what is recomputed, and how long deciding takes."""
+"""Planning: which stored variant serves each chunk, what is recomputed, and how little of the catalog that reads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import dataclasses
 import math
 import random
 import sqlite3
-import statistics
 import struct
-import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import _insert
+from cachecraft_rag.store.catalog import Catalog, _insert
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)
@@ -302,12 +300,13 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
         yield store
 
 
-@pytest.mark.no_cover  # tracing every line makes planning three times as slow
-def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog(full_store: ChunkCacheStore) -> None:
+def test_planning_20_chunks_of_8_variants_scans_nothing_of_100_000_in_the_catalog(
+    full_store: ChunkCacheStore, sqlite_steps: Callable[[Catalog], AbstractContextManager[list[int]]]
+) -> None:
     assert full_store.stats().variants == CHUNKS * VARIANTS
     rng = random.Random(1)
-    config, planning, selecting = ReuseConfig(), list[float](), list[float]()
-    for _ in range(150):
+    config, catalog = ReuseConfig(), full_store._durable.catalog
+    for _ in range(10):
         names = [digest("chunk", str(n)) for n in rng.sample(range(100), 20)]
         chunks = [Segment("chunk", name, tuple(range(400))) for name in names]
         for chunk in chunks:
@@ -315,20 +314,17 @@ def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog
         prompt = Prompt(
             (Segment("system", digest(SYSTEM), (1,)), *chunks, Segment("question", digest("q"), (2,), True))
         )
-        start = time.perf_counter()
-        stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
-        plan = make_plan(prompt, stored, config)
-        planned = time.perf_counter()
+        with sqlite_steps(catalog) as planning:
+            stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
+            plan = make_plan(prompt, stored, config)
         winners = [s.variant.variant_id for s in plan.segments if s.variant is not None]
-        chosen = with_selection(plan, full_store.token_scores(winners), config)
-        planning.append(planned - start)
-        selecting.append(time.perf_counter() - planned)
+        with sqlite_steps(catalog) as selecting:
+            chosen = with_selection(plan, full_store.token_scores(winners), config)
+        assert planning[0] < 100 * 20 * VARIANTS
+        assert selecting[0] < 100 * 20
         assert [len(stored[name]) for name in names] == [VARIANTS] * 20
         assert len(winners) == 20
         assert sum(len(s.recompute) for s in chosen.segments) > 20
-    batches = [statistics.median(planning[start : start + 50]) for start in (0, 50, 100)]
-    print(f"planning {min(batches) * 1e3:.2f} ms, token scores {statistics.median(selecting) * 1e3:.2f} ms")
-    assert min(batches) <= 0.002  # of three, because the machine may be busy with something else meanwhile
 
 
 # -- other scopes -----------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import json
 import math
 import os
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -402,7 +402,10 @@ def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, 
         stored.read(0, 0, 150)
 
 
-def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(tmp_path: Path) -> None:
+def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(
+    tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.store.throttle.time", clock)
     layout = replace(LAYOUT, kv_heads=8, head_dim=64, layers=4)
     variant = make(tokens=250, layout=layout)  # 4 MB
     throttle = Throttle(20e6)
@@ -410,15 +413,14 @@ def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(tmp_path: P
     store(tier, variant, layout)
 
     def timed() -> float:
-        started = time.perf_counter()
+        started: float = clock.now
         assert isinstance(tier.read(variant), LoadedVariant)
-        return time.perf_counter() - started
+        return clock.now - started
 
-    assert 0.17 < timed() < 0.4
-    timer = threading.Timer(0.1, setattr, (throttle, "bytes_per_s", math.inf))
+    assert timed() == pytest.approx(variant.nbytes / 20e6, abs=0.01)
     throttle.bytes_per_s = 4e6
-    timer.start()
-    assert 0.1 < timed() < 0.4  # at 4 MB/s alone it would be a second
+    clock.alarm_at, clock.alarm = clock.now + 0.1, lambda: setattr(throttle, "bytes_per_s", math.inf)
+    assert 0.1 <= timed() < 0.2  # at 4 MB/s alone it would be a second
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
