@@ -21,7 +21,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from cachecraft_rag.cli import app as command
-from cachecraft_rag.cli import chat, options, store
+from cachecraft_rag.cli import ask, chat, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
 from cachecraft_rag.engine.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.errors import CacheCraftError

@@ -99,7 +99,7 @@ def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None
 
 def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
     variant = stored_on_disk(tmp_path)
-    tiers: list[Tier] = [MemoryTier(1 << 20), DiskTier(tmp_path / "variants")]
+    tiers: list[MemoryTier | DiskTier] = [MemoryTier(1 << 20), DiskTier(tmp_path / "variants")]
     first, second = (tier.read(variant) for tier in tiers)
     assert isinstance(first, Unavailable)
     assert isinstance(second, LoadedVariant)
