@@ -1,16 +1,18 @@
-"""LangChain: a generator and a chat model that reuse the chunk-caches of the documents they are given.
-
-    chain = create_retrieval_chain(any_retriever, CacheCraftGenerator.from_pretrained("demo", store="chunk-caches"))
-
-Documents reach the model as documents and not as one long text, so the engine knows each by what the model sees of it.
-Needs `langchain-core` and nothing else of LangChain: `pip install 'cachecraft-rag[langchain]'`.
-"""
+"""LangChain's chat model over an engine; documents come with the call, as documents."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.documents import Document
+from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
+from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.async_bridge import iterate
@@ -23,30 +25,8 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.types import Chunk
 
-try:
-    from langchain_core.callbacks import (
-        AsyncCallbackManagerForChainRun,
-        AsyncCallbackManagerForLLMRun,
-        CallbackManagerForChainRun,
-        CallbackManagerForLLMRun,
-    )
-    from langchain_core.documents import Document
-    from langchain_core.language_models.chat_models import (
-        BaseChatModel,
-        agenerate_from_stream,
-        generate_from_stream,
-    )
-    from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage, convert_to_messages
-    from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-    from langchain_core.outputs import ChatGenerationChunk, ChatResult
-    from langchain_core.prompts import BasePromptTemplate, format_document
-    from langchain_core.runnables import RunnableConfig, RunnableSerializable
-    from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
-except ImportError as error:
-    raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
-
-_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # as other chat models call it
-_OF_SERVERS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # no meaning for a model in process
+_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
+_SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # meaningless for a local model
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
@@ -92,7 +72,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
     @classmethod
     def _without_settings_of_servers(cls, values: Any) -> Any:
         """Chat models are swapped for each other by name, and no timeout of a server must stop that."""
-        return {name: value for name, value in values.items() if name not in _OF_SERVERS}
+        return {name: value for name, value in values.items() if name not in _SERVER_SETTINGS}
 
     @classmethod
     def from_pretrained(
@@ -108,7 +88,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         this class. Close the model when done (or use a `with` block): chunk-caches still being captured are then written.
         Raises `ConfigError` for a setting that does not exist, before anything is loaded.
         """
-        _check_names(settings, cls)
+        check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
         options: Any = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
@@ -162,7 +142,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         `given` are the call's own settings.
         """
         given = dict(given)
-        documents = _documents(given.pop("documents", None) or (), "documents")
+        documents = documents_of(given.pop("documents", None) or (), "documents")
         session = given.pop("session", self.session)
         if unknown := given.keys() - _SAMPLING:
             known = ", ".join(sorted({"documents", "session", "stop"} | _SAMPLING))
@@ -253,153 +233,15 @@ class ChatCacheCraft(Closing, BaseChatModel):
         return ChatGenerationChunk(message=message)
 
 
-class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
-    """Documents and a question in, the answer's text out: in place of `create_stuff_documents_chain(llm, prompt)`.
-
-    The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
-    any form LangChain knows. Where an application has other names for these, say so (`input_key="question"`). Pieces,
-    callbacks and numbers are those of `llm`, which runs within: its tokens show in `astream_events`, its usage in
-    LangChain's `UsageMetadataCallbackHandler`.
-
-    document_prompt  how a document reads to the model; None: its text. What it says is part of the chunk's identity, so
-                     a document's chunk is another than its retriever's: "documents" among the numbers says which.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    llm: ChatCacheCraft
-    document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None  # langchain-core 1.0 cannot validate it
-    input_key: str = "input"
-    context_key: str = "context"
-    history_key: str = "chat_history"
-
-    def __init__(self, **settings: Any) -> None:
-        with config_errors():
-            super().__init__(**settings)
-
-    @classmethod
-    def from_pretrained(cls, model: str = "demo", **settings: Any) -> Self:
-        """A generator of `ChatCacheCraft.from_pretrained`; `settings` are those of that and this class's fields."""
-        _check_names(settings, cls, ChatCacheCraft)
-        names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
-        own = {name: settings.pop(name) for name in names & settings.keys()}
-        with ExitStack() as opened:
-            made = cls(llm=opened.enter_context(ChatCacheCraft.from_pretrained(model, **settings)), **own)
-            opened.pop_all()
-        return made
-
-    def close(self) -> None:
-        """Close the chat model."""
-        self.llm.close()
-
-    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
-        """The whole answer. `kwargs` are those of a call of `ChatCacheCraft`, here and below."""
-        return self._call_with_config(self._answer, input, config, **kwargs)
-
-    async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
-        """The whole answer, computed in threads."""
-        return await self._acall_with_config(self._aanswer, input, config, **kwargs)
-
-    def stream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[str]:
-        """The answer piece by piece."""
-        yield from self.transform(iter([input]), config, **kwargs)
-
-    async def astream(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[str]:
-        """The answer piece by piece, computed in threads."""
-
-        async def once() -> AsyncIterator[dict[str, Any]]:
-            yield input
-
-        async for piece in self.atransform(once(), config, **kwargs):
-            yield piece
-
-    def transform(
-        self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> Iterator[str]:
-        """As `stream`, for a chain whose earlier steps deliver the input in parts."""
-        yield from self._transform_stream_with_config(input, self._pieces, config, **kwargs)
-
-    async def atransform(
-        self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[str]:
-        """As `astream`, for a chain whose earlier steps deliver the input in parts."""
-        async for piece in self._atransform_stream_with_config(input, self._apieces, config, **kwargs):
-            yield piece
-
-    def _answer(
-        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
-    ) -> str:
-        messages, documents = self._read(input)
-        return self.llm.invoke(messages, config, documents=documents, **kwargs).text
-
-    async def _aanswer(
-        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
-    ) -> str:
-        messages, documents = self._read(input)
-        return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
-
-    def _pieces(
-        self,
-        parts: Iterator[dict[str, Any]],
-        run_manager: CallbackManagerForChainRun,
-        config: RunnableConfig,
-        **kwargs: Any,
-    ) -> Iterator[str]:
-        messages, documents = self._read(_joined(list(parts)))
-        for chunk in self.llm.stream(messages, config, documents=documents, **kwargs):
-            if chunk.text:
-                yield chunk.text
-
-    async def _apieces(
-        self,
-        parts: AsyncIterator[dict[str, Any]],
-        run_manager: AsyncCallbackManagerForChainRun,
-        config: RunnableConfig,
-        **kwargs: Any,
-    ) -> AsyncIterator[str]:
-        messages, documents = self._read(_joined([part async for part in parts]))
-        async for chunk in self.llm.astream(messages, config, documents=documents, **kwargs):
-            if chunk.text:
-                yield chunk.text
-
-    def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
-        """The conversation and the documents of an input."""
-        if not isinstance(input, Mapping):
-            raise ConfigError(
-                f"the input must be a dict with {self.input_key!r} and {self.context_key!r}, not {input!r}"
-            )
-        missing = [key for key in (self.input_key, self.context_key) if key not in input]
-        if missing:
-            raise ConfigError(
-                f"the input has no {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, input))}; "
-                "rename it, or set input_key and context_key"
-            )
-        question, history = input[self.input_key], input.get(self.history_key) or []
-        if not isinstance(question, str | list):  # a list: text in parts, as in a message
-            raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
-        # LangChain itself would make a message of every letter, of every key, of every field.
-        if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
-            raise ConfigError(
-                f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
-            )
-        documents = _documents(input[self.context_key], self.context_key)
-        if self.document_prompt is not None:
-            prompt = self.document_prompt
-            documents = [Document(format_document(document, prompt), id=document.id) for document in documents]
-        return [*convert_to_messages(history), *convert_to_messages([("human", question)])], documents
-
-
-def _check_names(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
+def check_settings(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
     """Refuse settings of `from_pretrained` that are neither the engine's nor a field of one of the classes."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store"} | EngineConfig.option_names() | fields
-    if unknown := settings.keys() - known - _OF_SERVERS:
+    if unknown := settings.keys() - known - _SERVER_SETTINGS:
         raise ConfigError(f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}")
 
 
-def _documents(given: Any, name: str) -> list[Document]:
+def documents_of(given: Any, name: str) -> list[Document]:
     """What was given under that name, if these are documents."""
     documents = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not all(isinstance(document, Document) for document in documents):
@@ -408,14 +250,6 @@ def _documents(given: Any, name: str) -> list[Document]:
             "joins them into one text, or nothing can be reused"
         )
     return documents
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """An input from its parts, which LangChain lets be added."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
