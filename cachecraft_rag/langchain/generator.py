@@ -22,15 +22,14 @@ from cachecraft_rag.store.closeable import Closing
 
 
 class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
-    """Documents and a question in, the answer's text out: in place of `create_stuff_documents_chain(llm, prompt)`.
+    """Documents and a question in, the answer's text out: replaces `create_stuff_documents_chain(llm, prompt)`.
 
     The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
-    any form LangChain knows. Where an application has other names for these, say so (`input_key="question"`). Pieces,
-    callbacks and numbers are those of `llm`, which runs within: its tokens show in `astream_events`, its usage in
-    LangChain's `UsageMetadataCallbackHandler`.
+    any form LangChain accepts. Other key names can be set (`input_key="question"`). Inside runs `llm`: its tokens show
+    in `astream_events`, its usage in LangChain's `UsageMetadataCallbackHandler`.
 
-    document_prompt  how a document reads to the model; None: its text. What it says is part of the chunk's identity, so
-                     a document's chunk is another than its retriever's: "documents" among the numbers says which.
+    document_prompt  formats a document for the model; None: its text alone. The formatted text is the chunk, so its
+                     chunk id differs from the retriever's; "documents" in the statistics has the ids.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -46,22 +45,30 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
             super().__init__(**settings)
 
     @classmethod
-    def from_pretrained(cls, model: str = "demo", **settings: Any) -> Self:
-        """A generator of `ChatCacheCraft.from_pretrained`; `settings` are those of that and this class's fields."""
+    def from_pretrained(
+        cls,
+        model: str = "demo",
+        *,
+        store: PathLike = "chunk-caches",
+        config: EngineConfig | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A generator over `ChatCacheCraft.from_pretrained`; `settings` may also be fields of this class."""
         check_settings(settings, cls, ChatCacheCraft)
         names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
         own = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
-            made = cls(llm=opened.enter_context(ChatCacheCraft.from_pretrained(model, **settings)), **own)
+            chat = ChatCacheCraft.from_pretrained(model, store=store, config=config, **settings)
+            generator = cls(llm=opened.enter_context(chat), **own)
             opened.pop_all()
-        return made
+        return generator
 
     def close(self) -> None:
         """Close the chat model."""
         self.llm.close()
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
-        """The whole answer. `kwargs` are those of a call of `ChatCacheCraft`, here and below."""
+        """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
         return self._call_with_config(self._answer, input, config, **kwargs)
 
     async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
@@ -86,13 +93,13 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
     def transform(
         self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[str]:
-        """As `stream`, for a chain whose earlier steps deliver the input in parts."""
+        """`stream` for a chain whose earlier steps deliver the input in parts."""
         yield from self._transform_stream_with_config(input, self._pieces, config, **kwargs)
 
     async def atransform(
         self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[str]:
-        """As `astream`, for a chain whose earlier steps deliver the input in parts."""
+        """`astream` for a chain whose earlier steps deliver the input in parts."""
         async for piece in self._atransform_stream_with_config(input, self._apieces, config, **kwargs):
             yield piece
 
@@ -133,7 +140,7 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
                 yield chunk.text
 
     def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
-        """The conversation and the documents of an input."""
+        """The messages and the documents of an input."""
         if not isinstance(input, Mapping):
             raise ConfigError(
                 f"the input must be a dict with {self.input_key!r} and {self.context_key!r}, not {input!r}"
@@ -147,7 +154,7 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
         question, history = input[self.input_key], input.get(self.history_key) or []
         if not isinstance(question, str | list):  # a list: text in parts, as in a message
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
-        # LangChain itself would make a message of every letter, of every key, of every field.
+        # LangChain would turn each letter, key or field of these into a message.
         if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
             raise ConfigError(
                 f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
@@ -160,7 +167,7 @@ class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """An input from its parts, which LangChain lets be added."""
+    """The sum of an input's parts; LangChain defines how parts are added."""
     whole = parts[0]
     for part in parts[1:]:
         whole = whole + part

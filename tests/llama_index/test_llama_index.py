@@ -504,8 +504,8 @@ def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: Vect
 
 
 def test_what_the_facade_indexed_answers_through_llama_index(engine: Engine, tmp_path: Path) -> None:
-    from cachecraft_rag.rag import open_index
     from cachecraft_rag.retrievers.embeddings import Embedder
+    from cachecraft_rag.retrievers.retriever import open_index
 
     embedder = Embedder()
     with open_index(tmp_path, embedder) as own_index:
