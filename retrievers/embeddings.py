@@ -103,11 +103,9 @@ class Embedder:
         """Unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch."""
         return self._encode(texts, "encode_document", progress)
 
-    def encode_query(
-        self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
-    ) -> NDArray[np.float32]:
-        """Unit vectors of questions, float32 `[texts, dim]`; they differ from `encode_document` if the model has prompts."""
-        return self._encode(texts, "encode_query", progress)
+    def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Unit vectors of questions, float32 `[texts, dim]`; a model with prompts puts another one before questions."""
+        return self._encode(texts, "encode_query", None)
 
     def _encode(
         self, texts: Sequence[str], method: str, progress: Callable[[Progress], None] | None
@@ -119,7 +117,7 @@ class Embedder:
             return np.empty((0, self.dim), dtype=np.float32)  # the library would return the shape (0,)
         # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
-        # Longest first: texts of similar length share a batch (little padding), and memory runs out in the first one or never.
+        # Longest first: texts of similar length share a batch (little padding), and memory runs out at once or never.
         order = sorted(range(len(texts)), key=lambda at: (-len(texts[at]), at))
         rows: list[NDArray[np.float32]] = []
         for start in range(0, len(order), self.batch_size):
