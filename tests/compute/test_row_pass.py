@@ -99,7 +99,9 @@ def requests_of(decoder: Decoder) -> tuple[list[Request], Sees]:
     decodes = Rows.of([0, 74, 75], new=[74])
     return [
         Request(decoder, ids, Rows.of(BOUNDS, new=range(75)), captures=[1, 2]),
-        Request(decoder, ids, Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 20, 45, 47]), resident=foreign, drifts=True),
+        Request(
+            decoder, ids, Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 20, 45, 47]), resident=foreign, drifts=True
+        ),
         Request(decoder, ids, Rows.of(BOUNDS, new=[*range(10), *QUESTION]), resident=foreign[1:], observer=sees),
         Request(decoder, ids, Rows.of(BOUNDS, new=QUESTION), resident=foreign[:2], absent=range(40, 60)),
         Request(decoder, ids, decodes, resident=foreign),
