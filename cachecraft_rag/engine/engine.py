@@ -1,8 +1,8 @@
 """The engine: chunks and a question in, an answer out, token by token.
 
-One request: prompt → look-up → plan → partial prefill while the rest is loaded → decode; new captures go to the store in
-the background once the answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none
-sees another's state.
+One request: prompt → look-up → resolve → prefill while the rest is loaded → decode; captures go to the store in the
+background once the answer is out. Concurrent requests compute one pass at a time, in the order of asking; each owns its
+buffer, so none sees another's state.
 """
 
 from __future__ import annotations

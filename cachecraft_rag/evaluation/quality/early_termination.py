@@ -112,7 +112,7 @@ def _answer(engine: Engine, reference: Reference, config: ReuseConfig) -> tuple[
     """KL to full prefill; rows computed, on average over the layers; tokens of chunks recomputed."""
     question, full = reference.question, reference.answer
     found = engine.score_answer(
-        question.text, question.passages, along=full.tokens, max_new_tokens=reference.answer_tokens, config=config
+        question.text, question.passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=config
     )
     stats = found.stats
     kl, _ = divergence(full.logits, found.logits)
