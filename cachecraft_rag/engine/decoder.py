@@ -270,8 +270,8 @@ def _device(name: str) -> torch.device:
 def _context_length(config: Any) -> int:
     """Most positions that one set of rotary frequencies serves.
 
-    LongRoPE has two sets and changes all keys when a prompt passes the original length, so a chunk-cache captured on one
-    side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
+    LongRoPE has two sets and changes all keys when a prompt passes the original length, so a chunk-cache captured on
+    one side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
     capture every chunk twice.
     """
     longest = int(config.max_position_embeddings)

@@ -30,7 +30,7 @@ class PromptBuilder:
         tokenizer: a transformers tokenizer; its chat template is used where it has one, a plain layout otherwise.
         context_length: most tokens of prompt and answer together.
         system: the instruction; part of the system segment, so caches captured under another one are a miss for eq. 6.
-        private_system: True where `system` holds one user's text: what is captured behind it is then kept to the session.
+        private_system: True where `system` holds one user's text: captures behind it are then kept to the session.
         best_last: chunks come ranked best first and are laid out with the best one nearest to the question, where
             small models make most of it (on 18 questions about the sample handbook 15 answers were right, 12 with the
             best one first).

@@ -279,8 +279,8 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
 
     A chunk computed behind reused ones inherits their error (an inexact capture): reused segments count nothing, exact
-    ones all, and computed ones as much as their own context was exact. What a lossy codec stored counts nearly all behind
-    its origin prefix: too little for anything behind it to be exact.
+    ones all, and computed ones as much as their own context was exact. What a lossy codec stored counts nearly all
+    behind its origin prefix: too little for anything behind it to be exact.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60

@@ -1,8 +1,8 @@
 """The equations of Cache-Craft §3.1–3.2, one function each, on plain numbers.
 
 Prefixes here hold corpus chunks only. The system segment stands before every chunk of every prompt, so counting it
-would make the overlap of a chunk that was captured right behind it 1 behind anything; it is compared for equality instead
-(see `planner`).
+would give a chunk captured right behind it an overlap of 1 everywhere; it is compared for equality instead (see
+`planner`).
 """
 
 from __future__ import annotations
