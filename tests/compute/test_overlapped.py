@@ -588,6 +588,37 @@ def test_what_an_earlier_pass_captured_is_kept_whatever_the_question_shapes_late
     assert [capture.segment for capture in result.recorder.captures] == [1]
 
 
+def test_what_a_front_piece_has_computed_is_not_overwritten_by_what_was_stored(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, on_ranks: Callable[[Decoder, Ranks], Decoder]
+) -> None:
+    loads = disk.loads([1, 2, 3], readers=0)
+
+    def decisions() -> Iterator[tuple[float, bool]]:
+        yield 150, False
+        loads.read()
+        yield 0, True
+
+    wrong = ResidentKV(0, torch.zeros_like(disk.captures[0].kv))
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=range(20))
+    assert_exact(prefilled(on_ranks(decoder, Led(decisions())), loads, rows=rows, resident=[wrong]))
+
+
+@pytest.mark.parametrize("layer", range(1, 6))
+def test_a_running_row_whose_stored_values_did_not_come_is_no_evidence_of_drift(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, losing: Callable[..., PendingLoads], layer: int
+) -> None:
+    result = prefilled(
+        decoder,
+        losing(PendingLoads.of_nothing(6), [40], before=layer, spoilt=math.nan),
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=[30, 40, 50, 60]),
+        resident=[ResidentKV(capture.start, capture.kv) for capture in disk.captures],
+        reused=(1, 2, 3),
+        drift=1.0,
+    )
+    assert_exact(result)
+    assert result.row_layers == (len(QUESTION) + 4) * 6  # it ran already
+
+
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
