@@ -24,11 +24,11 @@ from cachecraft_rag.checks import (
     check_whole,
 )
 from cachecraft_rag.errors import ConfigError, StoreError
-from cachecraft_rag.planning.scoring import reuse_gain
 from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closing
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.eviction import reuse_gain
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
@@ -268,7 +268,7 @@ class ChunkCacheStore(Closing):
         return future
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use: f_r grows by `scoring.reuse_gain`. Written in the background, in batches."""
+        """Record a use: f_r grows by `eviction.reuse_gain`. Written in the background, in batches."""
         self._home.require()
         # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
         gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)

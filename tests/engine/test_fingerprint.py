@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ def settle(place: Path) -> None:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the weight files that were read."""
     names: list[str] = []
     for name in ("_read_safetensors", "_whole"):
         real: Callable[[Path], Any] = getattr(fingerprint, name)
         monkeypatch.setattr(fingerprint, name, lambda path, real=real: (names.append(path.name), real(path))[1])
-    yield names
+    return names
 
 
 def of(folder: Path, dtype: str = "float32") -> str:
