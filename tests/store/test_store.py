@@ -687,7 +687,7 @@ def test_a_locked_catalog_is_refused_at_opening(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, codec, device"):
+    with pytest.raises(ConfigError, match=r"ram: no such store setting; there are busy_timeout_s, codec, device"):
         ChunkCacheStore.open(tmp_path, ram=5)
     for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
         with pytest.raises(ConfigError, match=setting):
@@ -707,7 +707,7 @@ def test_limits_once_set_stay_with_the_folder(tmp_path: Path) -> None:
         assert config.host_bytes == StoreConfig().host_bytes  # that one belongs to the process
         assert store.stats().variants == 3
     with ChunkCacheStore.open(tmp_path) as store:
-        assert store.config == dataclasses.replace(StoreConfig(), disk_bytes=5 * FILE, max_variants=3)
+        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=5)
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from urllib.parse import unquote, urlsplit
 import obstore
 from obstore.exceptions import BaseError, NotFoundError
 
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.expected import MOST_VARIANTS
 from cachecraft_rag.store.remote.base import LONGEST_ROWS, PIECE_BYTES, Outcome, Parcel, Usage, told
 from cachecraft_rag.store.remote.config import RemoteConfig
@@ -69,7 +70,9 @@ class ObjectBackend:
     """See `base.Backend`. Its methods but `put` may run at the same time; `put` runs alone."""
 
     def __init__(self, config: RemoteConfig) -> None:
-        """Asks nothing of the server yet. Raises ValueError when obstore cannot use URL or environment."""
+        """Asks nothing of the server yet. Raises ValueError when obstore cannot use URL or environment,
+        ConfigError when a folder is not there.
+        """
         self._config = config
         self._granted = 0
         self._levels: dict[str, int] = {}  # by place/name, as last listed or written
@@ -77,7 +80,10 @@ class ObjectBackend:
         options: dict[str, Any] = {}
         self._folder = unquote(urlsplit(config.url).path) if config.scheme == "file" else None
         if self._folder is not None and not os.path.isdir(self._folder):  # made here, it would hide a missing mount
-            raise ValueError(f"there is no folder {self._folder}; mount it, or make it: mkdir -p {quote(self._folder)}")
+            raise ConfigError(
+                f"The remote {config.shown} cannot be used: there is no folder {self._folder}; mount it, or make it: "
+                f"mkdir -p {quote(self._folder)}"
+            )
         if config.scheme not in ("file", "memory"):
             # Retried by the tier, within its time limits. No client options: they would hide those of the environment.
             options["retry_config"] = {"max_retries": 0}

@@ -443,6 +443,8 @@ def _backend_of(config: RemoteConfig) -> Backend:
         raise ConfigError(
             f"A remote needs the package {error.name!r}; type: pip install 'cachecraft-rag[remote]'"
         ) from error
+    except ConfigError:  # our own words, with no secret in them
+        raise
     except (ValueError, TypeError) as error:
         why = config.hide(error)
     # Outside the handler: what the library said stays out of the chain of causes.

@@ -322,6 +322,7 @@ LIES = (other_values, other_share, other_scores)
 def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
     key: str | None, fuzz: Any, fuzz_decoder: Decoder, tmp_path: Path
 ) -> None:
+    (tmp_path / "shared").mkdir()
     config = RemoteConfig(f"file://{tmp_path}/shared", key=key, **PATIENT)  # type: ignore[arg-type]
     with ChunkCacheStore.open(tmp_path / "honest", remote=config) as store, Engine(fuzz_decoder, store) as engine:
         for _ in engine.stream(fuzz.question, fuzz.chunks):

@@ -44,6 +44,7 @@ class Shared:
     def __init__(self, folder: Path, decoder: Decoder) -> None:
         self.folder, self.decoder = folder, decoder
         self.url = f"file://{folder}/shared"
+        (folder / "shared").mkdir()
         self.engines: list[Engine] = []
 
     def engine(self, **settings: Any) -> Engine:
@@ -226,6 +227,7 @@ def raw_header(honest: Header, wrong: Header) -> bytes:
 
 def test_a_use_that_cannot_be_counted_and_a_stranger_keep_nothing_from_being_sent(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/shared"
+    (tmp_path / "shared").mkdir()
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 
     def variant(chunk: str) -> Variant:
