@@ -28,7 +28,7 @@ from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Document, SearchHit
 
 logger = logging.getLogger("cachecraft_rag.rag")
@@ -68,7 +68,7 @@ class AnswerStream(Iterator[str]):
         return Answer(self.text, self.sources, self.stats)
 
 
-class CacheCraft(Closing):
+class CacheCraft(Closeable):
     """Answers questions over your documents, reusing the chunk-caches of what it retrieves.
 
     >>> rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")  # doctest: +SKIP

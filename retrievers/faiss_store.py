@@ -31,7 +31,7 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
 from cachecraft_rag.retrievers.schema import chunk_of, model_name, prepare, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import can_be_written, connect_read_only
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
@@ -83,7 +83,7 @@ def chunk_number(chunk_id: str, salt: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{salt}:{chunk_id}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-class FaissStore(Closing):
+class FaissStore(Closeable):
     """Chunks with their vectors and owners in a folder; threads and processes may share it.
 
     Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens

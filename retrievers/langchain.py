@@ -15,7 +15,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit, chunk_id_of, digest
 
 try:
@@ -58,7 +58,7 @@ class CacheCraftEmbeddings(Embeddings):
         return vector
 
 
-class CacheCraftVectorStore(Closing, VectorStore):
+class CacheCraftVectorStore(Closeable, VectorStore):
     """LangChain's vector store over a `FaissStore`: on disk, with upserts, deletion, filters; scores are cosines.
 
     A document of LangChain's is a document of the index under the same id. Two with the same text are one chunk with

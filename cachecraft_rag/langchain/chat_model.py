@@ -20,7 +20,7 @@ from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
 try:
@@ -50,7 +50,7 @@ _OF_SERVERS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
-class ChatCacheCraft(Closing, BaseChatModel):
+class ChatCacheCraft(Closeable, BaseChatModel):
     """A chat model of an engine. Documents to answer over come with the call and not in a message:
 
     >>> chat = ChatCacheCraft.from_pretrained("demo")  # doctest: +SKIP
@@ -253,7 +253,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         return ChatGenerationChunk(message=message)
 
 
-class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
+class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
     """Documents and a question in, the answer's text out: in place of `create_stuff_documents_chain(llm, prompt)`.
 
     The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in

@@ -20,7 +20,7 @@ from cachecraft_rag.engine.engine import Engine, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 
 # Of `index.as_query_engine`, what would have another LLM or another prompt than the engine's answer.
 _LLAMA_INDEX_ONLY = frozenset(
@@ -51,7 +51,7 @@ def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collectio
     return retriever
 
 
-class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
+class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
 
     Close it at the end (or use it in a `with` block), or chunk-caches that are still being written may be lost.

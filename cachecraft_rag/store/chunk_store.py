@@ -25,7 +25,7 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.eviction import reuse_gain
@@ -36,14 +36,14 @@ from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.store.writer import flaw_of, variant_of
+from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.types import Capture, Damaged, LoadedVariant, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
 
 
-class ChunkCacheStore(Closing):
+class ChunkCacheStore(Closeable):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
 
     def __init__(self, root: Path, config: StoreConfig) -> None:

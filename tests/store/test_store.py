@@ -21,7 +21,7 @@ from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.store.writer import variant_of
+from cachecraft_rag.store.new_variant import variant_of
 from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")

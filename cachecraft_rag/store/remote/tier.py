@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.eviction import eviction_score, score_gain
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.layout import Encoded, OlderVersionError, longest_payload
@@ -63,7 +63,7 @@ class RemoteStats:
     captures: dict[str, int]
 
 
-class RemoteTier(Closing):
+class RemoteTier(Closeable):
     """Shared chunk-caches on a server, by identity. Any thread may call any method; no method but `close` waits long.
 
     All talk with the server runs in one event loop in a thread of its own: there every wait can be given up at any
