@@ -4,7 +4,7 @@ What makes it fit for its two hard duties:
 
 * *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
   and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
-  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a capture prefix
+  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of an origin prefix
   are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
   their own.
 * *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
@@ -41,7 +41,7 @@ from cachecraft_rag.store.catalog_rows import (
 )
 from cachecraft_rag.store.catalog_rows import pack_ids as pack_ids
 from cachecraft_rag.store.catalog_rows import unpack_ids as unpack_ids
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, kind_of_cache
 from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.store.expected import unsound, unsound_scores
 from cachecraft_rag.types import IDENTITY_VERSION, TokenScores, Variant, identity_version
@@ -80,8 +80,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
              UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
              DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
     ),
-    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk captured first
-    # lacks, and a process that still runs the version before would fail to insert.
+    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk without
+    # an origin prefix lacks, and a process that still runs the version before would fail to insert.
     (
         "CREATE TABLE token_received (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
         "DROP TRIGGER variant_removed",
@@ -230,7 +230,7 @@ class Catalog:
     def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
-        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        self._db = Database(path, kind=kind_of_cache(_MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
         if read_only:
             return
         try:
@@ -410,7 +410,7 @@ class Catalog:
             return _remove(connection, [_file(row) for row in found if row is not None], writer)
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Remove the chosen rows, lowest eviction score first: all, or until all files together have at most `down_to_bytes`."""
+        """Remove the chosen rows, lowest eviction score first: all, or until all files have `down_to_bytes` at most."""
         condition, parameters = chosen.as_sql()
         query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
             WHERE {condition} ORDER BY v.score, v.created"""

@@ -33,10 +33,10 @@ from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
+from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.types import Capture, Damaged, LoadedVariant, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")

@@ -22,8 +22,8 @@ from cachecraft_rag.store.catalog import Catalog, DamagedRow, FileRef, Limits, L
 from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, FoundFile
 from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
-from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.store.presence import Presence
+from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import Damaged, TokenScores, Unavailable, Variant
 
 FindingKind = Literal[

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import _MIGRATIONS, Catalog, FileRef, Limits, RowFilter, pack_ids, unpack_ids
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, kind_of_cache
 from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 
@@ -128,7 +128,7 @@ def as_lists(scores: TokenScores) -> tuple[list[float] | None, ...]:
 
 def test_a_catalog_of_before_received_attention_opens_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "catalog.sqlite"
-    Database(path, migrations=_MIGRATIONS[:1], busy_timeout_s=5.0).close()
+    Database(path, kind=kind_of_cache(_MIGRATIONS[:1]), busy_timeout_s=5.0).close()
     old = make("old")
     scores = np.arange(7, dtype="<f4").tobytes()
     connection = sqlite3.connect(path, isolation_level=None)

@@ -24,8 +24,8 @@ from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.store.presence import Presence
+from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import Damaged, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
 
 LOSSY = [name for name in CODECS if name != "raw"]
