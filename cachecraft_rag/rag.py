@@ -26,7 +26,7 @@ from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_index
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Document, Progress
 
 logger = logging.getLogger("cachecraft_rag.rag")
@@ -63,7 +63,7 @@ class AnswerStream(Iterator[str]):
         return Answer(self.text, self.sources, self.stats)
 
 
-class CacheCraft(Retriever, Closing):
+class CacheCraft(Retriever, Closeable):
     """Answers questions over your documents and reuses the chunk-caches of the chunks it retrieves.
 
     >>> rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")  # doctest: +SKIP

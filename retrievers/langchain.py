@@ -14,7 +14,7 @@ from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit, chunk_id_of, digest
 
 try:
@@ -56,7 +56,7 @@ class CacheCraftEmbeddings(Embeddings):
         return vector
 
 
-class CacheCraftVectorStore(Closing, VectorStore):
+class CacheCraftVectorStore(Closeable, VectorStore):
     """A LangChain vector store over a `FaissStore`: on disk, with upserts, deletion and filters; scores are cosines.
 
     A LangChain document is a document of the index under the same id. Two documents with the same text are one chunk

@@ -55,7 +55,7 @@ from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, SearchHit
 
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
@@ -106,7 +106,7 @@ class CacheCraftEmbedding(BaseEmbedding):
         return await asyncio.to_thread(self._get_text_embeddings, texts)
 
 
-class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
+class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     """A LlamaIndex vector store in a folder: adding is idempotent by node id, filters are applied before the search.
 
     Every change is on disk when the call returns; `persist` only makes the next start faster. Scores are cosines. If

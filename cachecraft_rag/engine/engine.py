@@ -43,7 +43,7 @@ from cachecraft_rag.planning.calibration import Calibration, load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.processes import HomeProcess
@@ -114,7 +114,7 @@ class ScoredAnswer:
     stats: RequestStats
 
 
-class Engine(Closing):
+class Engine(Closeable):
     """Answers questions over chunks with one model and one store.
 
     Args:

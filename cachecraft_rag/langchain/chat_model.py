@@ -22,7 +22,7 @@ from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
@@ -30,7 +30,7 @@ _SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "time
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
-class ChatCacheCraft(Closing, BaseChatModel):
+class ChatCacheCraft(Closeable, BaseChatModel):
     """A chat model over an engine. The documents to answer from are an argument of the call, not part of a message:
 
     >>> chat = ChatCacheCraft.from_pretrained("demo")  # doctest: +SKIP

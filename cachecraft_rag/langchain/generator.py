@@ -18,10 +18,10 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import PathLike
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 
 
-class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
+class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
     """Documents and a question in, the answer's text out: replaces `create_stuff_documents_chain(llm, prompt)`.
 
     The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in

@@ -20,7 +20,7 @@ from cachecraft_rag.engine.engine import Engine, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 
 # Arguments of `index.as_query_engine` about LlamaIndex's own LLM and prompts; the engine has its own.
 _LLAMA_INDEX_ONLY = frozenset(
@@ -52,7 +52,7 @@ def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collectio
     return retriever
 
 
-class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
+class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
 
     Close it at the end (or use a `with` block); otherwise pending captures may be lost.

@@ -31,7 +31,7 @@ from cachecraft_rag.engine.engine import Engine, Generation, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
 
 dispatcher = get_dispatcher(__name__)
@@ -52,7 +52,7 @@ class AnswerStatsEvent(BaseEvent):
         return "CacheCraftAnswerStatsEvent"
 
 
-class CacheCraftSynthesizer(BaseSynthesizer, Closing):
+class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     """A response synthesizer that passes the nodes to the engine as chunks, so that their chunk-caches are reused.
 
     A node's chunk is the text the model sees of it (`MetadataMode.LLM`). `response.metadata["cachecraft"]` is

@@ -21,9 +21,9 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
 from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, FoundFile
-from cachecraft_rag.store.layout import Encoded
+from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
+from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.store.writers import Presence
 from cachecraft_rag.types import Damaged, TokenScores, Unavailable, Variant
 
 FindingKind = Literal[
@@ -171,7 +171,8 @@ class DurableVariants:
         gone = self.catalog.remove([file], writer=self._presence.token)
         if gone:
             path = self.disk.path(file.variant_id, file.created)
-            logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
+            level = logging.INFO if reason == STORED_BY_OLDER else logging.WARNING  # after an upgrade there are many
+            logger.log(level, "Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
         self.delete(gone)
 
     def evict(self, take: Callable[[str], list[FileRef]]) -> Evicted:
@@ -246,6 +247,8 @@ class DurableVariants:
 
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
         if isinstance(row, DamagedRow):
+            if row.newer:
+                return []  # of a newer version of the package: that one can tell what is wrong
             path = self.disk.path(row.file.variant_id, row.file.created)
             if repair:
                 self.delete(self.catalog.remove([row.file], writer=self._presence.token))

@@ -13,13 +13,13 @@ from typing import Any
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.quality.measuring import Record
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 
 FILE = "records.jsonl"
 _SHOWN = 3  # differences in one message
 
 
-class RecordLog(Closing):
+class RecordLog(Closeable):
     """The open file; one process at a time.
 
     Args:
