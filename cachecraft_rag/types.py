@@ -62,6 +62,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a long task has come: `done` of `total` steps; `what` is the step at hand, or empty."""
+
+    done: int
+    total: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """A whole text before it is split; `doc_id` is stable across re-indexing (files: the path below the folder)."""
 

@@ -102,10 +102,10 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An answer and what the model thought on the way.
+    """A greedy answer, and the model's predictions along the target tokens.
 
     tokens   of the greedy answer, with the token that ended it, if one did
-    logits   float32 `[answer, vocabulary]`: what was predicted for each token of the answer it was led along
+    logits   float32 `[target, vocabulary]`: what was predicted for each token of the target
     """
 
     text: str
@@ -240,35 +240,35 @@ class Engine(Closing):
         question: str,
         chunks: Iterable[Chunk],
         *,
-        along: Iterable[int] | None = None,
+        target: Iterable[int] | None = None,
         max_new_tokens: int = 32,
         config: ReuseConfig | None = None,
     ) -> ScoredAnswer:
-        """Answer greedily, and compare: what would have been predicted on the way to another answer?
+        """Answer greedily, and score the model against target tokens (teacher-forced).
 
-        Takes the same way as `stream`, up to the first token; so its TTFT is that of `stream`.
+        It runs what `stream` runs up to the first token, so its TTFT is that of `stream`.
 
         Args:
-            along: token ids of the other answer, at most `max_new_tokens`; None = its own.
+            target: token ids of another answer, at most `max_new_tokens`; None = the greedy answer itself.
 
         Raises:
             ContextLengthError, ConfigError: as in `stream`.
         """
-        along = None if along is None else listed("along", along)
+        target = None if target is None else listed("target", target)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
-        for token in along or ():
-            check_whole("each token of along", token, most=self.decoder.model.config.vocab_size - 1)
-        if along is not None and not 0 < len(along) <= max_new_tokens:
-            raise ConfigError(f"the answer to go along has {len(along)} tokens; it needs 1 to {max_new_tokens}")
+        for token in target or ():
+            check_whole("each token of target", token, most=self.decoder.model.config.vocab_size - 1)
+        if target is not None and not 0 < len(target) <= max_new_tokens:
+            raise ConfigError(f"target has {len(target)} tokens; it needs 1 to {max_new_tokens}")
         request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
         output = self._prefill(request)
-        if along is None:
+        if target is None:
             text = "".join(self._decode(request, output))
-            logits = self._logits_along(request, output, request.tokens)
+            logits = self._target_logits(request, output, request.tokens)
         else:
-            logits = self._logits_along(request, output, along)
+            logits = self._target_logits(request, output, target)
             own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
-            same = next((place for place, token in enumerate(along) if own[place] != token), len(along) - 1)
+            same = next((place for place, token in enumerate(target) if own[place] != token), len(target) - 1)
             text = "".join(self._decode(request, output, begun=own[: same + 1]))
         self._settle(request, output)
         return ScoredAnswer(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
@@ -348,7 +348,7 @@ class Engine(Closing):
         )
         return Prefilled(self.decoder.next_logits(result.hidden), result.buffer, result.recorder)
 
-    def _logits_along(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
+    def _target_logits(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
         """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
         if not request.first_token_s:
             int(output.logits.argmax())  # as drawing the first token would wait for a GPU

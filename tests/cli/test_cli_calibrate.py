@@ -173,8 +173,8 @@ def test_another_quality_replaces_the_first(home: Path) -> None:
     [
         (("--metric", "bleu"), "unknown metric 'bleu'; choose one of"),
         (("--quality", "95"), "quality must lie between 0 and 1"),
-        (("--captures", "stream"), "choose one of unrelated"),
-        (("--limit", "1", "--check"), "2 questions or more with --limit"),
+        (("--origin", "stream"), "choose one of unrelated"),
+        (("--limit", "1", "--check"), "2 questions or more: raise --limit"),
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )

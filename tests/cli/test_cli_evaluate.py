@@ -142,7 +142,7 @@ def test_other_settings_are_refused_and_restart_begins_again(home: Path) -> None
 
 
 def test_the_stream_is_warmed_up_first(home: Path) -> None:
-    arguments = ("--captures", "stream", "--methods", "full_cache", "--out", home / "stream")
+    arguments = ("--origin", "stream", "--methods", "full_cache", "--out", home / "stream")
     with pytest.raises(ConfigError, match="lower --warmup"):
         run(home, *arguments)
     assert last_json(run(home, *arguments, "--warmup", "4", "--json"))["questions"] == 2
@@ -177,7 +177,7 @@ def test_smaller_chunks_are_other_data(home: Path) -> None:
         (("--methods", "lingua2"), "--lingua2-model"),
         (("--ratios", "much"), "is no list of numbers"),
         (("--ratios", "0,0.1"), "a ratio must lie above 0"),
-        (("--captures", "somehow"), "unknown captures"),
+        (("--origin", "somehow"), "unknown origin condition"),
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_said_with_what_to_do(home: Path, arguments: tuple[str,
 @pytest.mark.slow
 def test_the_demo_model_on_the_sample_handbook(demo_model: Path, tmp_path: Path) -> None:
     methods = "full_recompute,prefix_cache,full_cache,craft"
-    arguments = ("--limit", "1", "--methods", methods, "--ratios", "0.15", "--captures", "similar", "--threads", "1")
+    arguments = ("--limit", "1", "--methods", methods, "--ratios", "0.15", "--origin", "similar", "--threads", "1")
     done = subprocess.run(
         [COMMAND, "eval", *arguments, "--out", str(tmp_path), "--json"],
         capture_output=True,

@@ -21,7 +21,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from cachecraft_rag.cli import app as command
-from cachecraft_rag.cli import chat, options, store
+from cachecraft_rag.cli import ask, chat, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
 from cachecraft_rag.engine.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.errors import CacheCraftError
@@ -36,7 +36,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What both consoles print, as to a terminal without colours."""
     shown = io.StringIO()
-    for module in (options, answers, chat, store, command):
+    for module in (options, ask, chat, store, command):
         for name in ("out", "err"):
             if hasattr(module, name):
                 console = PlainConsole(file=shown, width=400, color_system=None, force_terminal=False)
@@ -60,10 +60,10 @@ class Stream:
 
 def test_answers_and_sources_are_text(screen: io.StringIO) -> None:
     stream: Any = Stream()
-    answers.print_stream(stream)
+    ask.print_stream(stream)
     assert harmless(screen.getvalue())
     screen.seek(screen.truncate(0))
-    answers.print_sources(stream)
+    ask.print_sources(stream)
     assert harmless(screen.getvalue())
     assert screen.getvalue().count("[/]") == 3
 
