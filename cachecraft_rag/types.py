@@ -139,6 +139,19 @@ class SearchHit:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a long operation has come, as its `progress` callback is told.
+
+    done, total  steps finished, and steps in all
+    what         the step, in words for a progress bar
+    """
+
+    done: int
+    total: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of a model's chunk-caches, apart from the number of tokens."""
 

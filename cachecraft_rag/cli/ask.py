@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from cachecraft_rag.engine.chunk_bound import ModelTokens
     from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
-    from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
+    from cachecraft_rag.retrievers.indexer import IndexReport
 
 
 def require_index(store: Path) -> None:
     """Raise IndexStoreError unless something has been indexed: before a model is loaded or a folder made in vain."""
-    from cachecraft_rag.rag import INDEX_FOLDER
+    from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
 
     if not os.path.isdir(store / INDEX_FOLDER):  # pathlib raises for what is out of reach instead of saying no
         raise IndexStoreError(
@@ -67,19 +67,22 @@ def index(
     options.set_threads(threads)
     require_readable(folder)  # before the models are loaded and a store is made
     with waiting("Loading the embedding model"):
-        from cachecraft_rag.rag import open_index
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
+        from cachecraft_rag.retrievers.retriever import open_index
 
         options.quiet_libraries()
         embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
         bound = chunk_bound(model)
     with progress_bar("Indexing") as move, open_index(store, embedder) as found:
-
-        def step(done: IndexProgress) -> None:
-            move(done.files_done, done.files_total, f"{done.chunks_embedded} chunks embedded")
-
-        report = index_folder(folder, found, embedder, progress=step, model=bound, follow_links=follow_links)
+        report = index_folder(
+            folder,
+            found,
+            embedder,
+            progress=lambda step: move(step.done, step.total, step.what),
+            model=bound,
+            follow_links=follow_links,
+        )
     evict_removed(store, report)
     captured = None
     skipped: list[str] = []
@@ -96,7 +99,7 @@ def index(
             ) as rag,
             progress_bar("Computing chunk-caches") as move,
         ):
-            captured = rag.prime(progress=move, skipped=skipped.append)
+            captured = rag.prime(progress=lambda step: move(step.done, step.total, step.what), skipped=skipped.append)
     if as_json:
         print_json({**asdict(report), "captured": captured, "not_primed": skipped})
     else:

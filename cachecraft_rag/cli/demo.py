@@ -78,9 +78,9 @@ def demo(
 def _prepare(rag: CacheCraft) -> None:
     """Index the handbook and bear its chunk-caches; both skip what an earlier run has done."""
     with progress_bar("Indexing the sample handbook") as move:
-        report = rag.add_documents(handbook_folder(), progress=lambda done: move(done.files_done, done.files_total))
+        report = rag.add_documents(handbook_folder(), progress=lambda step: move(step.done, step.total))
     with progress_bar("Computing chunk-caches") as move:
-        captured = rag.prime(progress=move)
+        captured = rag.prime(progress=lambda step: move(step.done, step.total))
     done = f"{captured} chunk-caches computed" if captured else "all chunk-caches are on disk from an earlier run"
     err.print(f"{len(report.added)} pages added, {len(report.unchanged)} unchanged; {done}", highlight=False)
 

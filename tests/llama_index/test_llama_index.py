@@ -504,8 +504,8 @@ def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: Vect
 
 
 def test_what_the_facade_indexed_answers_through_llama_index(engine: Engine, tmp_path: Path) -> None:
-    from cachecraft_rag.rag import open_index
     from cachecraft_rag.retrievers.embeddings import Embedder
+    from cachecraft_rag.retrievers.retriever import open_index
 
     embedder = Embedder()
     with open_index(tmp_path, embedder) as own_index:
@@ -529,5 +529,8 @@ def test_texts_and_documents_may_come_from_a_generator(engine: Engine) -> None:
     texts = list(TEXTS.values())
     raw = llm.complete(QUESTION, documents=(text for text in texts)).raw
     assert {chunk["chunk_id"] for chunk in raw["cachecraft"]["chunks"]} == set(map(chunk_id_of, texts))
-    answer: Any = synthesizer.get_response(QUESTION, (text for text in texts))  # type: ignore[arg-type]
-    assert {chunk["chunk_id"] for chunk in answer.record["chunks"]} == set(map(chunk_id_of, texts))
+    with recorded() as recorder:
+        answer = synthesizer.get_response(QUESTION, (text for text in texts))  # type: ignore[arg-type]
+    assert type(answer) is str
+    (event,) = (event for event in recorder.events if isinstance(event, AnswerStatsEvent))
+    assert {chunk["chunk_id"] for chunk in event.stats["chunks"]} == set(map(chunk_id_of, texts))
