@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.sampling import SamplingParams
-    from cachecraft_rag.engine.self_check import self_check
     from cachecraft_rag.engine.stats import Answer, RequestStats
     from cachecraft_rag.errors import CacheCraftError
     from cachecraft_rag.planning.config import ReuseConfig
@@ -41,7 +40,6 @@ __all__ = [
     "RequestStats",
     "ReuseConfig",
     "SamplingParams",
-    "self_check",
 ]
 
 _HOME = {
@@ -57,7 +55,6 @@ _HOME = {
     "RequestStats": "engine.stats",
     "ReuseConfig": "planning.config",
     "SamplingParams": "engine.sampling",
-    "self_check": "engine.self_check",
 }
 
 

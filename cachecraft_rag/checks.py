@@ -48,7 +48,7 @@ def check_whole(name: str, value: object, *, least: int = 0, most: int = MOST, o
         return
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         upper = f"at most {most}" if most != MOST else "below 2**63"
-        raise _wrong(name, f"a whole number, at least {least} and {upper}", value)
+        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, at least {least} and {upper}")
 
 
 def check_number(
@@ -65,7 +65,7 @@ def check_number(
         return
     lower = f"above {least:g}" if above else f"{least:g} or more"
     upper = "" if most == math.inf else f" and at most {most:g}" if most < 1e300 else " and finite"
-    raise _wrong(name, f"a number, {lower}{upper}", value)
+    raise ConfigError(f"{name} is {shown(value)}; it must be a number, {lower}{upper}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -92,7 +92,8 @@ def check_text(name: str, value: object, *, optional: bool = False, empty: bool 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
-        raise _wrong(name, f"one of {', '.join(choices)}", value)
+        *others, last = choices
+        raise _wrong(name, f"{', '.join(others)} or {last}", value)
 
 
 def check_kind(

@@ -62,15 +62,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a long task has come: `done` of `total` steps; `what` is the step at hand, or empty."""
-
-    done: int
-    total: int
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
 class Document:
     """A whole text before it is split; `doc_id` is stable across re-indexing (files: the path below the folder)."""
 
@@ -205,7 +196,7 @@ class Payload:
 
     layout  that of the model that asked; None where no model did
     nbytes  on a remote: how many there are
-    seal    on a signed remote: a keyed digest of each slice, see `tiers.remote.signing`
+    seal    on a signed remote: a keyed digest of each slice, see `store.remote.signing`
     """
 
     layout: KVLayout | None = None
@@ -217,12 +208,12 @@ class Payload:
 class Variant:
     """What the catalog knows of a chunk-cache without touching its tensors.
 
-    inter          eq. 3 towards each segment of the capture prefix (same order), averaged over heads and layers
+    inter          eq. 3 towards each segment of the origin prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
-    exact_share    share of the capture prefix's tokens that were exact when this variant was captured: computed, or taken
+    exact_share    share of the origin prefix's tokens that were exact when this variant was captured: computed, or taken
                    from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
-    session        None when shared; otherwise the only session that may see it (it was captured after private text)
+    session        None when shared; otherwise the only session that may see it, because private text stood before it
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     primed         captured ahead of questions, behind its document's neighbours
@@ -257,9 +248,9 @@ class Variant:
 class TokenScores:
     """What is known of a chunk's tokens from its capture, each float32 `[tokens]`, averaged over heads and layers.
 
-    inter     eq. 14's score: attention of the token to all chunks before it; None when none stood there
-    received  H2O's score: attention that the later tokens of the chunk paid to the token, added up; None in
-              chunk-caches of before it was recorded
+    inter     eq. 14's score: attention of the token to all chunks before it; None where there were none
+    received  H2O's score: attention that the later tokens of the chunk paid to the token, added up; None where it was
+              not recorded
     """
 
     inter: np.ndarray | None = None

@@ -154,7 +154,7 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
     )
     trimmed = sum(chunk.outcome == "trimmed" for chunk in answer.stats.chunks)
     if trimmed:
-        legend += f"<span>{trimmed} chunks left out: the prompt was full</span>"
+        legend += f"<span>{trimmed} chunks left out: they did not fit the prompt</span>"
     spoken = ", ".join(f"{totals[kind]} tokens {name}" for kind, name in KINDS.items() if totals[kind])
     return (
         f'<div class="cc-prompt"><div class="cc-bar" role="group" aria-label="The prompt: {spoken}">{"".join(cells)}'
@@ -254,7 +254,7 @@ def nbytes(value: int) -> str:
 def plain(text: str) -> str:
     """A name or a message as Markdown that shows just this text, in one line: no link, no picture, no HTML."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", line)
+    return re.sub(r"([!#$&*+:<=>@\[\\\]^_`{|}~()\"-]|(?<=www)\.|(?<=^\d)\.)", r"\\\1", line, flags=re.IGNORECASE)
 
 
 def markdown_safe(text: str) -> str:

@@ -42,8 +42,8 @@ def attention(
         return found.reshape(1, heads, head_dim)
     queries, grouped_out = grouped(q, kv_heads), grouped(out, kv_heads)
     attend = _fused if softcap is None else partial(_explicit, softcap=softcap)
-    # Half precision too goes through sdpa, the kernel of the model's own attention. Rejected: plain products, which were
-    # faster on one CPU, round every score to the model's dtype; those around a soft cap are done in float32 instead.
+    # Half precision goes through sdpa too, the kernel of the model's own attention. Rejected: plain products, faster on
+    # one CPU and slower on all others; they round every score to the model's dtype, and therefore take float32 below.
     for block in blocks:
         part = queries[:, :, block.start : block.stop]
         span = slice(block.first_key, block.last_key)

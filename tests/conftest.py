@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.store.catalog import Catalog
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.
@@ -24,6 +27,61 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Models of a test are tiny: more threads only wait for each other, which on a busy machine takes eight times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would warn at every subprocess a test starts
+# No test may fail because the machine is busy, and Hypothesis gives an example 0.2 s.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
+
+
+class Clock:
+    """Stands in for the module `time` where a test decides how time passes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.alarm_at, self.alarm = math.inf, lambda: None
+
+    def perf_counter(self) -> float:
+        """The time."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes; `alarm` is called once, when `alarm_at` has come."""
+        self.now += seconds
+        if self.now >= self.alarm_at:
+            self.alarm_at = math.inf
+            self.alarm()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Put it in place with `monkeypatch.setattr("package.module.time", clock)`."""
+    return Clock()
+
+
+@pytest.fixture
+def sqlite_steps() -> Callable[[Catalog], AbstractContextManager[list[int]]]:
+    """`with sqlite_steps(catalog) as steps:` counts the steps of SQLite's machine, which no other program slows down.
+
+    A query that scans a table takes several for each of its rows.
+    """
+
+    @contextmanager
+    def counted(catalog: Catalog) -> Iterator[list[int]]:
+        steps = [0]
+
+        def step() -> int:
+            steps[0] += 1
+            return 0
+
+        connections = (catalog._db._reader, catalog._db._writer)
+        for connection in connections:
+            connection.set_progress_handler(step, 1)
+        try:
+            yield steps
+        finally:
+            for connection in connections:
+                connection.set_progress_handler(None, 1)
+
+    return counted
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
     ("kind", "wrong", "says"),
     [
         (SamplingParams, {"max_new_tokens": 4.0}, "whole number"),
-        (SamplingParams, {"max_new_tokens": True}, "not True"),
+        (SamplingParams, {"max_new_tokens": True}, "is True"),
         (SamplingParams, {"seed": 99999999999999999999999}, "below 2"),
         (SamplingParams, {"temperature": "hot"}, "number"),
         (SamplingParams, {"stop": (b"x",)}, "decode"),
@@ -87,7 +87,7 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (StoreConfig, {"readers": 2.5}, "whole number"),
         (StoreConfig, {"busy_timeout_s": math.inf}, "at most 1e"),
         (ReuseConfig, {"reuse": 0}, "True or False"),
-        (ReuseConfig, {"focus": ["off"]}, "one of off"),
+        (ReuseConfig, {"focus": ["off"]}, "off, printed, gap or share"),
         (ReuseConfig, {"without": "overlap"}, "frozenset"),
     ],
     ids=str,

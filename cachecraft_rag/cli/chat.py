@@ -33,6 +33,7 @@ def chat(
     device: options.Device = "auto",
     namespace: options.Namespace = "default",
     remote: options.Remote = None,
+    remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
 ) -> None:
@@ -44,7 +45,13 @@ def chat(
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     require_index(store)
     with load(
-        model, store=store, embeddings=embeddings, dtype=dtype, device=device, namespace=namespace, remote=remote
+        model,
+        store=store,
+        embeddings=embeddings,
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        remote=options.remote_of(remote, remote_key_file),
     ) as rag:
         conversation = Conversation(rag, top_k=top_k, sampling=sampling)
         if isinstance(sys.stdin, TextIOWrapper):  # what is no UTF-8 is no reason to end the conversation

@@ -53,6 +53,7 @@ def demo(
     questions: Annotated[int, typer.Option("--questions", min=1, help="How many to ask.")] = 10,
     top_k: options.TopK = 5,
     remote: options.Remote = None,
+    remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -61,7 +62,7 @@ def demo(
     Run it twice: the second run starts from the disk.
     """
     options.set_threads(threads)
-    with load("demo", store=store, remote=remote) as rag:
+    with load("demo", store=store, remote=options.remote_of(remote, remote_key_file)) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []

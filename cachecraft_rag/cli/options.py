@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import (
@@ -27,6 +27,8 @@ from cachecraft_rag.cli.console import as_json, console_on
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 
 MOST_THREADS = 1024
+if TYPE_CHECKING:
+    from cachecraft_rag.store.remote import RemoteConfig
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
 Remote = Annotated[
@@ -34,6 +36,10 @@ Remote = Annotated[
     typer.Option(
         "--remote", help="Share chunk-caches through redis://…, s3://… or another remote, see docs/remote.md."
     ),
+]
+RemoteKeyFile = Annotated[
+    Path | None,
+    typer.Option("--remote-key-file", help="Sign what is shared, believe nothing else: a file with the engines' key."),
 ]
 Model = Annotated[
     str,
@@ -84,6 +90,19 @@ def print_error(error: CacheCraftError, advice: str = "") -> None:
     """An error on stderr, with advice that its message could not know of."""
     err.print("error:", style="bold red", end=" ")
     err.print(f"{error} {advice}".strip(), highlight=False, soft_wrap=True)
+
+
+def remote_of(url: str | None, key_file: Path | None) -> RemoteConfig | None:
+    """The remote that --remote and --remote-key-file mean. Raises ConfigError."""
+    if url is None:
+        if key_file is not None:
+            raise ConfigError("--remote-key-file needs --remote: there is nothing to sign without one")
+        return None
+    from cachecraft_rag.store.remote import RemoteConfig
+
+    config = RemoteConfig(url, key_file=key_file)
+    config.keys()  # what is wrong with them is said before a model is loaded
+    return config
 
 
 def set_threads(threads: int | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -19,7 +19,8 @@ from cachecraft_rag.cli.options import DEFAULT_STORE, megabytes, out, print_json
 from cachecraft_rag.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.store import ChunkCacheStore, Listed
+    from cachecraft_rag.store.remote import RemoteConfig
 
 SHORTEST_PREFIX = 4
 ID_LETTERS = 8  # nine columns fit a terminal of 80
@@ -28,7 +29,7 @@ app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=Tr
 
 
 @contextmanager
-def opened(folder: Path, remote: str | None = None) -> Iterator[ChunkCacheStore]:
+def opened(folder: Path, remote: RemoteConfig | None = None) -> Iterator[ChunkCacheStore]:
     """The store below a folder, or in it where it is an engine's own. It must exist: a typo makes no new one."""
     from cachecraft_rag.engine.engine import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
@@ -70,7 +71,7 @@ def ls(
         rows = found.rows(RowFilter(chunk_prefix=begins(chunk)), offset=offset, limit=limit)
         total = found.stats().variants
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json([_as_dict(row) for row in rows])
         return
     table = Table(box=None, pad_edge=False)
     for name in ("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size"):
@@ -93,12 +94,24 @@ def ls(
     out.print(f"{len(rows)} of {total} variants", highlight=False)
 
 
+def _as_dict(row: Listed) -> dict[str, Any]:
+    """A row as --json shows it: without what only a look-up of a model knows."""
+    found = asdict(row)
+    del found["variant"]["payload"]
+    return found
+
+
 @app.command()
-def stats(store: options.Store = DEFAULT_STORE, remote: options.Remote = None, as_json: options.Json = False) -> None:
+def stats(
+    store: options.Store = DEFAULT_STORE,
+    remote: options.Remote = None,
+    remote_key_file: options.RemoteKeyFile = None,
+    as_json: options.Json = False,
+) -> None:
     """How many, how large, and within which budgets; with --remote also what all engines together have there."""
     from cachecraft_rag.planning.calibration import all_calibrations
 
-    with opened(store, remote) as found:
+    with opened(store, options.remote_of(remote, remote_key_file)) as found:
         numbers = found.stats()
     calibrated = all_calibrations(store)
     if as_json:

@@ -1,9 +1,9 @@
-"""Captures: chunks computed afresh, recorded during a pass and described after it.
+"""Captures: newly computed chunks, recorded during a pass and described after it.
 
-What is stored of a capture is its raw keys and values; what the planner later needs of it are its attention statistics
-(eq. 3, 4, 9–11, the token scores of eq. 14 and H2O's). Those need attention weights, which fast attention kernels never
-form. So the pass keeps the captured chunks' queries, and a `AttentionAccumulator` computes the statistics once the answer is out.
-Rejected: explicit softmax inside the pass.
+A capture is stored with its raw keys and values and with the attention statistics that the planner needs later (eq. 3,
+4, 9–11, the token scores of eq. 14 and H2O's). Statistics need attention weights, which fast attention kernels never
+form. So the pass keeps the queries of captured chunks, and an `AttentionAccumulator` computes the statistics once the
+answer is out. Rejected: explicit softmax inside the pass.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CaptureRecorder:
 
     @property
     def captures(self) -> tuple[RecordedChunk, ...]:
-        """Those that were computed through all layers, ascending; of others nothing is worth keeping."""
+        """The chunks that were computed through all layers, ascending."""
         whole = [capture for capture in self._found.values() if len(capture.queries) == self._layout.layers]
         return tuple(sorted(whole, key=lambda capture: capture.segment))
 

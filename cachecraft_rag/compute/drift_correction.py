@@ -26,7 +26,7 @@ _LEAST_EVIDENCE = 2  # recomputed tokens of a chunk: fewer say nothing
 
 @dataclass(frozen=True, slots=True)
 class StaleChunk:
-    """A reused chunk: its segment, and ranges of positions that hold what was stored, or that the pass itself writes."""
+    """A reused chunk: its segment, and the ranges of positions that hold what was stored or that the pass writes."""
 
     segment: int
     ranges: Sequence[range]

@@ -48,7 +48,7 @@ class PrefillJob:
     """What one prefill computes and what it takes over.
 
     token_ids  of the whole prompt
-    rows       what is computed whatever comes, and why; the last segment is the question
+    rows       what is computed in any case, and why; the last segment is the question
     resident   chunk-caches in memory; what else is stored is being loaded, see `OverlappedPrefill`
     captures   segments to record where one pass computes them whole
     capacity   positions to make room for: the prompt and the answer

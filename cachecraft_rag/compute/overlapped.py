@@ -47,7 +47,7 @@ _STALL_S = 0.25  # what is late and has not moved for this long will not come
 class Wait:
     """Go on once `ready()`, or after `timeout_s` (None = never); send back whether it is.
 
-    in_pass  a pass is under way, and whatever it holds stays held; otherwise others may compute meanwhile
+    in_pass  a pass is under way, and its lock stays held; otherwise other requests may compute meanwhile
     """
 
     loads: PendingLoads
@@ -93,9 +93,8 @@ class OverlappedPrefill:
     def steps(self) -> Steps:
         """Prefill to the last token's hidden state, as steps for a driver (see `driver.run`).
 
-        It yields wherever it would wait and wherever a layer is to run, and nothing is computed in between but for what
-        belongs to a pass under way. Before each pass it yields a `Wait` that is not `in_pass`: there the driver takes
-        whatever a pass needs to have for itself.
+        It yields wherever it would wait and wherever a layer is to run. Before each pass it yields a `Wait` that is not
+        `in_pass`: what follows, up to the next one of these, needs the driver's lock.
         """
         loads, cake = self._loads, self._job.loading == "cake"
         loads.layer_first = not cake
@@ -146,7 +145,7 @@ class OverlappedPrefill:
         """Tokens for the front, so that both ends are done at the same moment.
 
         Args:
-            rows: what is computed whatever comes, see `ComputeSpeed.rows`.
+            rows: what is computed in any case, see `ComputeSpeed.rows`.
             layers_left: the part of the layers whose loading it still spares.
         """
         waiting, rate = self._loads.incomplete(), self._loads.meter.bytes_per_s

@@ -86,7 +86,7 @@ class QuestionProbe(Probe):
         self._hidden: Tensor | None = None
         if len(missing):
             self.absent, self._hidden = missing, torch.from_numpy(missing).to(device)
-            buffer.kv[: self.layers, :, self._hidden] = 0  # whatever memory held could be no number
+            buffer.kv[: self.layers, :, self._hidden] = 0  # uninitialised memory may hold NaN
         self._received: Tensor | None = None
 
     def placed(self, layer: int) -> None:

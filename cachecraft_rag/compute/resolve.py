@@ -17,6 +17,7 @@ from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Ranks
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, make_plan, with_not_loaded, with_selection
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.planning.selectors import selector_named
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.expected import Found
@@ -162,7 +163,7 @@ def _early_termination(plan: Plan, config: ReuseConfig) -> EarlyTermination | No
 
 
 def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
-    """What is looked at before the last pass, where the selector wants that and the pass is large enough to bear it."""
+    """The probe before the last pass, where the selector has one and the pass is large enough for it."""
     kind = selector_named(config.selector).probe
     fixed = sum(len(planned.recompute) for planned in plan.segments)
     lengths = [len(segment.token_ids) for segment in prompt.segments]
@@ -205,9 +206,9 @@ def as_it_went(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -
     segments = list(plan.segments)
     for index, one in resolved.stored.items():
         lost = loads.lost(one)
-        reason = lost.reason if lost is not None else "computing it was faster than loading it"
+        reason, detail = (Reason.COMPUTED_FASTER, "") if lost is None else (Reason.NOT_LOADED, lost.reason)
         if lost is None and not segments[index].to_fix:
             result.recorder.forget(index)
         computed = result.rows.offsets(index, RowReason.NOT_LOADED).tolist()
-        segments[index] = with_not_loaded(segments[index], computed, reason)
+        segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

@@ -89,8 +89,8 @@ class Alone:
 class Stack(Protocol):
     """One rank's decoder layers.
 
-    Hidden states are `[streams, rows, hidden]`: one stream on Hugging Face, two where a layer carries its residual beside
-    its output. Rows are cut and joined along dimension 1.
+    Hidden states are `[streams, rows, hidden]`: one stream on Hugging Face, two where a layer carries its residual
+    beside its output. Rows are cut and joined along dimension 1.
     """
 
     @property

@@ -1,7 +1,7 @@
-"""Captures on their way to the store: described and written in the background, one at a time.
+"""Write-back: captures are described and stored in the background, one at a time.
 
-No answer waits for its own captures. A later question that needs a chunk which is still being captured waits for it
-(`wait_for`): the rest of the capture is a fraction of what computing the chunk a second time would cost.
+No answer waits for its own captures. A later question that needs a chunk whose capture is still under way waits for it
+(`wait_for`): finishing the capture costs a fraction of computing the chunk again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("cachecraft_rag.write_back")
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What all captures of one pass share.
+    """What all captures of one prefill share.
 
     segments, bounds  of the prompt they were captured in
     exact_shares      per segment, see `planner.exact_shares`
@@ -45,7 +45,7 @@ class WriteBackQueue:
 
     Args:
         store, namespace, fingerprint, layout: where and as what they are stored.
-        take_lock: gives the lock that is held for the short spells of computing, so that requests go first come, first served with them.
+        take_lock: gives the lock that is held while a layer is described, so that captures and requests take turns.
         max_bytes: most memory for captures that wait; those of a pass that finds more waiting are dropped.
     """
 
@@ -67,10 +67,9 @@ class WriteBackQueue:
         self._max_bytes, self._waiting_bytes = max_bytes, 0
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
-        """Queue what a pass recorded; returns at once.
+        """Queue what a prefill recorded; returns at once.
 
-        It is dropped, which is no concern of its answer, after `close` and where captures come faster than they are
-        stored.
+        Captures are dropped, without an effect on the answer, after `close` and where more than `max_bytes` wait.
 
         Args:
             keys: `[layers, keys, kv_heads, head_dim]`, the pass's rotated keys; must not change below the captures' ends.
@@ -78,7 +77,7 @@ class WriteBackQueue:
         for capture in recorder.captures:
             key = self._key(capture, context)
             private = any(segment.private for segment in context.segments[: capture.segment + 1])
-            if private and context.session is None:  # nobody could ever be served this
+            if private and context.session is None:  # no request could ever be served this
                 continue
             session = context.session if private else None
             nbytes = capture.nbytes
@@ -98,7 +97,7 @@ class WriteBackQueue:
             job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
 
     def wait_for(self, segment_ids: Iterable[str]) -> None:
-        """Block until none of these segments is being captured any more."""
+        """Block until no capture of these segments is under way."""
         with self._guard:
             jobs = [self._pending[name] for name in segment_ids if name in self._pending]
         wait(jobs)
@@ -112,7 +111,7 @@ class WriteBackQueue:
             self._waiting_bytes -= nbytes
             if self._pending.get(chunk_id) is job:
                 del self._pending[chunk_id]
-        if (error := job.exception()) is not None:  # nobody waits for a capture, and a mistake must not go unheard
+        if (error := job.exception()) is not None:  # no caller looks at this future
             logger.error("the capture of chunk %s failed and is not stored", chunk_id, exc_info=error)
 
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:

@@ -272,7 +272,7 @@ def _context_length(config: Any) -> int:
 
     LongRoPE has two sets and changes all keys when a prompt passes the original length, so that a chunk-cache captured on
     one side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
-    bear every chunk twice.
+    capture every chunk twice.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}

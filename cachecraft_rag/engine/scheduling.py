@@ -46,7 +46,7 @@ class Ticket:
             with self._lock._guard:
                 self.before, self._lock._last = self._lock._last, self
             while (before := self.before) is not None:
-                with before._gate:  # opened for good: whoever comes here after us passes as well
+                with before._gate:  # stays open: every later ticket passes as well
                     pass
                 self.before = before.before  # None: it had its turn; else it left early, and we take its place
         except BaseException:  # Ctrl-C, here or while waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.types import Metadata, TierName
 
 Finish = Literal["end", "length", "stop", "closed"]
@@ -14,12 +15,12 @@ Finish = Literal["end", "length", "stop", "closed"]
 class ChunkStats:
     """What happened to one chunk of the prompt.
 
-    outcome     exact: stored behind the very same prefix by a lossless codec; reused: moved and partly recomputed, or
-                kept by a lossy codec as it was captured; computed: afresh; trimmed: left out
-    reason      why it was not simply reused, in words; empty otherwise
+    outcome     exact: behind its origin prefix and stored by a lossless codec; reused: moved and partly recomputed, or
+                behind its origin prefix but stored by a lossy codec; computed: afresh; trimmed: left out
+    reason, reason_code   why it was not simply reused, as a sentence and as a `Reason`; empty otherwise
     tokens              its length
     recomputed          how many of them were recomputed to fix them
-    computed            how many were computed afresh: all, or those that were sooner computed than loaded
+    computed            how many were computed afresh: all, or those that were faster computed than loaded
     cfo, beta_prime     eq. 12 and eq. 8 of the chosen variant; None where none was stored
     variant_id, tier    which chunk-cache, and where it was read from; None where it was computed
     """
@@ -27,6 +28,7 @@ class ChunkStats:
     chunk_id: str
     outcome: Literal["exact", "reused", "computed", "trimmed"]
     reason: str = ""
+    reason_code: Reason = Reason.REUSED
     tokens: int = 0
     recomputed: int = 0
     computed: int = 0
@@ -47,7 +49,7 @@ class RequestStats:
     tokens_reused      taken over from chunk-caches untouched
     tokens_recomputed  of reused chunks, recomputed
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
-                       chunks that were sooner computed than loaded
+                       chunks that were faster computed than loaded
     recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
     focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
     finish             why the answer ended: by itself, at max_new_tokens, at a stop string, or closed by its reader;

@@ -29,30 +29,29 @@ Ablation = Literal["overlap", "positions"]
 class ReuseConfig:
     """How chunk-caches are reused.
 
-    reuse            False computes every prompt in full (and still records captures unless `capture` is off)
+    reuse            False computes every prompt in full; new chunk-caches are still captured unless `capture` is off
     capture          store newly computed chunk-caches
-    scope            where a chunk-cache may serve: "anywhere" (Cache-Craft); "prefix", only behind the very prefix it
-                     was captured behind (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing
-                     recomputed (SET-CACHE, both of Cache-Craft §5.1.4)
+    scope            where a chunk-cache may serve: "anywhere" (Cache-Craft); "prefix", only behind its origin prefix
+                     (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing recomputed (SET-CACHE;
+                     both of Cache-Craft §5.1.4)
     alpha            α of eq. 12. None = as `cachecraft calibrate` found it for this model and store, or else
-                     DEFAULT_ALPHA: a chunk whose old neighbours are all gone recomputes some 15 % of its tokens
-    recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides. With a ratio α
-                     plays no part: CFO, at DEFAULT_ALPHA, only says which variant of a chunk is the best, and no chunk
-                     is computed because fixing it would cost as much
-    selector         which tokens those are, a name of `selectors.SELECTORS`
-    probe_min_rows       so many rows must be computed for a selector's probe to go ahead of it; with fewer the
-                     selector does without: reading half of the weights once more would take too much of the time
-    budget_scope          whether each chunk keeps to its own budget ("chunk", as in the paper) or all are put together and
-                     go to the best tokens of the whole prompt ("prompt")
-    drift            how far the other tokens of a chunk follow the mean change of its recomputed ones, see `drift`;
-                     0 = not at all, as in the paper
-    early_termination  of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (mended) or
-                     "share" (a threshold on the attention share)
-    early_termination_window     w of Algorithm 1
-    loading          what is not in memory: "cake" loads from the back while the front is computed; "layerwise" computes
-                     nothing that is stored, and loads ahead of the layer that needs it; "whole" loads, then computes
-    ablate           parts of the method to leave out, for ablations: "overlap" (β′ counts as 0, eq. 12) or
-                     "positions" (keys of reused chunks in memory stay as they are right behind the instruction)
+                     DEFAULT_ALPHA: a chunk whose original neighbours are all missing recomputes about 15 % of its tokens
+    recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides. With a ratio, α
+                     is ignored: CFO at DEFAULT_ALPHA only ranks the variants of a chunk
+    selector         which tokens are recomputed, a name of `selectors.SELECTORS`
+    probe_min_rows   a selector's probe runs only if at least this many rows will be computed: it reads half of the
+                     weights once more, which takes too large a share of a small pass
+    budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added up and go
+                     to the best tokens of the whole prompt
+    drift            how far the other tokens of a chunk follow the mean change of its recomputed tokens, see
+                     `compute.drift_correction`; 0 = not at all, as in the paper
+    early_termination         of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (corrected) or "share"
+                              (a threshold on the attention share)
+    early_termination_window  w of Algorithm 1
+    loading          of what is not in memory: "cake" loads from the back while the front is computed; "layerwise"
+                     computes nothing that is stored and loads each layer ahead of its use; "whole" loads, then computes
+    ablate           parts of the method to leave out: "overlap" (β′ counts as 0, eq. 12) or "positions" (the keys of
+                     reused chunks in memory stay rotated for the position right behind the instruction)
     """
 
     reuse: bool = True
@@ -70,7 +69,6 @@ class ReuseConfig:
     ablate: frozenset[Ablation] = frozenset()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ablate", tuple(listed("ablate", self.ablate)))
         """Check every field; raises ConfigError."""
         check_flag("reuse", self.reuse)
         check_flag("capture", self.capture)
@@ -85,6 +83,7 @@ class ReuseConfig:
         check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("loading", self.loading, get_args(Loading))
-        for part in self.ablate:
+        parts = listed("ablate", self.ablate)  # a generator gives them only once
+        for part in parts:
             check_choice("ablate", part, get_args(Ablation))
-        object.__setattr__(self, "ablate", frozenset(self.ablate))
+        object.__setattr__(self, "ablate", frozenset(parts))

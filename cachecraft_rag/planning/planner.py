@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.planning.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
 from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
@@ -28,31 +29,32 @@ Outcome = Literal["exact", "reused", "computed"]
 class SegmentPlan:
     """What happens to one segment.
 
-    outcome      exact: stored under the very same prefix by a lossless codec, nothing to fix; reused: moved and partly
-                 recomputed, or as captured but kept by a lossy codec; computed: afresh
-    reason       why it was not reused as it is, in words
+    outcome      exact: behind its origin prefix and stored by a lossless codec, nothing to fix; reused: moved and partly
+                 recomputed, or behind its origin prefix but stored by a lossy codec; computed: afresh
+    reason, detail   why it was not simply reused, see `reasons.explain`
     variant      the chosen variant of a reused or exact segment
     beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
     recompute    tokens to recompute, as offsets in the segment, ascending
-    taken        so many tokens were computed because that was sooner than loading them
-    as_captured      reused behind the very same prefix: only a lossy codec keeps it from being exact, and nothing is fixed
+    not_loaded   how many tokens were computed because they did not come, or computing them was faster
+    at_origin    behind its origin prefix, and only a lossy codec keeps it from being exact: nothing is fixed
     """
 
     outcome: Outcome
-    reason: str = ""
+    reason: Reason = Reason.REUSED
+    detail: str = ""
     variant: Variant | None = None
     beta: float | None = None
     gamma: float | None = None
     adjusted: float | None = None
     cfo: float | None = None
     recompute: tuple[int, ...] = ()
-    taken: int = 0
-    as_captured: bool = False
+    not_loaded: int = 0
+    at_origin: bool = False
 
     @property
     def to_fix(self) -> bool:
         """Whether it was moved, so that some of its tokens may have to be recomputed."""
-        return self.outcome == "reused" and not self.as_captured
+        return self.outcome == "reused" and not self.at_origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,10 @@ def make_plan(
     plans = []
     for index, segment in enumerate(segments):
         if segment.kind == "question":
-            plans.append(SegmentPlan("computed", "the question is always computed"))
+            plans.append(SegmentPlan("computed", Reason.QUESTION))
             continue
         if not config.reuse:
-            plans.append(SegmentPlan("computed", "reuse is off"))
+            plans.append(SegmentPlan("computed", Reason.REUSE_OFF))
         else:
             prefix = tuple(s.segment_id for s in segments[:index])
             offers = stored.get(segment.segment_id, ())
@@ -99,9 +101,10 @@ def make_plan(
             else:
                 best = _best(segment, there, prefix=prefix, places=places, config=config)
             if best.variant is None and len(there) < len(offers):
-                best = replace(best, reason=next(lost[v.variant_id] for v in offers if v.variant_id in lost))
+                why = next(lost[v.variant_id] for v in offers if v.variant_id in lost)
+                best = replace(best, reason=Reason.NOT_LOADED, detail=why)
             elif best.variant is None and not offers and segment.segment_id in refused:
-                best = replace(best, reason=refused[segment.segment_id])
+                best = replace(best, reason=Reason.REFUSED, detail=refused[segment.segment_id])
             plans.append(best)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
@@ -125,14 +128,12 @@ def _best(
             return scored
         if best is None or _rank(scored) < _rank(best):
             best = scored
-    if best is not None and config.scope != "anywhere" and not best.as_captured:
-        return SegmentPlan("computed", "stored behind other chunks only")
+    if best is not None and config.scope != "anywhere" and not best.at_origin:
+        return SegmentPlan("computed", Reason.OTHER_PREFIX)
     if best is None:
-        reason = "stored chunk-caches were tokenised differently" if variants else "no chunk-cache stored"
-        return SegmentPlan("computed", reason)
+        return SegmentPlan("computed", Reason.OTHER_TOKENS if variants else Reason.NOT_STORED)
     if config.recompute_ratio is None and (best.cfo or 0.0) >= 1.0:
-        reason = "CFO is 1: fixing it costs as much as computing it"
-        return replace(best, outcome="computed", reason=reason, variant=None)
+        return replace(best, outcome="computed", reason=Reason.NOT_WORTH_FIXING, variant=None)
     return best
 
 
@@ -156,7 +157,7 @@ def _set_prefix(
         for variant in stored.get(segment.segment_id, ())
         if variant.key.origin_prefix
         and _fits(variant, segment)
-        and _as_born(variant) is not None
+        and _at_origin(variant) is not None
         and variant.variant_id not in lost
     }
     places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
@@ -172,24 +173,29 @@ def _set_prefix(
         found = {}
         for place, (name, variant) in enumerate(zip(order, chain, strict=True)):
             assert variant is not None, "or the chain would have been left out"
-            unmoved = _as_born(variant) if list(order[:place]) == here[1 : places[name]] else None
-            found[places[name]] = unmoved or SegmentPlan("reused", "", variant, 1.0, 0.0, 1.0, 0.0)
+            unmoved = _at_origin(variant) if list(order[:place]) == here[1 : places[name]] else None
+            found[places[name]] = unmoved or _scored("reused", variant)
     return found
 
 
-def _as_born(variant: Variant) -> SegmentPlan | None:
-    """What a variant is behind the very prefix it was captured behind; None where its capture was inexact and needs fixing."""
+def _at_origin(variant: Variant) -> SegmentPlan | None:
+    """What a variant is behind its origin prefix; None where its capture was inexact and needs fixing."""
     if variant.lossless:
-        return SegmentPlan("exact", "", variant, 1.0, 0.0, 1.0, 0.0) if variant.exact_share >= 1.0 else None
+        return _scored("exact", variant) if variant.exact_share >= 1.0 else None
     if variant.exact_share < _LOSSY_SHARE:
         return None
-    reason = f"as it was captured, but for what the codec {variant.codec} loses"
-    return SegmentPlan("reused", reason, variant, 1.0, 0.0, 1.0, 0.0, as_captured=True)
+    detail = f"as it was captured, but for what the codec {variant.codec} loses"
+    return replace(_scored("reused", variant), reason=Reason.LOSSY_CODEC, detail=detail, at_origin=True)
+
+
+def _scored(outcome: Outcome, variant: Variant) -> SegmentPlan:
+    """A variant whose whole context returns."""
+    return SegmentPlan(outcome, variant=variant, beta=1.0, gamma=0.0, adjusted=1.0, cfo=0.0)
 
 
 def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
     """Lower is better: what can be fixed at all, what needs no fixing, then CFO, less for a primed variant, then the
-    purer capture.
+    more exact capture.
 
     A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
     what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
@@ -197,27 +203,24 @@ def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
     variant = plan.variant
     primed, exact_share = (variant.primed, variant.exact_share) if variant is not None else (False, 0.0)
     cfo = plan.cfo or 0.0
-    return cfo >= 1.0, not plan.as_captured, cfo * (_PRIMED if primed else 1.0), -exact_share
+    return cfo >= 1.0, not plan.at_origin, cfo * (_PRIMED if primed else 1.0), -exact_share
 
 
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
     """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
-    captured = variant.key.origin_prefix
-    if captured == prefix and (unmoved := _as_born(variant)) is not None:
+    origin = variant.key.origin_prefix
+    if origin == prefix and (unmoved := _at_origin(variant)) is not None:
         return unmoved
-    if (
-        captured[:1] != prefix[:1]
-    ):  # another instruction stood in front of everything: nothing of the old context returns
-        beta, gamma = 0.0, 0.0
-    else:
-        beta = prefix_overlap(variant.inter[1:], captured[1:], places)
-        gamma = order_penalty(captured[1:], places)
+    beta, gamma = 0.0, 0.0
+    if origin[:1] == prefix[:1]:  # behind another instruction, nothing of the old context returns
+        beta = prefix_overlap(variant.inter[1:], origin[1:], places)
+        gamma = order_penalty(origin[1:], places)
     # An inexact capture looked at neighbours that were approximations themselves: its overlap counts for the exact share.
     adjusted = 0.0 if "overlap" in config.ablate else adjusted_overlap(beta, gamma) * variant.exact_share
     fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
     alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
-    return SegmentPlan("reused", "", variant, beta, gamma, adjusted, cfo)
+    return SegmentPlan("reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo)
 
 
 def with_selection(
@@ -261,14 +264,15 @@ def with_selection(
     return Plan(tuple(segments))
 
 
-def with_not_loaded(planned: SegmentPlan, taken: Sequence[int], reason: str) -> SegmentPlan:
-    """What became of a segment of whose tokens these (offsets) were computed after all, for this reason."""
-    if not taken or planned.variant is None:
+def with_not_loaded(planned: SegmentPlan, computed: Sequence[int], reason: Reason, detail: str = "") -> SegmentPlan:
+    """What became of a segment of which these tokens (offsets) were computed after all, for this reason."""
+    if not computed or planned.variant is None:
         return planned
-    if len(taken) == planned.variant.tokens:
-        return replace(planned, outcome="computed", reason=reason, variant=None, recompute=(), as_captured=False)
-    kept = tuple(offset for offset in planned.recompute if offset not in set(taken))
-    return replace(planned, reason=reason, recompute=kept, taken=len(taken))
+    told = replace(planned, reason=reason, detail=detail)
+    if len(computed) == planned.variant.tokens:
+        return replace(told, outcome="computed", variant=None, recompute=(), at_origin=False)
+    kept = tuple(offset for offset in planned.recompute if offset not in set(computed))
+    return replace(told, recompute=kept, not_loaded=len(computed))
 
 
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
@@ -287,9 +291,8 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     for segment, length in zip(plan.segments, lengths, strict=True):
         share = exact / total if total else 1.0
         shares.append(share)
-        kept = (
-            _LOSSY_SHARE * segment.variant.exact_share if segment.as_captured and segment.variant is not None else 0.0
-        )
+        lossy = segment.variant if segment.at_origin else None
+        kept = _LOSSY_SHARE * lossy.exact_share if lossy is not None else 0.0
         exact += length * {"exact": 1.0, "reused": kept, "computed": share}[segment.outcome]
         total += length
     return shares

@@ -16,7 +16,7 @@ def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str,
 
     Args:
         inter: eq. 3 towards each chunk of `old`, same order.
-        old: chunk ids of the capture prefix.
+        old: chunk ids of the origin prefix.
         new: chunk id → place, for the chunks that now stand before it.
 
     The paper leaves 0/0 open (a chunk captured first): 1 if the new prefix is empty too, else 0.

@@ -25,9 +25,9 @@ class TokenFacts:
 
     tokens       length of the chunk
     seed         for selectors that draw; differs from chunk to chunk, the same in every run
-    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None when none
-                 stood there
-    probed      float32 `[tokens]`: what the selector's probe saw of each token, 1 on average over all reused chunks;
+    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None where there
+                 were none
+    probed       float32 `[tokens]`: what the selector's probe saw of each token, 1 on average over all reused chunks;
                  None where there was no probe
     received     float32 `[tokens]`: attention of the chunk's later tokens to each token at capture, added up; None when
                  unknown
@@ -47,8 +47,8 @@ Score = Callable[[TokenFacts], np.ndarray | None]
 class Selector:
     """A way to choose tokens.
 
-    score   float `[tokens]`, higher = sooner; None where it has nothing to say of a chunk: then `leading` decides
-    probe   what has to be looked at before it can choose, see `probing`: the question's attention, or how far values
+    score   float `[tokens]`, higher = recomputed first; None where it has no score for a chunk: then `leading` decides
+    probe   what it needs to see before it can choose, see `compute.probe`: the question's attention, or how far values
             moved in the first layers; None = nothing
     """
 
@@ -57,7 +57,7 @@ class Selector:
 
 
 def cache_craft(facts: TokenFacts) -> np.ndarray | None:
-    """Cache-Craft eq. 14: the most contextualised tokens first; nothing to say where no chunk stood before at capture."""
+    """Cache-Craft eq. 14: the most contextualised tokens first; no score where no chunk stood before at capture."""
     return facts.token_inter
 
 
@@ -86,15 +86,15 @@ def random(facts: TokenFacts) -> np.ndarray:
 
 
 def probed(facts: TokenFacts) -> np.ndarray | None:
-    """What the probe saw most of, and nothing else; CacheBlend's choice when it looks at values (§4.3 there)."""
+    """The probe's score alone; CacheBlend's choice when it looks at values (§4.3 there)."""
     return facts.probed
 
 
 def question(facts: TokenFacts) -> np.ndarray:
-    """What the token looked at when the chunk was captured, and how much the question looks at it now.
+    """How much the token attended to other chunks at capture, and how much the question attends to it now.
 
-    Eq. 14's score (a falling one where nothing stood before the chunk) plus a quarter of the question's attention, each
-    divided by its mean. The question alone is better on most questions and fails badly on some: docs/log.md.
+    Eq. 14's score (`leading` where no chunk stood before it) plus a quarter of the question's attention, each divided by
+    its mean. The question alone is better on most questions and fails badly on some (docs/log.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()

@@ -30,6 +30,7 @@ from cachecraft_rag.checks import check_kind, check_number, check_text
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
+    NOTHING,
     Row,
     columns_of,
     packed,
@@ -40,9 +41,9 @@ from cachecraft_rag.store.catalog_rows import (
 )
 from cachecraft_rag.store.catalog_rows import pack_ids as pack_ids
 from cachecraft_rag.store.catalog_rows import unpack_ids as unpack_ids
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, fetched
 from cachecraft_rag.store.expected import unsound, unsound_scores
-from cachecraft_rag.types import TokenScores, Variant
+from cachecraft_rag.types import Payload, TokenScores, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
@@ -232,19 +233,25 @@ class Catalog:
 
         Every asked chunk id is a key of the answer, with an empty list where nothing is stored.
         """
-        return self.score_answer(namespace, fingerprint, chunk_ids, session=session)[0]
+        return self.examine(namespace, fingerprint, chunk_ids, session=session)[0]
 
-    def score_answer(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+    def examine(
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None = None,
+        payload: Payload = NOTHING,
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-        """As `lookup`; and the rows of these chunks that are not as they were written."""
+        """As `lookup`, all variants with this `payload`; and the rows of these chunks that are not as they were."""
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
         parameters = (namespace, fingerprint, json.dumps(list(found)), session)
         with self._db.reading() as connection:
-            rows = _fetched(connection, _LOOKUP, parameters)
+            rows = fetched(connection, _LOOKUP, parameters)
         for row in rows:
-            variant = _read(namespace, fingerprint, row)
+            variant = _read(namespace, fingerprint, row, payload)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
             else:
@@ -254,7 +261,7 @@ class Catalog:
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
         with self._db.reading() as connection:
-            rows = _fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
+            rows = fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
         return {variant_id: _read_scores(row) for variant_id, *row in rows}
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
@@ -274,7 +281,7 @@ class Catalog:
 
     def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
         with self._db.reading() as connection:
-            rows = _fetched(connection, query, parameters)
+            rows = fetched(connection, query, parameters)
         read = [(_read(namespace, fingerprint, row), row[-2]) for namespace, fingerprint, *row in rows]
         return [one if isinstance(one, DamagedRow) else Listed(one, file_bytes) for one, file_bytes in read]
 
@@ -406,7 +413,7 @@ class Catalog:
         after = ""
         while True:
             with self._db.reading() as connection:
-                rows = _fetched(connection, query, (after, page))
+                rows = fetched(connection, query, (after, page))
             if not rows:
                 return
             after = rows[-1][3]
@@ -489,24 +496,10 @@ def _insert(
     return scope
 
 
-def _fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Row]:
-    """All rows; text that is no text comes as half surrogate pairs, so that one row does not hide all others."""
-    try:
-        return connection.execute(query, parameters).fetchall()
-    except sqlite3.OperationalError as error:
-        if "decode" not in str(error):
-            raise
-    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-    try:
-        return connection.execute(query, parameters).fetchall()
-    finally:
-        connection.text_factory = str
-
-
-def _read(namespace: str, fingerprint: str, row: Row) -> Variant | DamagedRow:
+def _read(namespace: str, fingerprint: str, row: Row, payload: Payload = NOTHING) -> Variant | DamagedRow:
     """The variant of a row, or what is wrong with it."""
     try:
-        variant = variant_of_row(namespace, fingerprint, row)
+        variant = variant_of_row(namespace, fingerprint, row, payload)
         if not (flaw := unsound(variant)):
             return variant
         reason = f"its row in the catalog is damaged: {flaw}"

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types import TokenScores, Variant, VariantKey
+from cachecraft_rag.types import Payload, TokenScores, Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
+NOTHING = Payload()
 _NUMBERS = struct.Struct("<4q4d2q?")
 _HALF = 1 << 63  # SQLite's integers have a sign
 _WRONG = (TypeError, AttributeError, LookupError, OverflowError, RecursionError, ValueError, struct.error)
@@ -82,16 +83,19 @@ def sum_of_scores(inter: bytes | None, received: bytes | None) -> int:
     return xxhash.xxh3_64_intdigest(lengths + (inter or b"") + (received or b"")) - _HALF
 
 
-def variant_of_row(namespace: str, fingerprint: str, row: Row) -> Variant:
-    """The variant of a row. Raises ValueError when it is not as it was written; rows of before have no checksum."""
+def variant_of_row(namespace: str, fingerprint: str, row: Row, payload: Payload = NOTHING) -> Variant:
+    """The variant of a row; `payload` is what the look-up knows of its bytes.
+
+    Raises ValueError when the row is not as it was written; rows of before have no checksum.
+    """
     try:
-        chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest, primed, _, row_sum = row
+        chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest, primed, _file_bytes, row_sum = row
         if row_sum is not None and row_sum != sum_of(namespace, fingerprint, row):
             raise ValueError("its checksum is wrong")
         key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
         scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
         known = (key, variant_id, tokens, tokens_digest, scores, *rest)  # 8 more columns, in order
-        return Variant(*known, primed=bool(primed))
+        return Variant(*known, primed=bool(primed), payload=payload)  # type: ignore[misc]
     except _WRONG as error:
         raise ValueError(f"its row in the catalog is damaged: {error}") from error
 

@@ -129,11 +129,8 @@ class ChunkCacheStore(Closing):
         found = self._finder.find(
             namespace, fingerprint, list(chunk_ids), session=session, expected=expected, gone=self._gone()
         )
-        hits = sum(map(bool, found.variants.values()))
-        refused = sum(name in found.refused for name, offers in found.variants.items() if not offers)
-        counts = {"found": hits, "refused": refused, "no variant": len(found.variants) - hits - refused}
         with self._lock:
-            self._lookups.update({outcome: count for outcome, count in counts.items() if count or outcome != "refused"})
+            self._lookups.update(found.outcomes())
         return found
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
@@ -171,7 +168,8 @@ class ChunkCacheStore(Closing):
             stream: its payload, where it is on its way from the remote already.
         """
         self._check_open()
-        if (held := self._memory.read(variant)) is not None:
+        ours = variant.variant_id == variant.key.variant_id  # memory knows it by its id alone; a file says what it is
+        if ours and (held := self._memory.read(variant)) is not None:
             if isinstance(stream, RemoteStream):
                 stream.close()
             self._count_load(held.tier)

@@ -77,7 +77,7 @@ class StoreStats:
     """The state of the whole store (all processes) and what this process did with it.
 
     disk_bytes  files with a row, and files being written or deleted
-    lookups     chunks asked for, by outcome: "found" or "no variant"
+    lookups     chunks asked for, by outcome: "found", "no variant", or "refused": what is stored is not what it says
     loads       chunk-caches loaded, by tier ("device", "host", "disk", "remote") or by the reason why not
     captures      chunk-caches put, by outcome: "stored" or the reason why one was not; those sent to the remote: there
     remote      what the remote says and what this process did with it; None without one

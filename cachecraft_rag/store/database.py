@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from cachecraft_rag.errors import StoreError
 
@@ -173,6 +174,20 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 def can_be_written(path: Path) -> bool:
     """Whether this user may change a database: the file, and its folder, where SQLite keeps files beside it."""
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+
+
+def fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Any]:
+    """All rows; text that is no text comes as half surrogate pairs, so that one row does not hide all others."""
+    try:
+        return connection.execute(query, parameters).fetchall()
+    except sqlite3.OperationalError as error:
+        if "decode" not in str(error):
+            raise
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    try:
+        return connection.execute(query, parameters).fetchall()
+    finally:
+        connection.text_factory = str
 
 
 def _advice(path: Path, error: sqlite3.Error) -> str:

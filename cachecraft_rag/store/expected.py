@@ -32,6 +32,13 @@ class Found:
     refused: dict[str, str] = field(default_factory=dict)
     remote: str | None = None
 
+    def outcomes(self) -> dict[str, int]:
+        """How many chunks were "found", how many not: "refused" or "no variant"; of the second only where there are."""
+        hits = sum(map(bool, self.variants.values()))
+        refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
+        counts = {"found": hits, "no variant": len(self.variants) - hits - refused}
+        return counts | ({"refused": refused} if refused else {})
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -49,7 +56,8 @@ class Expected:
     def flaw(self, variant: Variant) -> str:
         """Why this variant cannot be of this model, or "".
 
-        One that was tokenised in another way is no flaw, but it serves nobody: the planner passes over it.
+        One that was tokenised in another way is no flaw, but it serves nobody: the planner passes over it. Whether its
+        id is that of its identity shows when it is opened: a hash for each would take as long as the rest.
         """
         tokens, tokens_digest = self.segments[variant.key.chunk_id]
         prefix = variant.key.origin_prefix
@@ -74,7 +82,7 @@ class Expected:
         """What of these variants may serve, and those that never can, with their flaws."""
         flawed = [(one, flaw) for offers in offered.values() for one in offers if (flaw := self.flaw(one))]
         bad = {id(one) for one, _ in flawed}
-        kept = {name: [self.informed(one) for one in offers if id(one) not in bad] for name, offers in offered.items()}
+        kept = {name: [one for one in offers if id(one) not in bad] for name, offers in offered.items()}
         return Found(kept, {one.key.chunk_id: flaw for one, flaw in flawed}), flawed
 
 

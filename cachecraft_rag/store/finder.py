@@ -10,6 +10,7 @@ from cachecraft_rag.store.catalog import FileRef
 from cachecraft_rag.store.durable import DurableVariants
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.remote import RemoteTier
+from cachecraft_rag.types import Payload
 
 
 class Finder:
@@ -65,8 +66,11 @@ class Finder:
         expected: Expected | None,
     ) -> Found:
         """What the catalog has. Where it cannot be read: nothing, and one warning."""
+        payload = Payload(expected.layout if expected is not None else None)
         try:
-            variants, damaged = self._durable.catalog.score_answer(namespace, fingerprint, chunk_ids, session=session)
+            variants, damaged = self._durable.catalog.examine(
+                namespace, fingerprint, chunk_ids, session=session, payload=payload
+            )
         except StoreError as error:
             self._warn("lookup", f"Nothing can be reused: {error}")
             return Found({chunk_id: [] for chunk_id in chunk_ids})

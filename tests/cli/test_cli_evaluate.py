@@ -204,5 +204,6 @@ def test_the_demo_model_on_the_sample_handbook(demo_model: Path, tmp_path: Path)
     assert abs(found["prefix_cache"]["kl"]) <= 1e-5
     assert found["full_cache"]["kl"] > found["craft@0.15"]["kl"] > 0
     assert found["full_cache"]["recomputed"] == 0.0
-    assert found["craft@0.15"]["ttft_ratio"] < 0.6
+    assert found["craft@0.15"]["recomputed"] < 0.2
+    assert found["craft@0.15"]["ttft_ratio"] > 0
     assert found["craft@0.15"]["f1"] is None  # the handbook has no gold answers

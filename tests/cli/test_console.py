@@ -58,7 +58,7 @@ class Stream:
         return iter([*EVIL, EVIL])
 
 
-def test_answers_and_sources_are_text(screen: io.StringIO) -> None:
+def test_ask_and_sources_are_text(screen: io.StringIO) -> None:
     stream: Any = Stream()
     ask.print_stream(stream)
     assert harmless(screen.getvalue())

@@ -22,7 +22,6 @@ from cachecraft_rag.planning.scoring import context_impact
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 12, 40, 75, 95, 110]  # system, three chunks, question
 IDS = torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(5)).tolist()
-SINKS = 4
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
     ("Qwen3", {}),
@@ -31,17 +30,14 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def described(
-    output: PrefillResult, *, sinks: int = SINKS, bounds: Sequence[int] = BOUNDS
-) -> dict[int, AttentionStatistics]:
+def described(output: PrefillResult, *, bounds: Sequence[int] = BOUNDS) -> dict[int, AttentionStatistics]:
     """Segment index → statistics of its capture."""
-    assert output.recorder is not None
     found = {}
     for capture in output.recorder.captures:
-        describer = AttentionAccumulator(capture, output.recorder.settings, bounds=bounds, sink_tokens=sinks)
+        accumulator = AttentionAccumulator(capture, output.recorder.settings, bounds=bounds)
         for layer in range(len(output.recorder.settings)):
-            describer.add_layer(layer, output.buffer.kv[layer, 0])
-        found[capture.segment] = describer.statistics()
+            accumulator.add_layer(layer, output.buffer.kv[layer, 0])
+        found[capture.segment] = accumulator.statistics()
     return found
 
 
@@ -62,7 +58,6 @@ def test_statistics_are_sums_over_the_models_own_attention(
     output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2, 3]))
     weights = own_attention(decoder, IDS)
     np.fill_diagonal(weights, 0.0)  # eq. 4 counts earlier tokens
-    weights[:, :SINKS] = 0.0
     found = described(output)
     for segment in (0, 1, 2, 3):
         rows = weights[BOUNDS[segment] : BOUNDS[segment + 1]]
@@ -90,15 +85,6 @@ def test_statistics_are_sums_over_the_models_own_attention(
         assert found[segment].cci == pytest.approx(expected, abs=1e-5)
 
 
-def test_sinks_are_left_out_of_the_system_segment_only(tiny_decoder: MakeDecoder) -> None:
-    output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 2]))
-    without, with_sinks = described(output), described(output, sinks=0)
-    assert without[2].inter[0] < with_sinks[2].inter[0]
-    assert without[2].inter[1:] == with_sinks[2].inter[1:]
-    assert described(output, sinks=500)[2].inter[0] == 0.0  # more sinks than the segment has tokens
-    assert described(output, sinks=500)[2].inter[1:] == with_sinks[2].inter[1:]
-
-
 def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> None:
     output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0]))
     found = described(output)[0]
@@ -109,7 +95,6 @@ def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> 
 def test_stored_keys_are_raw_and_values_are_the_models(family: str, tiny_decoder: MakeDecoder) -> None:
     decoder = tiny_decoder(family)
     output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[2]))
-    assert output.recorder is not None
     (capture,) = output.recorder.captures
     with decoder.stock() as model, torch.inference_mode():
         cache = model(input_ids=torch.tensor([IDS]), use_cache=True).past_key_values
@@ -124,19 +109,14 @@ def test_stored_keys_are_raw_and_values_are_the_models(family: str, tiny_decoder
     assert capture.kv.shape == decoder.layout.shape(35)
 
 
-def test_births_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: MakeDecoder) -> None:
+def test_captures_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: MakeDecoder) -> None:
     decoder = tiny_decoder("Llama")
     alone = prefill(decoder, PrefillJob(IDS[12:40], Rows.of([0, 28], new=range(28)), captures=[0]))
-    assert alone.recorder is not None
-    foreign = [
-        ResidentKV(BOUNDS[1], alone.recorder.captures[0].kv)
-    ]  # captured elsewhere: what follows differs from a full pass
-    recomputed = [15, 20, 33]
-    rows = [*range(12), *recomputed, *range(40, 110)]
-    mixed = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=rows), resident=foreign, captures=[0, 2, 3]))
+    # captured elsewhere: what follows differs from a full pass
+    foreign = [ResidentKV(BOUNDS[1], alone.recorder.captures[0].kv)]
+    rows = Rows.of(BOUNDS, new=[*range(12), *range(40, 110)], recomputed=[15, 20, 33])
+    mixed = prefill(decoder, PrefillJob(IDS, rows, resident=foreign, captures=[0, 2, 3]))
     full = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(110)), captures=[0, 2, 3]))
-    assert mixed.recorder is not None
-    assert full.recorder is not None
     for capture, exact in zip(mixed.recorder.captures, full.recorder.captures, strict=True):
         merged = mixed.buffer.kv[:, :, capture.start : capture.stop]
         assert torch.equal(capture.kv[:, 1], merged[:, 1])
@@ -148,4 +128,4 @@ def test_births_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: Make
     found = described(mixed)
     assert len(found[3].inter) == 3
     share = sum(found[2].inter) + found[2].intra
-    assert 0 < share < 35  # a share of each row's attention: sinks and own positions are left out
+    assert 0 < share < 35  # a share of each row's attention: own positions are left out

@@ -1,20 +1,23 @@
-"""Drift: what is not recomputed follows what is, and only that."""
+"""Drift correction: what is not recomputed follows what is, and only that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.drift_correction import Drift, Stale
+from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
+from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.rope import rotate
 
 MakeDecoder = Callable[..., Decoder]
 TOKENS, START = 30, 10
 SPAN = range(START, START + TOKENS)
+BOUNDS = [0, START, START + TOKENS, START + TOKENS + 5]
 RECOMPUTED = [START + 9, START + 14, START + 20]
 
 
@@ -39,11 +42,15 @@ class Layer:
     def placed(self, raw: Tensor) -> Tensor:
         return torch.stack((rotate(raw[0], self.cos, self.sin), raw[1]))
 
-    def corrected(self, recomputed: list[int], *, strength: float = 1.0, owner: int = 1) -> Tensor:
-        stale = [Stale(1, [SPAN])]
-        drift = Drift(stale, dict.fromkeys(recomputed, owner), strength=strength, cos=self.cos, sin=self.sin)
-        rows = torch.tensor(recomputed)
-        drift.locate(rows)
+    def drift(self, stale: list[StaleChunk], *, strength: float = 1.0) -> DriftCorrection:
+        return DriftCorrection(stale, strength=strength, cos=self.cos, sin=self.sin)
+
+    def corrected(
+        self, rows: list[int], *, strength: float = 1.0, reason: RowReason = RowReason.RECOMPUTED, segment: int = 1
+    ) -> Tensor:
+        """What the correction makes of the layer when these rows of a segment run for this reason."""
+        drift = self.drift([StaleChunk(segment, [SPAN])], strength=strength)
+        drift.locate(np.array(rows), Rows.of(BOUNDS).mark(rows, reason))
         merged = self.merged.clone()
         drift.correct(merged, self.new[0, rows], self.new[1, rows])
         return merged
@@ -67,28 +74,31 @@ def test_the_rest_follows_by_the_strength(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recomputed", "owner"),
-    [([START + 9], 1), (RECOMPUTED, -1)],
-    ids=["one token", "computed for want of what was stored"],
+    ("rows", "reason", "segment"),
+    [
+        ([START + 9], RowReason.RECOMPUTED, 1),
+        (RECOMPUTED, RowReason.NOT_LOADED, 1),
+        (RECOMPUTED, RowReason.NEW, 1),
+        (RECOMPUTED, RowReason.RECOMPUTED, 2),
+    ],
+    ids=["one token", "what was stored did not come", "nothing was stored", "tokens of another chunk"],
 )
-def test_what_is_no_evidence_moves_nothing(decoder: Decoder, recomputed: list[int], owner: int) -> None:
+def test_what_is_no_evidence_moves_nothing(decoder: Decoder, rows: list[int], reason: RowReason, segment: int) -> None:
     layer = Layer(decoder)
-    assert torch.equal(layer.corrected(recomputed, owner=owner), layer.merged)
+    assert torch.equal(layer.corrected(rows, reason=reason, segment=segment), layer.merged)
 
 
 def test_each_chunk_follows_its_own_tokens(decoder: Decoder) -> None:
     layer = Layer(decoder)
     first, second = range(START, START + 15), range(START + 15, START + 30)
     recomputed = [START + 9, START + 11, START + 25, START + 27]
-    owners = {START + 9: 1, START + 11: 1, START + 25: 2, START + 27: 2}
-    chunks = [Stale(1, [first]), Stale(2, [second])]
-    drift = Drift(chunks, owners, strength=1.0, cos=layer.cos, sin=layer.sin)
-    rows = torch.tensor(recomputed)
-    drift.locate(rows)
+    bounds = [0, START, START + 15, START + 30, START + 35]
+    drift = layer.drift([StaleChunk(1, [first]), StaleChunk(2, [second])])
+    drift.locate(np.array(recomputed), Rows.of(bounds, recomputed=recomputed))
     new = layer.merged.clone()
     new[:, list(first)] = layer.new[:, list(first)]  # the second chunk does not change
     merged = layer.merged.clone()
-    drift.correct(merged, new[0, rows], new[1, rows])
+    drift.correct(merged, new[0, recomputed], new[1, recomputed])
     stale = [p for p in SPAN if p not in recomputed]
     assert torch.allclose(merged[:, stale], new[:, stale], atol=1e-4)
 
@@ -96,12 +106,10 @@ def test_each_chunk_follows_its_own_tokens(decoder: Decoder) -> None:
 def test_what_an_earlier_pass_computed_stays(decoder: Decoder) -> None:
     layer = Layer(decoder)
     done = START + 3
-    stale = [Stale(1, [range(START, done), range(done + 1, START + TOKENS)])]
-    drift = Drift(stale, dict.fromkeys(RECOMPUTED, 1), strength=1.0, cos=layer.cos, sin=layer.sin)
-    rows = torch.tensor(RECOMPUTED)
-    drift.locate(rows)
+    drift = layer.drift([StaleChunk(1, [range(START, done), range(done + 1, START + TOKENS)])])
+    drift.locate(np.array(RECOMPUTED), Rows.of(BOUNDS, recomputed=RECOMPUTED))
     merged = layer.merged.clone()
-    drift.correct(merged, layer.new[0, rows], layer.new[1, rows])
+    drift.correct(merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
     assert torch.equal(merged[:, done], layer.merged[:, done])
     assert torch.allclose(merged[:, done - 1 : done + 2 : 2], layer.new[:, done - 1 : done + 2 : 2], atol=1e-4)
 
@@ -109,13 +117,21 @@ def test_what_an_earlier_pass_computed_stays(decoder: Decoder) -> None:
 def test_evidence_that_does_not_come_is_none_from_then_on(decoder: Decoder) -> None:
     """A row that runs already, and whose stored values were lost on the way: memory holds anything there."""
     layer = Layer(decoder)
-    owners = dict.fromkeys(RECOMPUTED, 1)
-    drift = Drift([Stale(1, [SPAN])], owners, strength=1.0, cos=layer.cos, sin=layer.sin)
-    rows = torch.tensor(RECOMPUTED)
-    drift.locate(rows)
-    owners[RECOMPUTED[0]] = -1
+    drift, rows = layer.drift([StaleChunk(1, [SPAN])]), Rows.of(BOUNDS, recomputed=RECOMPUTED)
+    drift.locate(np.array(RECOMPUTED), rows)
+    drift.locate(np.array(RECOMPUTED), rows.mark(RECOMPUTED[:1], RowReason.NOT_LOADED))
     merged = layer.merged.clone()
     merged[:, RECOMPUTED[0]] = float("nan")
-    drift.correct(merged, layer.new[0, rows], layer.new[1, rows])
+    drift.correct(merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
     stale = [p for p in SPAN if p not in RECOMPUTED]
     assert torch.allclose(merged[:, stale], layer.new[:, stale], atol=1e-4)
+
+
+def test_evidence_that_is_gone_altogether_moves_nothing(decoder: Decoder) -> None:
+    layer = Layer(decoder)
+    drift, rows = layer.drift([StaleChunk(1, [SPAN])]), Rows.of(BOUNDS, recomputed=RECOMPUTED)
+    drift.locate(np.array(RECOMPUTED), rows)
+    drift.locate(np.array(RECOMPUTED[2:]), rows)  # the pass goes on with fewer rows
+    merged = layer.merged.clone()
+    drift.correct(merged, layer.new[0, RECOMPUTED[2:]], layer.new[1, RECOMPUTED[2:]])
+    assert torch.equal(merged, layer.merged)

@@ -1,4 +1,4 @@
-"""Loading beside computing: whatever the two ends do, and whatever goes wrong, the logits are those of full prefill."""
+"""Overlapped prefill: whatever is loaded and whatever goes wrong, the logits are those of full prefill."""
 
 from __future__ import annotations
 
@@ -6,51 +6,48 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cachecraft_rag.compute.driver import prefill, run
+from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
+from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.driver import prefill
-from cachecraft_rag.compute.job import PrefillJob, PrefillResult
-from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.probe import PROBES
 from cachecraft_rag.compute.rows import RowReason, Rows
-    AtHand,
-    MergedKV,
-    PartialPrefill,
-    PrefillInput,
-    PrefillResult,
-    Reused,
-    prefill,
-)
-from cachecraft_rag.compute.probe import PROBES, Probe, Tokens
 from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
 from cachecraft_rag.planning.config import Loading
-from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
+from cachecraft_rag.store.loading import rate as rate_module
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.store.loading.pending import Run, Tail
+from cachecraft_rag.store.loading.pending import Extent, KVSink, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import Capture, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey, digest
 
 MakeDecoder = Callable[..., Decoder]
-BOUNDS = [0, 20, 170, 320, 470, 500]  # system, three chunks of two runs and a bit, question
+BOUNDS = [0, 20, 170, 320, 470, 500]  # system, three chunks of two extents and a bit, question
 IDS = torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(3)).tolist()
 QUESTION = range(BOUNDS[-2], BOUNDS[-1])
+ONLY_QUESTION = PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION))
+LOADINGS: list[Loading] = ["cake", "layerwise", "whole"]
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +88,21 @@ class Disk:
         stored.allocate()
         return stored
 
-    def tail(self, segments: Sequence[int] = range(4), *, readers: int = 2, expected: float | None = None) -> Tail:
+    def loads(
+        self, segments: Sequence[int] = range(4), *, readers: int = 2, expected: float | None = None
+    ) -> PendingLoads:
         """What the loader begins with, its threads started."""
         opened = [(self.open(segment), BOUNDS[segment]) for segment in segments]
-        runs = [Run(stored, start, first, last) for stored, start in opened for first, last in stored.runs]
-        tail = Tail(self.decoder.layout.layers, runs, Meter(expected))
+        extents = [Extent(stored, start, first, last) for stored, start in opened for first, last in stored.extents]
+        loads = PendingLoads(self.decoder.layout.layers, extents, Meter(expected))
         for _ in range(readers):
-            threading.Thread(target=tail.read, daemon=True).start()
-        return tail
+            read(loads)
+        return loads
+
+
+def read(loads: PendingLoads) -> None:
+    """One more thread reads."""
+    threading.Thread(target=loads.read, daemon=True).start()
 
 
 @pytest.fixture
@@ -106,24 +110,39 @@ def disk(decoder: Decoder, tmp_path: Path) -> Disk:
     return Disk(decoder, tmp_path)
 
 
-def passes_of(decoder: Decoder) -> PartialPrefill:
-    return PartialPrefill(decoder, IDS, BOUNDS)
+def prefilled(
+    decoder: Decoder,
+    loads: PendingLoads,
+    *,
+    loading: Loading = "cake",
+    speed: ComputeSpeed | None = None,
+    lock: FairLock | None = None,
+    **job: Any,
+) -> PrefillResult:
+    """Prefill, the question alone if `job` says no more, while the rest is loaded."""
+    wanted = PrefillJob(IDS, job.pop("rows", ONLY_QUESTION.rows), loading=loading, **job)
+    steps = OverlappedPrefill(decoder, wanted, loads, speed or ComputeSpeed(decoder.keys_per_row)).steps()
+    result = run(decoder, steps, (lock or FairLock()).take)
+    loads.close()
+    return result
 
 
-def race(
-    decoder: Decoder, tail: Tail, *, loading: Loading = "cake", speed: ComputeSpeed | None = None
-) -> tuple[PrefillResult, OverlappedPrefill]:
-    rows = dict.fromkeys(QUESTION, -1)
-    speed = speed or ComputeSpeed(decoder.keys_per_row)
-    ends = OverlappedPrefill(passes_of(decoder), rows, (), tail=tail, speed=speed, turn=FairLock(), loading=loading)
-    output = ends.run()
-    tail.close()
-    return output, ends
+def not_loaded(result: PrefillResult) -> list[int]:
+    """Positions that were computed because they did not come, or computing them was faster."""
+    return cast(list[int], np.flatnonzero(result.rows.reason == RowReason.NOT_LOADED).tolist())
 
 
-def assert_exact(output: PrefillResult, reference: Tensor) -> None:
-    assert (output.logits - reference).abs().max() <= 1e-3
-    assert output.logits.argmax() == reference.argmax()
+@pytest.fixture
+def assert_exact(decoder: Decoder, reference: Tensor) -> Callable[[PrefillResult], None]:
+    def check(result: PrefillResult) -> None:
+        logits = decoder.next_logits(result.hidden)
+        assert (logits - reference).abs().max() <= 1e-3
+        assert logits.argmax() == reference.argmax()
+
+    return check
+
+
+Exact = Callable[[PrefillResult], None]
 
 
 def measured(decoder: Decoder) -> ComputeSpeed:
@@ -138,112 +157,137 @@ def measured(decoder: Decoder) -> ComputeSpeed:
 # -- gate G4: any meeting point ---------------------------------------------------------------------------------------
 
 
+class Led(Alone):
+    """A rank that follows another one's decisions: how many tokens the front takes, and whether the last pass does."""
+
+    def __init__(self, decisions: Iterator[tuple[float, bool]]) -> None:
+        self._decisions = decisions
+
+    def lead(self, decision: Any) -> Any:
+        return next(self._decisions)
+
+
 @pytest.mark.gate
+@pytest.mark.parametrize("last_takes", [0, 30])
 @pytest.mark.parametrize("tokens", [0, 1, 19, 20, 21, 83, 84, 100, 170, 233, 320, 469, 470])
 def test_g4_whatever_the_front_takes_the_logits_are_those_of_full_prefill(
-    decoder: Decoder, disk: Disk, reference: Tensor, tokens: int
+    decoder: Decoder,
+    disk: Disk,
+    assert_exact: Exact,
+    on_ranks: Callable[[Decoder, Ranks], Decoder],
+    tokens: int,
+    last_takes: int,
 ) -> None:
-    tail = disk.tail(readers=0)
-    taken = tail.take(tokens)
-    assert taken == list(range(tokens))
-    passes = passes_of(decoder)
-    for start in range(0, tokens, 90):  # pieces from the front
-        passes.compute(taken[start : start + 90], AtHand(()))
-    tail.read()
-    assert tail.depth() == decoder.layout.layers
-    assert tail.incomplete() == []
-    supply = Placed(tail)
-    assert_exact(passes.finish(QUESTION, supply), reference)
+    loads = disk.loads(readers=0)
+
+    def decisions() -> Iterator[tuple[float, bool]]:
+        for start in range(0, tokens, 90):  # pieces from the front
+            yield min(90, tokens - start), False
+        if not last_takes:
+            loads.read()
+            assert loads.depth() == decoder.layout.layers
+            assert loads.incomplete() == []
+        else:
+            read(loads)  # beside the last pass
+        yield last_takes, True
+
+    decided = decisions()
+    result = prefilled(on_ranks(decoder, Led(decided)), loads, loading="cake")
+    assert_exact(result)
+    assert next(decided, None) is None
+    if not last_takes:
+        assert not_loaded(result) == list(range(tokens))
+        assert result.row_layers == (tokens + len(QUESTION)) * 6
+        assert np.flatnonzero(result.rows.done).tolist() == list(range(tokens))
+    else:  # what else had to be computed goes by how fast the reader was
+        assert set(range(tokens)) <= set(not_loaded(result))
 
 
 @pytest.mark.gate
+@pytest.mark.parametrize("spoilt", [7.0, math.nan])
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("late", [range(100, 300), [5, 64, 65, 200, 469], range(470)])
 def test_g4_rows_may_join_the_last_pass_before_any_layer(
-    decoder: Decoder, disk: Disk, reference: Tensor, layer: int, late: Sequence[int]
+    decoder: Decoder,
+    disk: Disk,
+    assert_exact: Exact,
+    losing: Callable[..., PendingLoads],
+    layer: int,
+    late: Sequence[int],
+    spoilt: float,
 ) -> None:
-    tail = disk.tail(readers=0)
-    tail.read()
-    output = passes_of(decoder).finish(QUESTION, Placed(tail, joins={layer: late}))
-    assert_exact(output, reference)
-    assert output.row_layers == (len(QUESTION) + len(late)) * 6
-
-
-class Placed:
-    """A supply that has everything, lets rows join all the same, and then spoils what it has of them."""
-
-    def __init__(self, tail: Tail, joins: dict[int, Sequence[int]] | None = None) -> None:
-        self.tail, self.joins = tail, joins or {}
-
-    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
-        self.tail.place(layer, merged)
-        for joined, positions in self.joins.items():
-            if layer >= joined:
-                merged.kv[layer, :, list(positions)] = 7.0
-        return self.joins.get(layer, ())
+    plain = disk.loads(readers=0)
+    plain.read()
+    result = prefilled(decoder, losing(plain, late, before=layer, spoilt=spoilt))
+    assert_exact(result)
+    assert result.row_layers == (len(QUESTION) + len(late)) * 6
+    assert not_loaded(result) == list(late)
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize(
     ("loading", "rate"),
-    [("cake", 0.3e6), *product(("cake", "layerwise", "whole"), (1e6, 3e6, 10e6, math.inf))],
+    [("cake", 0.3e6), *product(LOADINGS, (1e6, 3e6, 10e6, math.inf))],
 )
 def test_g4_at_any_speed_and_in_any_way_of_loading(
-    decoder: Decoder, disk: Disk, reference: Tensor, rate: float, loading: Loading
+    decoder: Decoder, disk: Disk, assert_exact: Exact, rate: float, loading: Loading
 ) -> None:
     for speed in (ComputeSpeed(decoder.keys_per_row), measured(decoder)):
         disk.throttle.bytes_per_s = rate
-        output, _ = race(decoder, disk.tail(), loading=loading, speed=speed)
-        assert_exact(output, reference)
+        result = prefilled(decoder, disk.loads(), loading=loading, speed=speed)
+        assert_exact(result)
+        assert loading == "cake" or not not_loaded(result)
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize(("before", "after"), [(0.2e6, math.inf), (20e6, 0.05e6), (1e6, 0.01e6)])
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.06])
 def test_g4_while_the_speed_changes_in_the_middle(
-    decoder: Decoder, disk: Disk, reference: Tensor, before: float, after: float, delay: float
+    decoder: Decoder, disk: Disk, assert_exact: Exact, before: float, after: float, delay: float
 ) -> None:
+    speed = measured(decoder)
     disk.throttle.bytes_per_s = before
-    tail = disk.tail(expected=before)  # as an earlier request found it
+    loads = disk.loads(expected=before)  # as an earlier request found it
     timer = threading.Timer(delay, setattr, (disk.throttle, "bytes_per_s", after))
     timer.start()
-    started = time.perf_counter()
-    output, _ = race(decoder, tail, speed=measured(decoder))
-    assert_exact(output, reference)
-    assert time.perf_counter() - started < 5.0  # the whole of it at 0.01 MB/s would be 90 s
+    result = prefilled(decoder, loads, speed=speed)
+    assert_exact(result)
+    assert result.waited_s < 5.0  # for the whole of it at 0.01 MB/s it would be 90 s
     timer.cancel()
+    timer.join()
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
+@pytest.mark.parametrize("loading", LOADINGS)
 @pytest.mark.parametrize("segment", [0, 1, 2, 3])
 @pytest.mark.parametrize("where", [0.1, 0.5, 0.99])
 def test_g4_with_a_file_that_is_damaged_in_the_middle(
-    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading, segment: int, where: float
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading, segment: int, where: float
 ) -> None:
-    tail = disk.tail(readers=0)
+    loads = disk.loads(readers=0)
     size = disk.path(segment).stat().st_size
     with disk.path(segment).open("r+b") as file:
         file.seek(4096 + int((size - 4096) * where))
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 64]))
-    threading.Thread(target=tail.read, daemon=True).start()
-    output, _ = race(decoder, tail, loading=loading)
-    assert_exact(output, reference)
-    lost = tail.lost(next(run.stored for run in tail.runs if run.start == BOUNDS[segment]))
+    read(loads)
+    result = prefilled(decoder, loads, loading=loading)
+    assert_exact(result)
+    lost = loads.lost(next(extent.stored for extent in loads.extents if extent.start == BOUNDS[segment]))
     assert loading == "cake" or (lost is not None and "checksum" in lost.reason)
+    assert loading == "cake" or set(not_loaded(result)) <= set(range(*BOUNDS[segment : segment + 2]))
+    assert loading == "cake" or not_loaded(result)
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
-def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading) -> None:
+@pytest.mark.parametrize("loading", LOADINGS)
+def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading) -> None:
     disk.throttle.bytes_per_s = 4e6
-    tail = disk.tail()
+    loads = disk.loads()
     timer = threading.Timer(0.03, lambda: [os.truncate(disk.path(n), 6000) for n in range(4)])
     timer.start()
-    output, _ = race(decoder, tail, loading=loading)
-    assert_exact(output, reference)
+    assert_exact(prefilled(decoder, loads, loading=loading))
     timer.join()
 
 
@@ -251,20 +295,18 @@ def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, referenc
 @pytest.mark.parametrize("rate", [0.2e6, 1e6, 5e6, math.inf])
 @pytest.mark.parametrize("stored", [(1, 3), (0, 2), (3,), (0, 1, 3)])
 def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
-    decoder: Decoder, disk: Disk, reference: Tensor, rate: float, stored: Sequence[int]
+    decoder: Decoder, disk: Disk, assert_exact: Exact, rate: float, stored: Sequence[int]
 ) -> None:
-    memory = [ResidentKV(capture.start, capture.kv) for capture in disk.captures if capture.segment == 0 and 0 not in stored]
+    first = disk.captures[0]
+    resident = [] if 0 in stored else [ResidentKV(first.start, first.kv)]
     new = {0, 1, 2, 3} - set(stored) - {0}
-    rows = {p: -1 for n in new for p in range(BOUNDS[n], BOUNDS[n + 1])} | dict.fromkeys(QUESTION, -1)
+    rows = Rows.of(BOUNDS, new=[*(p for n in new for p in range(BOUNDS[n], BOUNDS[n + 1])), *QUESTION])
     disk.throttle.bytes_per_s = rate
-    tail = disk.tail(stored)
-    passes = PartialPrefill(decoder, IDS, BOUNDS, captures=sorted(new))
-    ends = OverlappedPrefill(passes, rows, memory, tail=tail, speed=measured(decoder), turn=FairLock())
-    output = ends.run()
-    tail.close()
-    assert_exact(output, reference)
-    assert [capture.segment for capture in output.recorder.captures] == sorted(new)
-    for capture in output.recorder.captures:  # what is captured beside loading is what is captured in one pass
+    loads = disk.loads(stored)
+    result = prefilled(decoder, loads, speed=measured(decoder), rows=rows, resident=resident, captures=sorted(new))
+    assert_exact(result)
+    assert [capture.segment for capture in result.recorder.captures] == sorted(new)
+    for capture in result.recorder.captures:  # what is captured beside loading is what is captured in one pass
         assert torch.allclose(capture.kv, disk.captures[capture.segment].kv, atol=1e-4)
         assert len(capture.queries) == decoder.layout.layers
 
@@ -272,259 +314,279 @@ def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
 @pytest.mark.gate
 @pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
 def test_early_termination_beside_loading_leaves_no_position_without_keys(
-    decoder: Decoder, disk: Disk, reference: Tensor, rate: float
+    decoder: Decoder, disk: Disk, assert_exact: Exact, memory_holds: Callable[[float], None], rate: float
 ) -> None:
-    rows = dict.fromkeys(QUESTION, -1) | {BOUNDS[n] + k: n for n in (1, 2, 3) for k in (0, 70, 149)}
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[BOUNDS[n] + k for n in (1, 2, 3) for k in (0, 70, 149)])
+    speed = measured(decoder)
     disk.throttle.bytes_per_s = rate
-    tail = disk.tail()
-    ends = OverlappedPrefill(passes_of(decoder), rows, (), tail=tail, speed=measured(decoder), turn=FairLock())
-    output = ends.run(FocusMonitor(3, rule="gap", window=2))
-    tail.close()
-    assert_exact(output, reference)  # the caches are exact: whatever is not recomputed any further is right as it is
+    memory_holds(math.nan)  # what is read before it is written would spoil everything
+    result = prefilled(decoder, disk.loads(), speed=speed, rows=rows, early_termination=EarlyTermination("gap", 2))
+    assert_exact(result)  # the caches are exact: whatever is not recomputed any further is right as it is
 
 
-def probe_of(kind: str) -> Probe:
-    """Chooses, of each chunk, the 15 tokens that were seen most and are not there otherwise."""
-    reused = (1, 2, 3)
+def probe_of(kind: str) -> ProbeRequest:
+    """Chooses, of each chunk, the 15 tokens that were seen most and have not been lost."""
 
-    def choose(seen: Mapping[int, np.ndarray], recomputed: Tokens, gone: Tokens) -> Plan:
+    def choose(seen: Mapping[int, NDArray[np.float32]], rows: Rows) -> Plan:
+        assert list(seen) == [1, 2, 3]
         plans = [SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")]
-        for index in reused:
-            assert np.isfinite(seen[index]).all()
-            free = [token for token in np.argsort(-seen[index]).tolist() if token not in gone[index]]
-            plans[index] = SegmentPlan("reused", recompute=tuple(sorted({*free[:15], *recomputed[index]})))
+        for index, scores in seen.items():
+            assert np.isfinite(scores).all()
+            lost = rows.offsets(index, RowReason.NOT_LOADED, RowReason.NEW).tolist()
+            recomputed = rows.offsets(index, RowReason.RECOMPUTED)
+            done = recomputed[rows.done[rows.span(index)][recomputed]].tolist()
+            free = [token for token in np.argsort(-scores).tolist() if token not in lost]
+            plans[index] = SegmentPlan("reused", recompute=tuple(sorted({*free[:15], *done})))
         return Plan(tuple(plans))
 
-    plan = Plan((SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")))
-    return PROBES[kind](plan, BOUNDS, QUESTION, choose)
+    return ProbeRequest(cast(Any, kind), QUESTION, choose)
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("kind", sorted(PROBES))
 @pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
 @pytest.mark.parametrize("broken", [False, True])
-def test_scouting_and_drift_beside_loading_leave_exact_caches_exact(
-    decoder: Decoder, disk: Disk, reference: Tensor, kind: str, rate: float, broken: bool
+def test_probing_and_drift_correction_beside_loading_leave_exact_caches_exact(
+    decoder: Decoder,
+    disk: Disk,
+    assert_exact: Exact,
+    memory_holds: Callable[[float], None],
+    kind: str,
+    rate: float,
+    broken: bool,
 ) -> None:
-    """Recomputed tokens of exact caches do not change, so nothing drifts, wherever the ends meet and whatever fails."""
-    rows = dict.fromkeys(QUESTION, -1) | {BOUNDS[n] + k: n for n in (1, 2, 3) for k in (0, 30, 70, 120, 149)}
+    """Recomputed tokens of exact caches do not change, so nothing drifts, wherever both meet and whatever fails."""
+    speed = measured(decoder)
+    recomputed = [BOUNDS[n] + k for n in (1, 2, 3) for k in (0, 30, 70, 120, 149)]
     disk.throttle.bytes_per_s = rate
-    tail = disk.tail()
+    loads = disk.loads()
     if broken:
         os.truncate(disk.path(2), 6000)
-    passes = passes_of(decoder)
-    passes.buffer.kv[:] = float("nan")  # what is read before it is written would spoil everything
-    ends = OverlappedPrefill(
-        passes,
-        rows,
-        (),
-        tail=tail,
-        speed=measured(decoder),
-        turn=FairLock(),
-        chunks={n: range(BOUNDS[n], BOUNDS[n + 1]) for n in (1, 2, 3)},
+    memory_holds(math.nan)  # what is read before it is written would spoil everything
+    result = prefilled(
+        decoder,
+        loads,
+        speed=speed,
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed, exact=[0]),
+        reused=(1, 2, 3),
         drift=1.0,
         probe=probe_of(kind),
     )
-    output = ends.run()
-    tail.close()
-    assert_exact(output, reference)
+    assert_exact(result)
+    assert result.plan is not None
 
 
-@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
-def test_a_request_that_waits_for_its_turn_is_loaded_meanwhile(
-    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading
+@pytest.mark.parametrize("loading", LOADINGS)
+def test_a_request_that_waits_for_the_lock_is_loaded_meanwhile(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
 ) -> None:
-    disk.throttle.bytes_per_s = 5e6
-    tail, turn = disk.tail(), FairLock()
     speed = measured(decoder)
-    rows = dict.fromkeys(QUESTION, -1)
-    ends = OverlappedPrefill(passes_of(decoder), rows, (), tail=tail, speed=speed, turn=turn, loading=loading)
-    outputs: list[PrefillResult] = []
-    thread = threading.Thread(target=lambda: outputs.append(ends.run()))
-    with turn.take():  # another request computes
-        thread.start()
-        assert tail.wait(lambda: not tail.incomplete(), 10)
-    thread.join()
-    assert not any(run.taken for run in tail.runs)
-    assert_exact(outputs[0], reference)
-
-
-@pytest.mark.parametrize("loading", ["layerwise", "whole"])
-def test_others_may_compute_while_a_request_waits_for_the_disk(decoder: Decoder, disk: Disk, loading: Loading) -> None:
-    disk.throttle.bytes_per_s = 1e6  # 1.5 s for all of it
-    turn = FairLock()
-    ends = OverlappedPrefill(
-        passes_of(decoder),
-        dict.fromkeys(QUESTION, -1),
-        (),
-        tail=disk.tail(expected=1e6),
-        speed=measured(decoder),
-        turn=turn,
-        loading=loading,
+    disk.throttle.bytes_per_s = 5e6
+    loads, lock = disk.loads(), FairLock()
+    results: list[PrefillResult] = []
+    thread = threading.Thread(
+        target=lambda: results.append(prefilled(decoder, loads, loading=loading, speed=speed, lock=lock))
     )
-    thread = threading.Thread(target=ends.run)
-    thread.start()
-    time.sleep(0.2)
-    started = time.perf_counter()
-    with turn.take():
-        assert time.perf_counter() - started < 0.5
-        assert thread.is_alive()
+    with lock.take():  # another request computes
+        thread.start()
+        assert loads.wait(lambda: not loads.incomplete(), 60)
     thread.join()
-
-
-class Clumsy(Tail):
-    """Loses a chunk at the worst moment: when the last pass has seen that a layer is there, but not placed it yet."""
-
-    lost_now = False
-
-    def place(self, layer: int, merged: MergedKV, *, below: int | None = None) -> None:
-        run = next((run for run in self.runs if layer < run.layers < self.layers and run.positions), None)
-        if below is None and run is not None and not self.lost_now:
-            self.lost_now = True
-            with self._changed:
-                self._lose(run.stored, Unavailable(run.stored.variant.variant_id, "it went away"))
-        super().place(layer, merged, below=below)
-
-
-@pytest.mark.gate
-def test_g4_with_a_chunk_that_is_lost_between_looking_and_placing(
-    decoder: Decoder, disk: Disk, reference: Tensor
-) -> None:
-    plain = disk.tail(readers=0)
-    tail = Clumsy(plain.layers, plain.runs, Meter(None), layer_first=True)
-    while tail.depth() < 3:
-        job = tail._next()
-        assert job is not None
-        job.runs[0].stored.read(job.layer, job.runs[0].first, job.runs[-1].last)
-        tail._note(job.runs, None)
-    threading.Timer(0.1, lambda: threading.Thread(target=tail.read, daemon=True).start()).start()
-    output, _ = race(decoder, tail, loading="layerwise")
-    assert tail.lost_now
-    assert_exact(output, reference)
+    assert not any(extent.taken for extent in loads.extents)
+    assert_exact(results[0])
 
 
 class Hanging:
     """A file on a disk that stops answering: a real one up to some read, and nothing from then on."""
 
-    def __init__(self, tail: Tail, after: int) -> None:
-        self.again, self.left = threading.Event(), after
-        for stored in {id(run.stored): run.stored for run in tail.runs}.values():
+    def __init__(self, loads: PendingLoads, after: int) -> None:
+        self.again, self.hangs, self.left = threading.Event(), threading.Event(), after
+        self.answered = False
+        for stored in {id(extent.stored): extent.stored for extent in loads.extents}.values():
             stored.read = self.wrapped(stored.read)  # type: ignore[method-assign]
 
     def wrapped(self, read: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
         def slow(layer: int, start: int, stop: int) -> None:
             self.left -= 1
             if self.left < 0:
+                self.hangs.set()
                 self.again.wait(60)
+                self.answered = True
             read(layer, start, stop)
 
         return slow
+
+
+@pytest.mark.parametrize("loading", ["layerwise", "whole"])
+def test_others_may_compute_while_a_request_waits_for_the_disk(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
+) -> None:
+    loads, lock = disk.loads(readers=0, expected=1e6), FairLock()
+    hanging = Hanging(loads, 0)
+    read(loads)
+    results: list[PrefillResult] = []
+    speed = measured(decoder)
+    thread = threading.Thread(
+        target=lambda: results.append(prefilled(decoder, loads, loading=loading, speed=speed, lock=lock))
+    )
+    thread.start()
+    assert hanging.hangs.wait(30)
+    time.sleep(0.1)  # it waits by now
+    with lock.take():
+        assert not hanging.answered
+        assert thread.is_alive()
+    hanging.again.set()
+    thread.join()
+    assert_exact(results[0])
+
+
+class Clumsy(PendingLoads):
+    """Loses a chunk at the worst moment: when the last pass has seen that a layer is there, but not placed it yet."""
+
+    lost_now = False
+
+    def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
+        extent = next((one for one in self.extents if layer < one.layers < self.layers and one.positions), None)
+        if below is None and extent is not None and not self.lost_now:
+            self.lost_now = True
+            with self._changed:
+                self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, "it went away"))
+        super().place(layer, sink, below=below)
+
+
+@pytest.mark.gate
+def test_g4_with_a_chunk_that_is_lost_between_looking_and_placing(
+    decoder: Decoder, disk: Disk, assert_exact: Exact
+) -> None:
+    plain = disk.loads(readers=0)
+    loads = Clumsy(plain.layers, plain.extents, Meter(None), layer_first=True)
+    while loads.depth() < 3:
+        job = loads._next()
+        assert job is not None
+        job.extents[0].stored.read(job.layer, job.extents[0].first, job.extents[-1].last)
+        loads._note(job.extents, None)
+    threading.Timer(0.1, read, (loads,)).start()
+    result = prefilled(decoder, loads, loading="layerwise")
+    assert loads.lost_now
+    assert_exact(result)
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("after", [0, 3, 12, 20])
 @pytest.mark.parametrize("known", [True, False])
 def test_g4_on_a_disk_that_stops_answering(
-    decoder: Decoder, disk: Disk, reference: Tensor, after: int, known: bool
+    decoder: Decoder, disk: Disk, assert_exact: Exact, after: int, known: bool
 ) -> None:
-    tail = disk.tail(readers=0, expected=2e9)
-    hanging = Hanging(tail, after)
-    for _ in range(2):
-        threading.Thread(target=tail.read, daemon=True).start()
+    loads = disk.loads(readers=0, expected=2e9)
+    hanging = Hanging(loads, after)
     speed = measured(decoder) if known else ComputeSpeed(decoder.keys_per_row)
     if known:  # a machine on which nothing is sooner computed than loaded, as long as loading goes on
         speed.measured(1000.0, 5.0)
-    started = time.perf_counter()
-    output, _ = race(decoder, tail, speed=speed)
+    for _ in range(2):
+        read(loads)
+    result = prefilled(decoder, loads, speed=speed)
+    assert not hanging.answered  # within the minute that it hangs
     hanging.again.set()
-    assert time.perf_counter() - started < 10
-    assert_exact(output, reference)
+    assert_exact(result)
 
 
-@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
+@pytest.mark.parametrize("loading", LOADINGS)
 def test_whatever_a_read_raises_nobody_waits_for_it(
-    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
 ) -> None:
-    tail = disk.tail(readers=0)
+    loads = disk.loads(readers=0)
 
     def no_memory(layer: int, start: int, stop: int) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    tail.runs[-1].stored.read = no_memory  # type: ignore[method-assign]
-    threading.Thread(target=tail.read, daemon=True).start()
-    output, _ = race(decoder, tail, loading=loading)
-    assert_exact(output, reference)
+    loads.extents[-1].stored.read = no_memory  # type: ignore[method-assign]
+    read(loads)
+    assert_exact(prefilled(decoder, loads, loading=loading))
 
 
-@pytest.mark.parametrize("loading", ["cake", "layerwise", "whole"])
+@pytest.mark.parametrize("loading", LOADINGS)
 def test_a_store_that_is_closed_meanwhile_costs_the_saving(
-    decoder: Decoder, disk: Disk, reference: Tensor, loading: Loading, tmp_path: Path
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading, tmp_path: Path
 ) -> None:
     store = ChunkCacheStore.open(tmp_path / "closed")
     store.close()
     opened = [(disk.open(segment), BOUNDS[segment]) for segment in range(4)]
-    output, _ = race(decoder, Loader(store, decoder.layout.layers).begin(opened), loading=loading)
-    assert_exact(output, reference)
+    result = prefilled(decoder, Loader(store, decoder.layout.layers).begin(opened), loading=loading)
+    assert_exact(result)
+    assert not_loaded(result) == list(range(BOUNDS[-2]))
 
 
-def test_a_birth_of_which_only_some_layers_were_computed_is_none(decoder: Decoder, disk: Disk) -> None:
-    class Late:
-        def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
-            for capture in disk.captures:
-                merged.place(layer, capture.kv[layer], capture.start)
-            return [position for position in range(20, 170) if position % 5] if layer == 2 else ()
-
-    passes = PartialPrefill(decoder, IDS, BOUNDS, captures=[1])
-    output = passes.finish([*range(20, 170, 5), *QUESTION], Late())
-    assert output.recorder.captures == ()
+def test_a_capture_of_which_only_some_layers_were_computed_is_none(
+    decoder: Decoder, disk: Disk, losing: Callable[..., PendingLoads], assert_exact: Exact
+) -> None:
+    late = [position for position in range(20, 170) if position % 5]
+    result = prefilled(
+        decoder,
+        losing(PendingLoads.of_nothing(6), late, before=2, spoilt=math.nan),
+        rows=Rows.of(BOUNDS, new=[*range(20, 170, 5), *QUESTION]),
+        resident=[ResidentKV(capture.start, capture.kv) for capture in disk.captures],
+        captures=[1],
+    )
+    assert result.recorder.captures == ()
+    assert_exact(result)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(decoder: Decoder, disk: Disk) -> None:
+    speed = measured(decoder)
     disk.throttle.bytes_per_s = 1e5  # 14 s for all of it
-    tail = disk.tail()
-    _, ends = race(decoder, tail, speed=measured(decoder))
-    assert sum(len(tail.taken(stored)) for stored in {id(r.stored): r.stored for r in tail.runs}.values()) > 300
+    loads = disk.loads()
+    result = prefilled(decoder, loads, speed=speed)
+    assert sum(extent.taken for extent in loads.extents) > 300
+    assert len(not_loaded(result)) == sum(extent.taken for extent in loads.extents)
+    assert result.waited_s < 5.0
     disk.throttle.bytes_per_s = math.inf
-    fast = disk.tail()
+    fast = disk.loads()
     slow = ComputeSpeed(decoder.keys_per_row)
     slow.measured(1000.0, 50.0)  # a machine that takes 50 ms for a row
-    race(decoder, fast, speed=slow)
-    assert not any(fast.taken(run.stored) for run in fast.runs)
-    assert ends.waited_s < 5.0
+    assert not not_loaded(prefilled(decoder, fast, speed=slow))
+    assert not any(extent.taken for extent in fast.extents)
 
 
-def test_readers_take_runs_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
-    tail = disk.tail(readers=0)
-    assert [job.runs[0].first for job in iter(tail._next, None)][:3] == [128, 64, 0]  # of the last chunk
-    tail = disk.tail(readers=0)
-    assert tail.take(30) == list(range(30))
-    assert tail.take(1000)[-1] == BOUNDS[-2] - 1
-    assert tail._next() is None  # nothing is left to be read
-    assert tail.bytes_left() == 0.0
+def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
+    loads = disk.loads(readers=0)
+    assert [job.extents[0].first for job in iter(loads._next, None)][:3] == [128, 64, 0]  # of the last chunk
+    loads = disk.loads(readers=0)
+    assert loads.take(30) == list(range(30))
+    assert loads.take(1000)[-1] == BOUNDS[-2] - 1
+    assert loads._next() is None  # nothing is left to be read
+    assert loads.bytes_left() == 0.0
 
 
 def test_layer_first_reads_what_adjoins_at_once(disk: Disk) -> None:
-    tail = disk.tail(readers=0)
-    tail.layer_first = True
-    jobs = [tail._next() for _ in range(4)]
-    assert [(job.layer, job.runs[0].first, job.runs[-1].last) for job in jobs if job] == [
+    loads = disk.loads(readers=0)
+    loads.layer_first = True
+    jobs = [loads._next() for _ in range(4)]
+    assert [(job.layer, job.extents[0].first, job.extents[-1].last) for job in jobs if job] == [
         (0, 0, 20),
         *[(0, 0, 150)] * 3,
     ]
 
 
-def test_a_hole_is_told_once(disk: Disk) -> None:
-    tail = disk.tail(readers=0)
+def test_what_failed_is_told_once(disk: Disk) -> None:
+    loads = disk.loads(readers=0)
     disk.path(2).unlink()
     os.truncate(disk.path(1), 4096 + 100)
-    tail.read()
-    holes = tail.holes()
-    assert holes == list(range(BOUNDS[1], BOUNDS[2]))  # 2 was open already: unlinking takes nothing from who reads it
-    assert tail.holes() == []
-    assert tail.incomplete() == []
+    loads.read()
+    failed = loads.failed()
+    assert failed == list(range(BOUNDS[1], BOUNDS[2]))  # 2 was open already: unlinking takes nothing from who reads it
+    assert loads.failed() == []
+    assert loads.incomplete() == []
+
+
+def test_waiting_is_added_up(disk: Disk) -> None:
+    loads = disk.loads(readers=0)
+    assert not loads.wait(lambda: False, 0.0)
+    before = loads.waited_s
+    assert before > 0.0
+    assert loads.wait(lambda: True)
+    assert loads.waited_s > before
 
 
 @settings(max_examples=60, deadline=None)
@@ -544,33 +606,32 @@ def test_both_ends_are_done_at_the_same_moment(load: float, compute: float, a: f
     assert load - tokens * a == pytest.approx(compute + tokens * b, abs=1e-6)
 
 
-def test_a_meter_forgets_an_old_rate_and_counts_silence() -> None:
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_meter_forgets_an_old_rate_and_counts_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(rate_module, "time", clock)
     meter = Meter(100e6)
     assert meter.bytes_per_s == pytest.approx(100e6, rel=0.1)
     for _ in range(30):
         meter.begin(1e5)
-        time.sleep(0.01)
+        clock.now += 0.01
         meter.end(1e5, came=True)
-    assert 3e6 < meter.bytes_per_s < 20e6
+    assert 3e6 < meter.bytes_per_s < 20e6  # 10 MB/s by now, and a rest of what was expected
     before = meter.bytes_per_s
-    time.sleep(0.2)
+    clock.now += 0.2
     assert meter.bytes_per_s < 0.8 * before
     meter.stop()
     rate = meter.bytes_per_s
-    time.sleep(0.05)
+    clock.now += 0.05
     assert meter.bytes_per_s == rate
-
-
-def test_compute_speed_separates_the_pass_from_its_rows() -> None:
-    speed = ComputeSpeed(keys_per_row=1000.0)
-    assert not speed.known
-    assert speed.rows([0, 1000, 3000]) == 1 + 2 + 4
-    for _ in range(50):
-        speed.stepped(0.02)
-    speed.measured(100.0, 0.02 + 0.5)
-    assert speed.seconds(10.0) == pytest.approx(0.02 + 0.05)
-    speed.measured(10.0, 5.0)  # few rows tell nothing of a row
-    assert speed.seconds(10.0) == pytest.approx(0.07)
 
 
 def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: Decoder, tmp_path: Path) -> None:
@@ -585,9 +646,9 @@ def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: D
         loader = Loader(store, decoder.layout.layers)
         opened = [store.open_variant(variant) for variant in (good, bad)]
         assert all(isinstance(one, StoredVariant) for one in opened)
-        tail = loader.begin([(one, 100 * n) for n, one in enumerate(opened) if isinstance(one, StoredVariant)])
-        assert tail.wait(lambda: not tail.incomplete(), 10)
-        loader.end(tail)
+        loads = loader.begin([(one, 100 * n) for n, one in enumerate(opened) if isinstance(one, StoredVariant)])
+        assert loads.wait(lambda: not loads.incomplete(), 60)
+        loader.end(loads)
         store.flush()
         assert store.stats().loads == {"disk": 1, "data damaged": 1}
         assert store.stats().variants == 1

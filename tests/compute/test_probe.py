@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from cachecraft_rag.compute.driver import prefill
-from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.driver import prefill, run
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
-from cachecraft_rag.compute.probe import PROBES, Probe, QuestionProbe, Tokens, ValueProbe
-from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.probe import PROBES
+from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
+from cachecraft_rag.store.loading.pending import PendingLoads
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 12, 52, 92, 110]  # system, two chunks, question
@@ -32,20 +40,15 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
 class Chooser:
     """Chooses the three tokens of each chunk that were seen most."""
 
-    def __init__(self) -> None:
-        self.seen: dict[int, np.ndarray] = {}
-        self.recomputed: Tokens = {}
-        self.gone: Tokens = {}
+    seen: Mapping[int, NDArray[np.float32]]
+    rows: Rows
 
-    def __call__(self, seen: dict[int, np.ndarray], recomputed: Tokens, gone: Tokens) -> Plan:
-        self.seen, self.recomputed, self.gone = seen, recomputed, gone
-        chosen = {i: tuple(sorted(np.argsort(-scores)[:3].tolist())) for i, scores in seen.items()}
-        return Plan(
-            tuple(
-                SegmentPlan("reused", recompute=chosen[i]) if i in chosen else planned
-                for i, planned in enumerate(PLAN.segments)
-            )
-        )
+    def __call__(self, seen: Mapping[int, NDArray[np.float32]], rows: Rows) -> Plan:
+        self.seen, self.rows = seen, rows
+        plans = list(PLAN.segments)
+        for index, scores in seen.items():
+            plans[index] = SegmentPlan("reused", recompute=tuple(sorted(np.argsort(-scores)[:3].tolist())))
+        return Plan(tuple(plans))
 
 
 def stored(decoder: Decoder, *, moved: Sequence[int] = ()) -> list[ResidentKV]:
@@ -58,57 +61,58 @@ def stored(decoder: Decoder, *, moved: Sequence[int] = ()) -> list[ResidentKV]:
     return reused
 
 
-def seen_by(
-    probe: Probe, passes: PartialPrefill, supply: Supply, rows: dict[int, int], done: dict[int, int] | None = None
-) -> dict[int, int]:
-    """Let it look, as the last pass does."""
-    done = done or {}
-    return probe.look(passes, supply, probe.positions(rows, done), rows=rows, done=done)
+def rows_of(*, new: Sequence[int] = (), recomputed: Sequence[int] = ()) -> Rows:
+    return Rows.of(BOUNDS, new=[*new, *QUESTION], recomputed=recomputed, exact=[0])
 
 
 def look(
-    probe: type[Probe], decoder: Decoder, reused: list[ResidentKV], rows: dict[int, int]
-) -> tuple[dict[int, int], Chooser]:
+    kind: str, decoder: Decoder, resident: list[ResidentKV], rows: Rows, *, loads: PendingLoads | None = None
+) -> tuple[PrefillResult, Chooser]:
+    """A prefill that looks before its last pass, of all chunks that are among `resident`."""
     chooser = Chooser()
-    passes = PartialPrefill(decoder, IDS, BOUNDS)
-    found = seen_by(probe(PLAN, BOUNDS, QUESTION, chooser), passes, AtHand(reused), rows)
-    return found, chooser
+    reused = [index for index in (1, 2) if BOUNDS[index] in {one.start for one in resident}]
+    probe = ProbeRequest(kind, QUESTION, chooser)  # type: ignore[arg-type]
+    job = PrefillJob(IDS, rows, resident=resident, reused=reused, probe=probe)
+    if loads is None:
+        return prefill(decoder, job), chooser
+    steps = OverlappedPrefill(decoder, job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
+    return run(decoder, steps, FairLock().take), chooser
 
 
-def test_the_value_scout_finds_what_moved(decoder: Decoder) -> None:
+def recomputed_in(rows: Rows) -> list[int]:
+    return np.flatnonzero(rows.reason == RowReason.RECOMPUTED).tolist()
+
+
+def test_the_value_probe_finds_what_moved(decoder: Decoder) -> None:
     moved = [15, 20, 33, 60, 70, 91]
-    rows = dict.fromkeys(QUESTION, -1) | {14: 1, 55: 2}
-    found, chooser = look(ValueProbe, decoder, stored(decoder, moved=moved), rows)
-    assert found == dict.fromkeys(QUESTION, -1) | {15: 1, 20: 1, 33: 1, 60: 2, 70: 2, 91: 2}
+    result, chooser = look("values", decoder, stored(decoder, moved=moved), rows_of(recomputed=[14, 55]))
+    assert recomputed_in(result.rows) == moved
+    assert result.rows.open().tolist() == [*moved, *QUESTION]
+    assert (result.rows.reason[QUESTION.start :] == RowReason.NEW).all()
     assert np.concatenate(list(chooser.seen.values())).mean() == pytest.approx(1.0, rel=1e-3)
 
 
-def test_the_question_scout_sees_what_the_model_attends_to(decoder: Decoder) -> None:
-    with torch.inference_mode():
-        weights = decoder.model.config._attn_implementation
-        try:
-            decoder.model.set_attn_implementation("eager")
-            attentions = decoder.model(torch.tensor([IDS]), output_attentions=True).attentions
-        finally:
-            decoder.model.set_attn_implementation(weights)
+def test_the_question_probe_sees_what_the_model_attends_to(decoder: Decoder) -> None:
+    with decoder.stock() as model, torch.inference_mode():
+        model.set_attn_implementation("eager")
+        attentions = model(torch.tensor([IDS]), output_attentions=True).attentions
     expected = attentions[2][0, :, QUESTION.start :].sum(1).mean(0).numpy()  # of five layers the one in the middle
-    _, chooser = look(QuestionProbe, decoder, stored(decoder), dict.fromkeys(QUESTION, -1))
+    _, chooser = look("question", decoder, stored(decoder), rows_of())
     seen = np.concatenate([chooser.seen[1], chooser.seen[2]])
     assert np.allclose(seen, expected[12:92] / expected[12:92].mean(), rtol=1e-3)
 
 
-def test_chunks_still_to_be_computed_are_hidden_from_the_question(decoder: Decoder) -> None:
+def test_chunks_still_to_be_computed_are_hidden_from_the_question(
+    decoder: Decoder, memory_holds: Callable[[float], None]
+) -> None:
     """The prompt with a hole where the second chunk will be: what memory held there makes no difference."""
     reused = stored(decoder)
-    rows = dict.fromkeys([*range(52, 92), *QUESTION], -1)
-    plan = Plan((SegmentPlan("exact"), REUSED, SegmentPlan("computed"), SegmentPlan("computed")))
     seen = []
-    for garbage in (0.0, float("nan")):
-        chooser = Chooser()
-        passes = PartialPrefill(decoder, IDS, BOUNDS)
-        passes.buffer.kv[:] = garbage
-        seen_by(QuestionProbe(plan, BOUNDS, QUESTION, chooser), passes, AtHand(reused[:2]), rows)
+    for garbage in (0.0, math.nan):
+        memory_holds(garbage)
+        result, chooser = look("question", decoder, reused[:2], rows_of(new=range(52, 92)))
         assert list(chooser.seen) == [1]
+        assert torch.isfinite(result.hidden).all()
         seen.append(chooser.seen[1])
     assert np.isfinite(seen[1]).all()
     assert np.array_equal(seen[0], seen[1])
@@ -116,48 +120,84 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(decoder: Decod
 
 @pytest.mark.parametrize("kind", sorted(PROBES))
 def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(decoder: Decoder, kind: str) -> None:
-    chooser = Chooser()
-    passes = PartialPrefill(decoder, IDS, BOUNDS)
-    rows = dict.fromkeys([40, 41, *QUESTION], -1) | {60: 2}
-    done = {13: 1, 14: 1, 15: -1}
-    passes.compute([13, 14, 15], AtHand(stored(decoder)))
-    seen_by(PROBES[kind](PLAN, BOUNDS, QUESTION, chooser), passes, AtHand(stored(decoder)), rows, done)
-    assert chooser.recomputed == {1: frozenset({1, 2}), 2: frozenset()}
-    assert chooser.gone == {1: frozenset({3, 28, 29}), 2: frozenset()}
+    before = rows_of(new=[15, 40, 41], recomputed=[13, 14, 60]).mark([15, 40, 41], RowReason.NOT_LOADED)
+    before = before.finish([13, 14, 15])
+    result, chooser = look(kind, decoder, stored(decoder), before)
+    assert {i: chooser.rows.offsets(i, RowReason.RECOMPUTED).tolist() for i in (1, 2)} == {1: [1, 2], 2: [8]}
+    assert {i: chooser.rows.offsets(i, RowReason.NOT_LOADED).tolist() for i in (1, 2)} == {1: [3, 28, 29], 2: []}
+    assert np.flatnonzero(chooser.rows.done).tolist() == [13, 14, 15]
+    assert not chooser.seen[1][[3, 28, 29]].any()  # nothing of them is stored, so nothing is to be fixed
+    if kind == "question":  # which attends to all the others
+        assert np.delete(chooser.seen[1], [3, 28, 29]).all()
+        assert chooser.seen[2].all()
+    chosen = [
+        BOUNDS[index] + offset for index in (1, 2) for offset in np.argsort(-chooser.seen[index])[:3].tolist()
+    ]  # a done one stays, another one of the first choice does not
+    assert recomputed_in(result.rows) == sorted({13, 14, *chosen})
+    assert np.flatnonzero(result.rows.reason == RowReason.NOT_LOADED).tolist() == [15, 40, 41]
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("kind", sorted(PROBES))
 def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder, kind: str) -> None:
-    passes = PartialPrefill(decoder, IDS, BOUNDS)
-    supply = AtHand(stored(decoder))
-    rows = seen_by(PROBES[kind](PLAN, BOUNDS, QUESTION, Chooser()), passes, supply, dict.fromkeys(QUESTION, -1))
-    assert len(rows) == len(QUESTION) + 6
-    output = passes.finish(sorted(rows), supply, owners=rows)
-    assert (output.logits - decoder.own_logits(IDS)[0]).abs().max() <= 1e-3
+    result, _ = look(kind, decoder, stored(decoder), rows_of())
+    assert len(result.rows.open()) == len(QUESTION) + 6
+    assert (decoder.next_logits(result.hidden) - decoder.own_logits(IDS)[0]).abs().max() <= 1e-3
 
 
-class Late:
-    """A supply that finds in the second layer that some positions will not come."""
-
-    def __init__(self, reused: list[ResidentKV], late: Sequence[int]) -> None:
-        self._there, self._late = AtHand(reused), late
-
-    def place(self, layer: int, merged: MergedKV) -> Sequence[int]:
-        self._there.place(layer, merged)
-        if layer < 1:
-            return ()
-        merged.kv[layer, :, self._late] = float("nan")
-        late, self._late = self._late, ()
-        return late
+def test_a_look_is_counted_and_gives_its_plan(decoder: Decoder) -> None:
+    result, chooser = look("question", decoder, stored(decoder), rows_of())
+    assert result.plan == chooser(chooser.seen, chooser.rows)
+    assert result.row_layers == len(QUESTION) * 3 + (len(QUESTION) + 6) * 5  # three layers of five
 
 
-def test_rows_that_join_a_look_are_not_taken_for_the_question(decoder: Decoder) -> None:
+@pytest.mark.parametrize("spoilt", [7.0, math.nan])
+def test_rows_that_join_a_look_are_not_taken_for_the_question(
+    decoder: Decoder, losing: Callable[..., PendingLoads], spoilt: float
+) -> None:
     """With exact caches it makes no difference to what the question sees whether a token was stored or computed."""
-    rows = dict.fromkeys(QUESTION, -1)
-    _, plain = look(QuestionProbe, decoder, stored(decoder), rows)
-    chooser = Chooser()
-    passes = PartialPrefill(decoder, IDS, BOUNDS)
-    seen_by(QuestionProbe(PLAN, BOUNDS, QUESTION, chooser), passes, Late(stored(decoder), range(60, 70)), rows)
+    late = range(60, 70)
+    _, plain = look("question", decoder, stored(decoder), rows_of())
+    loads = losing(PendingLoads.of_nothing(5), late, before=1, spoilt=spoilt)
+    result, chooser = look("question", decoder, stored(decoder), rows_of(), loads=loads)
+    expected = {index: plain.seen[index].copy() for index in (1, 2)}
+    expected[2][late.start - BOUNDS[2] : late.stop - BOUNDS[2]] = 0.0  # nothing of them is stored: nothing to fix
+    mean = np.concatenate(list(expected.values())).mean()
     for segment in (1, 2):
-        assert np.allclose(chooser.seen[segment], plain.seen[segment], rtol=1e-3, atol=1e-5)
+        assert np.allclose(chooser.seen[segment], expected[segment] / mean, rtol=1e-3, atol=1e-5)
+    assert np.flatnonzero(result.rows.reason == RowReason.NOT_LOADED).tolist() == list(late)
+
+
+def test_a_look_of_the_question_has_no_say_in_what_is_served_to_others(decoder: Decoder) -> None:
+    rows = rows_of(recomputed=[14, 16, 18, 55, 57])
+    for kind, open_to_choice in (("question", [2]), ("values", [1, 2])):  # of values, the question has no say
+        chooser = Chooser()
+        probe = ProbeRequest(kind, QUESTION, chooser)  # type: ignore[arg-type]
+        job = PrefillJob(IDS, rows, resident=stored(decoder), reused=(1, 2), probe=probe, shared_until=52)
+        prefill(decoder, job)
+        assert list(chooser.seen) == open_to_choice
+
+
+def test_what_a_probe_saw_is_the_mean_over_the_ranks(
+    decoder: Decoder, on_ranks: Callable[[Decoder, Ranks], Decoder]
+) -> None:
+    wanted = [13, 20, 51, 52, 60, 91]
+
+    class OtherRankSaw(Alone):
+        asked: list[tuple[tuple[int, ...], torch.dtype]]
+
+        def mean(self, seen: Tensor) -> Tensor:
+            self.asked.append((tuple(seen.shape), seen.dtype))
+            out = torch.full_like(seen, 0.01)
+            out[wanted] = 1.0
+            return out
+
+    for kind in PROBES:
+        ranks = OtherRankSaw()
+        ranks.asked = []
+        result, chooser = look(kind, on_ranks(decoder, ranks), stored(decoder), rows_of())
+        assert len(ranks.asked) == 1
+        assert ranks.asked[0][0][0] >= BOUNDS[-1]
+        assert ranks.asked[0][1] == torch.float32
+        assert recomputed_in(result.rows) == wanted
+        assert np.concatenate(list(chooser.seen.values())).mean() == pytest.approx(1.0, rel=1e-5)

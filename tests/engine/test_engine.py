@@ -35,6 +35,7 @@ QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=12)
 # Another α than the default, so that its calibration changes nothing here.
 CONFIG = ReuseConfig(alpha=0.3)
+LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")  # takes what is stored, also where computing is faster
 
 MakeDecoder = Callable[..., Decoder]
 MakeEngine = Callable[..., Engine]
@@ -114,7 +115,7 @@ def test_an_answer_that_is_kept_keeps_no_tensors(engine: Engine, decoder: Decode
     engine.store.flush()
     with (
         ChunkCacheStore.open(engine.store.root, host_bytes=0) as cold,
-        Engine(decoder, cold, config=replace(CONFIG, capture=False)) as other,
+        Engine(decoder, cold, config=replace(LAYERWISE, capture=False)) as other,
     ):
         kept = [ask(other) for _ in range(3)]
         assert {chunk.tier for answer in kept for chunk in answer.stats.chunks} == {"disk"}
@@ -236,7 +237,7 @@ def test_a_restart_reuses_from_disk(tmp_path: Path, decoder: Decoder) -> None:
     texts = []
     for _ in range(2):
         with ChunkCacheStore.open(tmp_path / "lasting") as store:
-            engine = Engine(decoder, store, config=CONFIG)
+            engine = Engine(decoder, store, config=LAYERWISE)
             answer = ask(engine)
             texts.append(answer.text)
             engine.close()
@@ -332,7 +333,7 @@ def captured(
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("focus", ["off", "printed", "gap", "share"])
-@pytest.mark.parametrize("selector", ["question", "value_deviation", "craft"])
+@pytest.mark.parametrize("selector", ["question", "value_deviation", "cache_craft"])
 def test_no_question_shapes_what_others_are_served(
     selector: str, focus: Any, order: list[Chunk], decoder: Decoder, tmp_path: Path
 ) -> None:
@@ -499,7 +500,7 @@ def test_what_a_generator_gives_is_read_once_and_kept(engine: Engine) -> None:
     )
     assert ("".join(found), outcomes(found)) == (expected.text, all_of("computed"))
     once = engine.score_answer(QUESTION, iter(CHUNKS), max_new_tokens=4, config=full)
-    again = engine.score_answer(QUESTION, iter(CHUNKS), along=iter(once.tokens), max_new_tokens=4, config=full)
+    again = engine.score_answer(QUESTION, iter(CHUNKS), target=iter(once.tokens), max_new_tokens=4, config=full)
     assert (again.text, len(again.stats.chunks)) == (once.text, len(CHUNKS))
     for wrong in (KETTLE, 3, None):
         with pytest.raises(ConfigError, match="chunks must be a list"):
@@ -622,7 +623,7 @@ def test_the_answer_does_not_depend_on_the_one_it_is_compared_with(engine: Engin
     own = engine.score_answer(QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False))
     assert len(own.tokens) == 12
     other = [*own.tokens[:same], *((token + 1) % 250 for token in own.tokens[same:])]
-    led = engine.score_answer(QUESTION, CHUNKS, along=other, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    led = engine.score_answer(QUESTION, CHUNKS, target=other, max_new_tokens=12, config=replace(CONFIG, reuse=False))
     assert (led.text, led.tokens) == (own.text, own.tokens)
     assert led.logits.shape == own.logits.shape
     assert torch.allclose(led.logits[: same + 1], own.logits[: same + 1], atol=1e-4)
@@ -633,7 +634,7 @@ def test_the_answer_does_not_depend_on_the_one_it_is_compared_with(engine: Engin
 def test_an_answer_too_long_to_go_along_is_refused(engine: Engine) -> None:
     for along in ([], [1] * 13):
         with pytest.raises(ConfigError, match="needs 1 to 12"):
-            engine.score_answer(QUESTION, CHUNKS, along=along, max_new_tokens=12)
+            engine.score_answer(QUESTION, CHUNKS, target=along, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("selector", ["question", "value_deviation"])
@@ -674,7 +675,7 @@ def test_prefix_cache_is_exact(engine: Engine) -> None:
     order = [KETTLE, TOASTER, FRIDGE][::-1]
     found = engine.score_answer(QUESTION, order, max_new_tokens=12, config=config)
     full = engine.score_answer(
-        QUESTION, order, along=found.tokens, max_new_tokens=12, config=replace(config, reuse=False)
+        QUESTION, order, target=found.tokens, max_new_tokens=12, config=replace(config, reuse=False)
     )
     assert found.text == full.text
     assert (found.logits - full.logits).abs().max() <= 1e-3
@@ -701,7 +702,7 @@ def test_without_positions_the_answer_is_another(engine: Engine) -> None:
         engine.score_answer(
             QUESTION,
             order,
-            along=along,
+            target=along,
             max_new_tokens=4,
             config=replace(CONFIG, capture=False, recompute_ratio=0.0, ablate=without),
         ).logits

@@ -120,11 +120,11 @@ def test_what_the_store_does_not_take_is_not_counted(tiny_decoder: MakeDecoder, 
 
 
 def test_one_chunk_is_born_behind_others_that_are_not(engine: Engine) -> None:
-    assert primer(engine).bear(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0], DOCUMENT[1]]) == 2  # and the system segment
+    assert primer(engine).capture(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0], DOCUMENT[1]]) == 2  # and the system segment
     assert prefixes(engine, DOCUMENT[4]) == [(1, 0)]
     assert prefixes(engine, DOCUMENT[0]) == prefixes(engine, DOCUMENT[1]) == []
-    assert primer(engine).bear(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0]]) == 0
-    assert primer(engine).bear(DOCUMENT[4]) == 1
+    assert primer(engine).capture(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0]]) == 0
+    assert primer(engine).capture(DOCUMENT[4]) == 1
     assert prefixes(engine, DOCUMENT[4]) == [(), (1, 0)]
 
 
@@ -132,7 +132,7 @@ def test_a_born_chunk_is_what_a_primed_one_is(engine: Engine) -> None:
     primer(engine).prime(DOCUMENT[:3])
     primed = {row.variant.variant_id: row.variant for row in engine.store.rows()}
     engine.store.evict(RowFilter(chunk_ids=(DOCUMENT[2].chunk_id,)))
-    assert primer(engine).bear(DOCUMENT[2], DOCUMENT[:2]) == 1
+    assert primer(engine).capture(DOCUMENT[2], DOCUMENT[:2]) == 1
     [row] = engine.store.rows(RowFilter(chunk_ids=(DOCUMENT[2].chunk_id,)))
     before = primed[row.variant.variant_id]
     assert row.variant.inter == pytest.approx(before.inter, rel=1e-4)
@@ -140,10 +140,10 @@ def test_a_born_chunk_is_what_a_primed_one_is(engine: Engine) -> None:
 
 
 def test_what_does_not_fit_a_pass_is_left_out_from_the_far_end(engine: Engine) -> None:
-    primer(engine, chunks_per_pass=3).bear(DOCUMENT[4], [DOCUMENT[4], *DOCUMENT[:4]])
+    primer(engine, chunks_per_pass=3).capture(DOCUMENT[4], [DOCUMENT[4], *DOCUMENT[:4]])
     assert prefixes(engine, DOCUMENT[4]) == [(2, 3)]
     with pytest.raises(ContextLengthError, match="split documents into smaller chunks"):
-        primer(engine, chunks_per_pass=1).bear(Chunk("x" * LENGTH))
+        primer(engine, chunks_per_pass=1).capture(Chunk("x" * LENGTH))
 
 
 def test_a_private_instruction_cannot_be_primed(make_engine: Callable[..., Engine]) -> None:
@@ -151,4 +151,4 @@ def test_a_private_instruction_cannot_be_primed(make_engine: Callable[..., Engin
     with pytest.raises(ConfigError, match="private"):
         primer(engine).prime(DOCUMENT)
     with pytest.raises(ConfigError, match="private"):
-        primer(engine).bear(DOCUMENT[0])
+        primer(engine).capture(DOCUMENT[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -38,7 +37,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
-from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, conversation
+from cachecraft_rag.langchain.chat_model import CacheCraftGenerator, ChatCacheCraft, conversation
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
@@ -239,7 +238,11 @@ def test_langchains_cache_of_answers_tells_documents_and_tenants_apart(
     assert len(seen) == 4
 
 
-async def test_leaving_early_stops_the_computing(engine: Engine, chat: ChatCacheCraft) -> None:
+async def test_leaving_early_stops_the_computing(
+    engine: Engine, chat: ChatCacheCraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, embed = list[int](), engine.decoder.embed
+    monkeypatch.setattr(engine.decoder, "embed", lambda ids: passes.append(len(ids)) or embed(ids))
     async with aclosing(chat.astream("q", documents=DOCUMENTS, max_tokens=1500, temperature=0)) as chunks:  # type: ignore[type-var]
         assert (await anext(chunks)).text
     task = asyncio.create_task(chat.ainvoke("q", documents=DOCUMENTS, max_tokens=1500, temperature=0))
@@ -248,10 +251,10 @@ async def test_leaving_early_stops_the_computing(engine: Engine, chat: ChatCache
     with pytest.raises(asyncio.CancelledError):
         await task
     settle(engine)
-    before = time.process_time()
+    before = len(passes)
     await asyncio.sleep(0.2)
-    assert time.process_time() - before < 0.1  # nobody computes for nobody
-    assert (await asyncio.wait_for(chat.ainvoke("q"), 20)).text
+    assert len(passes) == before  # nobody computes for nobody
+    assert (await asyncio.wait_for(chat.ainvoke("q"), 60)).text
 
 
 async def test_sixteen_streams_at_once_are_the_answers_of_one_after_the_other(engine: Engine) -> None:
@@ -608,10 +611,10 @@ def test_the_one_line_swap(demo_model: Path, handbook: Path, tmp_path: Path) -> 
     assert reused[0] == 0 < reused[1]
 
 
-@pytest.mark.parametrize("module", ["cachecraft_rag.langchain", "cachecraft_rag.retrievers.langchain"])
+@pytest.mark.parametrize("module", ["cachecraft_rag.langchain.chat_model", "cachecraft_rag.retrievers.langchain"])
 def test_without_langchain_the_error_says_what_to_install(module: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules['langchain_core'] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "type: pip install 'cachecraft-rag[langchain]'" in done.stderr.splitlines()[-1]
 

@@ -243,7 +243,17 @@ def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_births(
     assert len(str(query_engine.query(QUESTION))) > 3
 
 
-def test_a_question_that_is_given_up_does_not_keep_the_engine(index: VectorStoreIndex, engine: Engine) -> None:
+def test_a_question_that_is_given_up_does_not_keep_the_engine(
+    index: VectorStoreIndex, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, embed = list[int](), engine.decoder.embed
+
+    def counted(ids: torch.Tensor) -> torch.Tensor:
+        passes.append(len(ids))
+        time.sleep(0.002)  # 1000 tokens take longer than anybody waits below, on any machine
+        return embed(ids)
+
+    monkeypatch.setattr(engine.decoder, "embed", counted)
     endless = query_engine_of(index, engine, sampling=SamplingParams(max_new_tokens=1000))
 
     async def give_up() -> None:
@@ -252,9 +262,10 @@ def test_a_question_that_is_given_up_does_not_keep_the_engine(index: VectorStore
         assert "QueryEndEvent" not in recorder.names()
 
     asyncio.run(give_up())
-    start = time.perf_counter()
+    before = len(passes)
+    time.sleep(0.2)
+    assert len(passes) == before  # nobody computes for nobody
     assert len(str(query_engine_of(index, engine).query(QUESTION))) > 3
-    assert time.perf_counter() - start < 3
 
 
 def test_sixteen_streams_at_once_give_the_answers_of_one_by_one(index: VectorStoreIndex, engine: Engine) -> None:
@@ -423,7 +434,7 @@ def test_an_empty_question_is_refused_by_the_engine(index: VectorStoreIndex, eng
 @pytest.mark.parametrize("module", ["cachecraft_rag.llama_index", "cachecraft_rag.retrievers.llama_index"])
 def test_a_missing_llama_index_is_named_with_the_command(module: str) -> None:
     code = f"import sys; sys.modules['llama_index.core'] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install 'cachecraft-rag[llama-index]'" in done.stderr.splitlines()[-1]
 

@@ -22,9 +22,8 @@ from cachecraft_rag.planning.config import ReuseConfig
         {"recompute_ratio": 1.01},
         {"recompute_ratio": -0.01},
         {"recompute_ratio": math.nan},
-        {"focus": "on"},
+        {"early_termination": "on"},
         {"early_termination_window": 0},
-        {"sink_tokens": -1},
         {"selector": "best"},
     ],
     ids=str,
@@ -55,8 +54,8 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "ends"),
     [
-        (ReuseConfig, {"alpha": 0, "recompute_ratio": 0, "sink_tokens": 0, "early_termination_window": 1}),
-        (ReuseConfig, {"recompute_ratio": 1.0, "focus": "printed", "selector": "random"}),
+        (ReuseConfig, {"alpha": 0, "recompute_ratio": 0, "early_termination_window": 1}),
+        (ReuseConfig, {"recompute_ratio": 1.0, "early_termination": "printed", "selector": "random"}),
         (SamplingParams, {"max_new_tokens": 1, "temperature": 0, "top_p": 1.0, "stop": ()}),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Planning: which stored variant serves each chunk, what is recomputed, and how long deciding takes."""
+"""Planning: which stored variant serves each chunk, what is recomputed, and how little of the catalog that reads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import dataclasses
 import math
 import random
 import sqlite3
-import statistics
 import struct
-import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,9 @@ import pytest
 
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
+from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import _insert
+from cachecraft_rag.store.catalog import Catalog, _insert
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)
@@ -73,8 +72,8 @@ def plan_last(prompt: Prompt, *variants: Variant, config: ReuseConfig = CONFIG, 
 def test_without_a_variant_everything_is_computed() -> None:
     plan = make_plan(prompt_of("a", "b"), {}, CONFIG)
     assert [s.outcome for s in plan.segments] == ["computed"] * 4
-    assert [s.reason for s in plan.segments[:3]] == ["no chunk-cache stored"] * 3
-    assert plan.segments[3].reason == "the question is always computed"
+    assert [s.reason for s in plan.segments[:3]] == [Reason.NOT_STORED] * 3
+    assert plan.segments[3].reason == Reason.QUESTION
 
 
 def test_switched_off_nothing_is_reused() -> None:
@@ -141,7 +140,7 @@ def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
 def test_an_overhead_of_one_means_computing() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=2.0))
     assert (found.outcome, found.variant, found.cfo) == ("computed", None, 1.0)
-    assert "CFO is 1" in found.reason
+    assert found.reason == Reason.NOT_WORTH_FIXING
     assert plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=1.6)).outcome == "reused"
 
 
@@ -167,7 +166,8 @@ def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) 
     for config in (CONFIG, ReuseConfig(alpha=0.0), ReuseConfig(recompute_ratio=0.5), ReuseConfig(scope="prefix")):
         found = plan_last(prompt_of("a", "c"), moved, own, config=config)
         assert (found.outcome, found.variant, found.adjusted, found.cfo) == ("reused", own, 1.0, 0.0)
-        assert codec in found.reason
+        assert found.reason == Reason.LOSSY_CODEC
+        assert codec in explain(found.reason, found.detail)
         assert with_selection(Plan((found,)), {}, config).segments[0].recompute == ()
     chain = [dataclasses.replace(one, codec=codec) for one in stored_chain("a", "b")]
     assert plan_of(prompt_of("a", "b"), chain, SET) == [("reused", one) for one in chain]
@@ -206,7 +206,7 @@ def test_only_chunks_before_it_count_as_prefix() -> None:
 def test_other_token_ids_are_never_served() -> None:
     wrong = variant("c", "a", tokens_digest=segment("d").tokens_digest)
     found = plan_last(prompt_of("a", "c"), wrong)
-    assert (found.outcome, found.reason) == ("computed", "stored chunk-caches were tokenised differently")
+    assert (found.outcome, found.reason) == ("computed", Reason.OTHER_TOKENS)
     right = variant("c", "x")
     assert plan_last(prompt_of("a", "c"), wrong, right).variant == right
 
@@ -216,7 +216,7 @@ def test_a_lost_variant_gives_way_to_the_next_and_then_to_its_reason() -> None:
     assert plan_last(prompt_of("a", "c"), first, second, **{first.variant_id: "checksum"}).variant == second
     lost = {first.variant_id: "checksum", second.variant_id: "file missing"}
     found = plan_last(prompt_of("a", "c"), first, second, **lost)
-    assert (found.outcome, found.reason) == ("computed", "checksum")
+    assert (found.outcome, found.reason, found.detail) == ("computed", Reason.NOT_LOADED, "checksum")
 
 
 # -- tokens to recompute ----------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int
 
 def test_the_budget_is_rounded_up() -> None:
     scores = np.arange(10, dtype=np.float32)
-    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.21)
+    reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.21)
     assert selected(reused, scores) == (7, 8, 9)
     assert selected(dataclasses.replace(reused, cfo=0.2), scores) == (8, 9)
     assert selected(dataclasses.replace(reused, cfo=0.0), scores) == ()
@@ -238,21 +238,21 @@ def test_the_budget_is_rounded_up() -> None:
 
 
 def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> None:
-    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.9)
+    reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.9)
     assert len(selected(reused, recompute_ratio=0.15)) == 2
     assert selected(reused, recompute_ratio=0.0) == ()
     assert len(selected(reused, recompute_ratio=1.0)) == 10
-    assert selected(SegmentPlan("exact", "", variant("c", "a"), cfo=0.0), recompute_ratio=0.5) == ()
+    assert selected(SegmentPlan("exact", variant=variant("c", "a"), cfo=0.0), recompute_ratio=0.5) == ()
 
 
 def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
-    reused = SegmentPlan("reused", "", variant("c"), cfo=0.3)
+    reused = SegmentPlan("reused", variant=variant("c"), cfo=0.3)
     assert selected(reused, None) == (0, 1, 2)
     assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1, 2)
 
 
 def test_each_selector_has_its_own_token_scores() -> None:
-    reused = SegmentPlan("reused", "", variant("c", "a"), cfo=0.2)
+    reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.2)
     ascending = np.arange(10, dtype=np.float32)
     scores = TokenScores(inter=ascending, received=-ascending)
     assert selected(reused, scores) == (8, 9)
@@ -300,12 +300,13 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
         yield store
 
 
-@pytest.mark.no_cover  # tracing every line makes planning three times as slow
-def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog(full_store: ChunkCacheStore) -> None:
+def test_planning_20_chunks_of_8_variants_scans_nothing_of_100_000_in_the_catalog(
+    full_store: ChunkCacheStore, sqlite_steps: Callable[[Catalog], AbstractContextManager[list[int]]]
+) -> None:
     assert full_store.stats().variants == CHUNKS * VARIANTS
     rng = random.Random(1)
-    config, planning, selecting = ReuseConfig(), list[float](), list[float]()
-    for _ in range(150):
+    config, catalog = ReuseConfig(), full_store._durable.catalog
+    for _ in range(10):
         names = [digest("chunk", str(n)) for n in rng.sample(range(100), 20)]
         chunks = [Segment("chunk", name, tuple(range(400))) for name in names]
         for chunk in chunks:
@@ -313,20 +314,17 @@ def test_planning_20_chunks_of_8_variants_takes_2_ms_with_100_000_in_the_catalog
         prompt = Prompt(
             (Segment("system", digest(SYSTEM), (1,)), *chunks, Segment("question", digest("q"), (2,), True))
         )
-        start = time.perf_counter()
-        stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
-        plan = make_plan(prompt, stored, config)
-        planned = time.perf_counter()
+        with sqlite_steps(catalog) as planning:
+            stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
+            plan = make_plan(prompt, stored, config)
         winners = [s.variant.variant_id for s in plan.segments if s.variant is not None]
-        chosen = with_selection(plan, full_store.token_scores(winners), config)
-        planning.append(planned - start)
-        selecting.append(time.perf_counter() - planned)
+        with sqlite_steps(catalog) as selecting:
+            chosen = with_selection(plan, full_store.token_scores(winners), config)
+        assert planning[0] < 100 * 20 * VARIANTS
+        assert selecting[0] < 100 * 20
         assert [len(stored[name]) for name in names] == [VARIANTS] * 20
         assert len(winners) == 20
         assert sum(len(s.recompute) for s in chosen.segments) > 20
-    batches = [statistics.median(planning[start : start + 50]) for start in (0, 50, 100)]
-    print(f"planning {min(batches) * 1e3:.2f} ms, token scores {statistics.median(selecting) * 1e3:.2f} ms")
-    assert min(batches) <= 0.002  # of three, because the machine may be busy with something else meanwhile
 
 
 # -- other scopes -----------------------------------------------------------------------------------------------------
@@ -355,7 +353,7 @@ def test_prefix_cache_reuses_a_prefix_and_nothing_else() -> None:
     found = plan_of(prompt_of("a", "b", "d", "c"), [a, b, c], PREFIX)
     assert found == [("exact", a), ("exact", b), ("computed", None), ("computed", None)]
     plan = make_plan(prompt_of("c"), {"c": [c]}, PREFIX)
-    assert plan.segments[1].reason == "stored behind other chunks only"
+    assert plan.segments[1].reason == Reason.OTHER_PREFIX
 
 
 def test_set_cache_takes_the_longest_first_chunks_in_any_order() -> None:

@@ -40,7 +40,7 @@ def test_a_selection_is_ascending_distinct_and_of_the_budgets_size(
     assert all(0 <= token < len(scores) for token in chosen)
 
 
-@given(SCORES, st.sampled_from([("craft", facts_of), ("h2o", received_of)]))
+@given(SCORES, st.sampled_from([("cache_craft", facts_of), ("h2o", received_of)]))
 def test_no_token_is_taken_before_one_with_a_higher_score(
     scores: list[float], how: tuple[str, Callable[[list[float]], TokenFacts]]
 ) -> None:
@@ -82,11 +82,11 @@ def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
 
 
 def test_ties_go_to_the_earlier_token() -> None:
-    assert chosen_of(facts_of([1.0] * 4), 2, "craft") == [0, 1]
+    assert chosen_of(facts_of([1.0] * 4), 2, "cache_craft") == [0, 1]
     assert chosen_of(received_of([1.0] * 4), 2, "h2o") == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["craft", "h2o", "leading", "question"])
+@pytest.mark.parametrize("name", ["cache_craft", "h2o", "leading", "question"])
 def test_without_scores_the_leading_tokens_are_taken(name: str) -> None:
     assert chosen_of(TokenFacts(10, 0), 3, name) == [0, 1, 2]
 
@@ -111,5 +111,5 @@ def test_random_is_the_same_in_every_run_and_another_for_each_chunk() -> None:
 
 
 def test_an_unknown_selector_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'best'; choose one of craft, h2o, leading, "):
+    with pytest.raises(ConfigError, match="'best'; choose one of cache_craft, h2o, leading, "):
         selector_named("best")

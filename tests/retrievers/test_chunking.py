@@ -193,6 +193,14 @@ def test_counting_is_linear_in_the_text(unit: str, format: str):
     assert work[1] < work[0] * 1.2
 
 
+@pytest.mark.parametrize("repeats", range(4, 40))
+def test_the_splitters_pieces_that_are_too_long_are_cut_again(minilm: Tokenizer, repeats: int):
+    text = "1." * repeats + "led once."  # of 8 the splitter alone makes a piece of 17 tokens
+    chunks = split(Document("d", text), count_tokens=lambda part: len(minilm.encode(part).ids), limit=16)
+    assert max(len(minilm.encode(chunk.text).ids) for chunk in chunks) <= 16
+    assert visible("".join(chunk.text for chunk in chunks)) == visible(text)
+
+
 @pytest.mark.parametrize("unit", ["x", "word ", "A sentence. ", "line of words\n", "a paragraph\n\n"])
 def test_nothing_is_lost_between_the_blocks_of_a_long_text(unit: str):
     text = unit * (150_000 // len(unit))

@@ -191,3 +191,33 @@ def test_unknown_names_and_missing_packages_say_what_to_do(monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"pip install 'cachecraft-rag\[codecs\]'"):
         codec_named("entropy")
     codec_named("int8")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_frame_that_grows_is_refused_before_it_does(told: bool) -> None:
+    """64 MB of zeros in 6 KB, where 1 KB of deltas is expected."""
+    import resource
+
+    import zstandard
+
+    codec = codec_named("entropy")
+    kv = torch.randn(2, 64, 2, 8)
+    sound = codec.encode(kv, layer=0, layers=1)
+    start = 2 * 2 * 4 + 2 * 2 * 8 * 2
+    for grown in (1 << 26, 64 * 2 * 8 + 1, 64 * 2 * 8 - 1):
+        frame = zstandard.ZstdCompressor(level=1, write_content_size=told).compress(bytes(grown))
+        block = sound[:start].numpy().tobytes() + len(frame).to_bytes(4, "little") + frame * 2
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ValueError, match="a frame holds other than the deltas"):
+            codec.decode(torch.frombuffer(bytearray(block), dtype=torch.uint8), out=torch.empty_like(kv))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_no_block_is_larger_than_its_codec_says(codec: str, tokens: int) -> None:
+    layout = KVLayout(layers=1, kv_heads=3, head_dim=5, dtype="float32")
+    noise = torch.rand(2, tokens, 3, 5).mul_(2).sub_(1).pow_(9)
+    for kv in (noise, torch.randn(2, tokens, 3, 5), torch.zeros(2, tokens, 3, 5)):
+        block = codec_named(codec).encode(kv, layer=0, layers=1)
+        assert len(block) <= codec_named(codec).most_bytes(layout, tokens)

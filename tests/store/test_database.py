@@ -56,7 +56,7 @@ def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
         connection.execute("INSERT INTO words VALUES ('kettle')")
         reader = threading.Thread(target=lambda: found.append(words(database)))
         reader.start()
-        reader.join(timeout=5)
+        reader.join(timeout=60)
         assert found == [[]]  # and sees nothing that is not committed
     assert words(database) == ["kettle"]
 

@@ -183,9 +183,10 @@ def seconds_to_first_capture(forks: Forks, root: Path) -> float:
 @pytest.mark.slow
 def test_writers_killed_at_50_random_moments(forks: Forks, tmp_path: Path) -> None:
     dice, served, halfway = random.Random(), 0, 0
-    longest = min(0.5, 4 * seconds_to_first_capture(forks, tmp_path))
-    for seed in range(50):
-        pid = forks.start("write", tmp_path, seed)
+    longest, kills = 4 * seconds_to_first_capture(forks, tmp_path), 0
+    while kills < 50 or (kills < 400 and (halfway < 5 or served < 50)):  # on a busy machine few writers get far
+        kills += 1
+        pid = forks.start("write", tmp_path, kills)
         time.sleep(dice.uniform(0.0, longest))  # from before the store is open to dozens of captures later
         os.kill(pid, signal.SIGKILL)
         assert forks.wait(pid) == -signal.SIGKILL  # not an error of its own
@@ -196,7 +197,7 @@ def test_writers_killed_at_50_random_moments(forks: Forks, tmp_path: Path) -> No
             assert store.check(repair=True).findings == ()
             assert store.check().findings == ()
         assert list((tmp_path / "writers").iterdir()) == []
-    print(f"{halfway} of 50 kills in the middle of a write or an eviction; {served} chunk-caches verified")
+    print(f"{halfway} of {kills} kills in the middle of a write or an eviction; {served} chunk-caches verified")
     assert halfway >= 5
     assert served >= 50
 
@@ -223,11 +224,11 @@ def test_check_repairs_what_a_killed_writer_left(forks: Forks, tmp_path: Path) -
 def test_two_processes_on_one_store(forks: Forks, tmp_path: Path) -> None:
     pids = [forks.start("write", tmp_path, seed) for seed in (1, 2)]
     with ChunkCacheStore.open(tmp_path, **SETTINGS) as store:
-        served, end = 0, time.monotonic() + 1.5
-        while time.monotonic() < end:
+        served, began = 0, time.monotonic()
+        while time.monotonic() < began + (1.5 if served else 60):
             served += verify(store, all_there=False)  # evicted between lookup and load: a reason, never a wrong tensor
             store.put(capture(random.Random()))
-        assert store.flush(10)
+        assert store.flush(60)
         captures = store.stats().captures
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -284,9 +285,11 @@ def test_files_that_may_not_grow_drop_births_and_nothing_else(forks: Forks, tmp_
         assert store.check().findings == ()
 
 
-def test_a_store_on_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
+def test_a_store_on_a_read_only_file_system_serves_and_refuses_changes(tmp_path: Path) -> None:
     root = tmp_path / "store"
-    ChunkCacheStore.open(root).close()
+    one = capture(random.Random(1))
+    with ChunkCacheStore.open(root) as store:
+        store.put(one).result()
     if os.geteuid() != 0:
         root.chmod(0o500)
         (root / "catalog.sqlite").chmod(0o400)
@@ -295,8 +298,16 @@ def test_a_store_on_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
         if not os.statvfs(root).f_flag & os.ST_RDONLY:
             pytest.skip("root may write everywhere, and this container may not mount")
     try:
+        with ChunkCacheStore.open(root, **SETTINGS) as store:
+            assert verify(store) == store.stats().variants == 1
+            dropped = store.put(capture(random.Random(2))).result()
+            assert isinstance(dropped, Unavailable)
+            assert "read-only" in dropped.reason
+            for change in (lambda: store.evict(down_to_bytes=0), lambda: store.check(repair=True)):
+                with pytest.raises(StoreError, match="writable"):
+                    change()
         with pytest.raises(StoreError, match="writable"):
-            ChunkCacheStore.open(root)
+            ChunkCacheStore.open(root / "another")
     finally:
         if os.geteuid() != 0:
             root.chmod(0o700)

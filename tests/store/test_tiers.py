@@ -6,9 +6,9 @@ import json
 import math
 import os
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, 
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.store.writers import Presence
-from cachecraft_rag.types import Damaged, KVLayout, LoadedVariant, Unavailable, Variant, VariantKey, digest
+from cachecraft_rag.types import Damaged, KVLayout, LoadedVariant, Payload, Unavailable, Variant, VariantKey, digest
 
 LOSSY = [name for name in CODECS if name != "raw"]
 LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")
@@ -317,6 +317,56 @@ def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
         replace(header, layout=replace(LAYOUT, dtype="int4")).blocks()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [replace(LAYOUT, kv_heads=4, head_dim=2), replace(LAYOUT, kv_heads=1, head_dim=8), replace(LAYOUT, layers=6)],
+)
+def test_a_file_of_another_layout_is_damaged_for_who_knows_the_model(tmp_path: Path, layout: KVLayout) -> None:
+    """Of the same bytes, and with every checksum right: a hand has swapped it."""
+    tier, variant = DiskTier(tmp_path), make()
+    variant = replace(variant, nbytes=layout.nbytes(variant.tokens))
+    store(tier, variant, layout)
+    assert isinstance(tier.read(variant), LoadedVariant)
+    result = tier.read(replace(variant, payload=Payload(LAYOUT)))
+    assert isinstance(result, Damaged)
+    assert "header" in result.reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
+def test_what_is_no_number_is_damaged_for_who_knows_the_model(tmp_path: Path, dtype: str, value: float) -> None:
+    layout = replace(LAYOUT, dtype=dtype)  # type: ignore[arg-type]
+    tier, variant = DiskTier(tmp_path), make(layout=layout, tokens=70)
+    kv = tensor(variant, layout)
+    known = replace(variant, payload=Payload(layout))
+    tier.write(variant, encode(variant, layout, kv), writer="ab")
+    assert torch.equal(tier.read(known).kv, kv)  # type: ignore[union-attr]
+    kv[5, 1, 69, 1, 3] = value
+    tier.write(variant, encode(variant, layout, kv), writer="ab")
+    result = tier.read(known)
+    assert isinstance(result, Damaged)
+    assert "layer 5 holds numbers that no model gives" in result.reason
+
+
+def test_a_small_file_that_would_grow_is_left_alone_where_no_model_says_how_far(tmp_path: Path) -> None:
+    layout = KVLayout(layers=1, kv_heads=8, head_dim=64, dtype="float32")
+    tier, variant = DiskTier(tmp_path), replace(make(layout=layout, tokens=20_000), codec="entropy")
+    tier.write(variant, encode(variant, layout, torch.zeros(layout.shape(20_000))), writer="ab")
+    result = tier.read(variant)
+    assert "it would grow too large" in str(result)
+    assert not isinstance(result, Damaged)
+    assert isinstance(tier.read(replace(variant, payload=Payload(layout))), LoadedVariant)
+
+
+@pytest.mark.parametrize("variant_id", ["../../../etc/passwd", "x" * 32, "0" * 31, b"0" * 32])
+def test_no_id_of_a_damaged_row_leads_out_of_the_folder(tmp_path: Path, variant_id: str) -> None:
+    tier = DiskTier(tmp_path / "tier")
+    assert tier.path(variant_id, 1.0).parent == tmp_path / "tier"
+    assert tier.path("0" * 32, "soon").parent == tmp_path / "tier"  # type: ignore[arg-type]
+    tier.remove(variant_id, 1.0)
+    assert all(path.parent == tmp_path / "tier" for path in tier.leftovers("0" * 32, 1.0, "../../x"))
+
+
 @pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: str) -> None:
@@ -352,7 +402,10 @@ def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, 
         stored.read(0, 0, 150)
 
 
-def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(tmp_path: Path) -> None:
+def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(
+    tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.store.throttle.time", clock)
     layout = replace(LAYOUT, kv_heads=8, head_dim=64, layers=4)
     variant = make(tokens=250, layout=layout)  # 4 MB
     throttle = Throttle(20e6)
@@ -360,15 +413,14 @@ def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(tmp_path: P
     store(tier, variant, layout)
 
     def timed() -> float:
-        started = time.perf_counter()
+        started: float = clock.now
         assert isinstance(tier.read(variant), LoadedVariant)
-        return time.perf_counter() - started
+        return clock.now - started
 
-    assert 0.17 < timed() < 0.4
-    timer = threading.Timer(0.1, setattr, (throttle, "bytes_per_s", math.inf))
+    assert timed() == pytest.approx(variant.nbytes / 20e6, abs=0.01)
     throttle.bytes_per_s = 4e6
-    timer.start()
-    assert 0.1 < timed() < 0.4  # at 4 MB/s alone it would be a second
+    clock.alarm_at, clock.alarm = clock.now + 0.1, lambda: setattr(throttle, "bytes_per_s", math.inf)
+    assert 0.1 <= timed() < 0.2  # at 4 MB/s alone it would be a second
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:

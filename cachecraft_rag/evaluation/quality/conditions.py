@@ -135,7 +135,7 @@ class ControlledOrigins:
     def before(self, question: Question) -> None:
         """See `Origins`."""
         for chunk in question.passages:
-            self._primer.bear(chunk, self._behind(chunk))
+            self._primer.capture(chunk, self._behind(chunk))
 
     def after(self, question: Question) -> None:
         """See `Origins`."""

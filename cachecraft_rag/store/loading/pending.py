@@ -80,7 +80,12 @@ class PendingLoads:
     reads: int = 0
     waited_s: float = 0.0
     _closed: bool = False
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    # Taken by itself and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _changed: threading.Condition = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition(self._lock)
 
     @classmethod
     def of_nothing(cls, layers: int) -> Self:
@@ -107,7 +112,7 @@ class PendingLoads:
                 self._note(extents, lost)
 
     def _note(self, extents: Sequence[Extent], lost: Unavailable | None) -> None:
-        with self._changed:
+        with self._lock:
             self.reads += 1
             for extent in extents:
                 extent.busy = False
@@ -118,13 +123,13 @@ class PendingLoads:
 
     def fail(self, reason: str) -> None:
         """Nothing is being read: mark what has not come as failed."""
-        with self._changed:
+        with self._lock:
             for extent in self.extents:
                 self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, reason))
             self._changed.notify_all()
 
     def _next(self) -> _Read | None:
-        with self._changed:
+        with self._lock:
             left = list(self._incomplete())
             free = [extent for extent in left if not extent.busy]
             if not left:
@@ -154,7 +159,7 @@ class PendingLoads:
     def take(self, tokens: float) -> list[int]:
         """Take up to this many tokens from the front of what is incomplete, to be computed; returns their positions."""
         positions: list[int] = []
-        with self._changed:
+        with self._lock:
             room = round(min(tokens, sum(len(extent.positions) for extent in self._incomplete())))
             for extent in self._incomplete():
                 left = room - len(positions)
@@ -169,7 +174,7 @@ class PendingLoads:
     def failed(self) -> list[int]:
         """Positions that turned out not to come; each is told once, and must be computed from then on."""
         positions: list[int] = []
-        with self._changed:
+        with self._lock:
             for extent in self.extents:
                 if extent.lost is not None:
                     positions += extent.positions
@@ -178,18 +183,18 @@ class PendingLoads:
 
     def incomplete(self) -> list[int]:
         """Positions that are not complete and are not computed."""
-        with self._changed:
+        with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def bytes_left(self) -> float:
         """What is still to be read."""
-        with self._changed:
+        with self._lock:
             left = [(extent, len(extent.positions) * (self.layers - extent.layers)) for extent in self._incomplete()]
         return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
 
     def depth(self) -> int:
         """How many layers are there of everything that will come."""
-        with self._changed:
+        with self._lock:
             return min((extent.layers for extent in self._incomplete()), default=self.layers)
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
@@ -201,14 +206,14 @@ class PendingLoads:
         """Wait until `ready`, which is asked whenever something has come; False after `timeout` seconds."""
         started = time.perf_counter()
         try:
-            with self._changed:
+            with self._lock:
                 return self._changed.wait_for(ready, timeout)
         finally:
             self.waited_s += time.perf_counter() - started
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
         """Put one layer of what has come into `sink`; of what stands before the position `below`, only if complete."""
-        with self._changed:
+        with self._lock:
             stretches = list(self._stretches(layer, below))
         for stored, start, first, last in stretches:
             sink.place(layer, stored.kv[layer, :, first:last], start + first)
@@ -235,7 +240,7 @@ class PendingLoads:
 
     def close(self) -> None:
         """Read no more. What is in flight ends soon."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for stored in {id(extent.stored): extent.stored for extent in self.extents}.values():

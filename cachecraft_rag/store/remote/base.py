@@ -62,9 +62,10 @@ async def told(asking: Awaitable[T], failure: Callable[[Exception], OSError], *e
 
     Raised outside the handler: what the library said may hold a secret, and stays out of the chain of causes.
     """
+    known: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:
         return await asking
-    except (*errors, *ODD_ANSWERS) as error:
+    except known as error:
         meant = failure(error)
     raise meant
 

@@ -200,7 +200,7 @@ class ObjectBackend:
     async def remove_row(self, place: str, row: bytes) -> None:
         """See `Backend.remove_row`; the payload goes too: here nothing else would ever find it."""
         for entry in await self._list(place):
-            if entry.row_bytes == len(row) and await self._get(entry.row) == row:
+            if entry.row is not None and entry.row_bytes == len(row) and await self._get(entry.row) == row:
                 await self._delete([entry])
 
     async def usage(self) -> Usage:

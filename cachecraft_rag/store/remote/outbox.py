@@ -26,7 +26,8 @@ class Outbox:
         """`allowed` says whether the remote may be asked anything now; while it may not, parcels are dropped."""
         self._backend, self._allowed, self._loop = backend, allowed, loop
         self._queue_bytes, self._timeout_s = queue_bytes, timeout_s
-        self._state = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself: Ctrl-C in the first line of the condition's would lose it
+        self._state = threading.Condition(self._lock)
         self._parcels: deque[Parcel] = deque()
         self._gains: dict[str, float] = {}
         self._busy = self._hurried = False
@@ -36,7 +37,7 @@ class Outbox:
 
     def offer(self, parcel: Parcel) -> bool:
         """Queue a chunk-cache; False when it is dropped."""
-        with self._state:
+        with self._lock:
             fits = self.queued_bytes + parcel.nbytes <= self._queue_bytes
             if fits:
                 self._parcels.append(parcel)
@@ -47,17 +48,17 @@ class Outbox:
 
     def gain(self, name: str, gain: float) -> None:
         """Worth += gain for `place/name`, soon."""
-        with self._state:
+        with self._lock:
             if name in self._gains or len(self._gains) < MOST_GAINS:
                 self._gains[name] = self._gains.get(name, 0.0) + gain
         self._rouse()
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait until nothing is left to send; False when that takes longer than `timeout_s`."""
-        with self._state:
+        with self._lock:
             self._hurried = True
         self._rouse()
-        with self._state:
+        with self._lock:
             done = self._state.wait_for(lambda: not (self._parcels or self._gains or self._busy), timeout_s)
             self._hurried = False
             return done
@@ -84,7 +85,7 @@ class Outbox:
                     self._done(parcel)
 
     def _take(self) -> bool:
-        with self._state:
+        with self._lock:
             parcel = self._parcels.popleft() if self._parcels else None
             gains, self._gains = self._gains, {}
             self._current = parcel, gains
@@ -92,7 +93,7 @@ class Outbox:
             return self._busy
 
     def _done(self, parcel: Parcel | None) -> None:
-        with self._state:
+        with self._lock:
             self.queued_bytes -= parcel.nbytes if parcel is not None else 0
             self._busy = False
             self._state.notify_all()
@@ -107,7 +108,7 @@ class Outbox:
                     await self._tried(self._backend.remove_row(parcel.place, parcel.instead_of))
                 outcome = await self._tried(self._backend.put(parcel))
         if parcel is not None:
-            with self._state:
+            with self._lock:
                 self.captures[outcome] += 1
 
     async def _tried(self, sending: Coroutine[Any, Any, str | None]) -> str:

@@ -1,0 +1,54 @@
+"""Why a chunk was not simply reused: one enum for plans, statistics and metrics."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """The value is the code that statistics count by; `explain` gives the sentence.
+
+    >>> str(Reason.NOT_STORED), explain(Reason.NOT_STORED)
+    ('not_stored', 'no chunk-cache stored')
+    """
+
+    REUSED = ""
+    QUESTION = "question"
+    REUSE_OFF = "reuse_off"
+    NOT_STORED = "not_stored"
+    REFUSED = "refused"
+    OTHER_TOKENS = "other_tokens"
+    OTHER_PREFIX = "other_prefix"
+    NOT_WORTH_FIXING = "not_worth_fixing"
+    LOSSY_CODEC = "lossy_codec"
+    NOT_LOADED = "not_loaded"
+    COMPUTED_FASTER = "computed_faster"
+    PROMPT_FULL = "prompt_full"
+    TOO_LONG = "too_long"
+
+
+_SENTENCES = {
+    Reason.REUSED: "",
+    Reason.QUESTION: "the question is always computed",
+    Reason.REUSE_OFF: "reuse is off",
+    Reason.NOT_STORED: "no chunk-cache stored",
+    Reason.REFUSED: "what is stored cannot be used",
+    Reason.OTHER_TOKENS: "stored chunk-caches were tokenised differently",
+    Reason.OTHER_PREFIX: "stored behind other chunks only",
+    Reason.NOT_WORTH_FIXING: "CFO is 1: fixing it costs as much as computing it",
+    Reason.LOSSY_CODEC: "behind its origin prefix, but a lossy codec has stored it",
+    Reason.NOT_LOADED: "it could not be loaded",
+    Reason.COMPUTED_FASTER: "computing it was faster than loading it",
+    Reason.PROMPT_FULL: "the prompt was full: chunks are left out from the last-ranked on",
+    Reason.TOO_LONG: "it does not fit the model's context",
+}
+_DETAIL_ALONE = frozenset({Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.TOO_LONG})
+
+
+def explain(reason: Reason, detail: str = "") -> str:
+    """The reason as a sentence; where a detail says more than the general words, the detail.
+
+    >>> explain(Reason.NOT_LOADED, "file is missing")
+    'file is missing'
+    """
+    return detail if detail and reason in _DETAIL_ALONE else _SENTENCES[reason]
