@@ -86,7 +86,7 @@ def last_json(shown: str) -> Any:
     return json.loads(shown.strip().splitlines()[-1])
 
 
-def test_the_next_engine_takes_it_up(home: Path) -> None:
+def test_the_next_engine_uses_it(home: Path) -> None:
     store = home / "kept"
     chunks = [Chunk("One thing is written here."), Chunk("Another thing is written there.")]
 
@@ -147,7 +147,7 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
     )
     assert "6 questions are few" in shown
     assert f"written to {home / 'table' / 'calibration.json'}" in shown
-    assert "ReuseConfig(alpha=…) goes before it" in shown
+    assert "ReuseConfig(alpha=…) overrides it" in shown
 
 
 def test_the_other_half_checks_the_promise(home: Path) -> None:

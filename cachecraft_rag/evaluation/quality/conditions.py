@@ -156,7 +156,8 @@ class StreamedOrigins:
         sampling = SamplingParams(max_new_tokens=self._answer_tokens)
         asked = engine.stream(question.text, question.passages, sampling=sampling, config=ReuseConfig())
         next(asked, None)
-        asked.close()  # prefill captures; no token after the first is needed
+        asked.close()  # prefill captures, so the first token is enough
+        next(asked, None)  # an ended answer waits here until its captures are handed over
         engine.write_back.wait_for([engine.prompts.system.segment_id, *_ids(question.passages)])
 
 
