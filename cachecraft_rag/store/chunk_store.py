@@ -37,7 +37,7 @@ from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Capture, Damaged, LoadedVariant, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Capture, Damaged, LoadedVariant, Progress, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -328,11 +328,11 @@ class ChunkCacheStore(Closeable):
         catalog = self._durable.catalog
         return self._durable.evict(lambda writer: catalog.evict(chosen, writer=writer, down_to_bytes=down_to_bytes))
 
-    def check(self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None) -> CheckReport:
+    def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
         """Compare rows and files, read every byte, and report what is wrong; with `repair` put it right.
 
-        Safe while other processes read and write: what a living writer is busy with is left alone. `progress` gets
-        (rows done, rows in all). Raises StoreError when the catalog or the folder cannot be read.
+        Safe while other processes read and write: what a living writer is busy with is left alone. `progress` is told
+        after each row. Raises StoreError when the catalog or the folder cannot be read.
         """
         self._require_folder()
         try:

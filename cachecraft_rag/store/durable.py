@@ -24,7 +24,7 @@ from cachecraft_rag.store.disk import DiskTier, FoundFile
 from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
 from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Damaged, Progress, TokenScores, Unavailable, Variant
 
 FindingKind = Literal[
     "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
@@ -203,7 +203,7 @@ class DurableVariants:
             with self._lock:
                 self._unsettled += settled
 
-    def check(self, *, repair: bool, progress: Callable[[int, int], None] | None) -> CheckReport:
+    def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; see `ChunkCacheStore.check`. Raises StoreError, OSError."""
         if repair and self.read_only:
             raise StoreError(
@@ -219,7 +219,7 @@ class DurableVariants:
         for rows, row in enumerate(self.catalog.scan(), start=1):
             findings += self._check_row(row, repair=repair)
             if progress is not None:
-                progress(rows, max(total, rows))
+                progress(Progress(rows, max(total, rows), ""))
         reported = {finding.path for finding in findings}
         for file in files:
             if file.path not in reported:

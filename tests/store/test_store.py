@@ -25,7 +25,16 @@ from cachecraft_rag.store.expected import Expected
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.new_variant import variant_of
-from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    Capture,
+    KVLayout,
+    LoadedVariant,
+    Progress,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 FILE = 4096 + LAYOUT.nbytes(10)  # the file of a capture of 10 tokens
@@ -660,12 +669,12 @@ def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> N
             (leftover, "leftover of a writer"),
             (stranger, "foreign file"),
         }
-        steps: list[tuple[int, int]] = []
-        report = store.check(progress=lambda done, total: steps.append((done, total)))
+        steps: list[Progress] = []
+        report = store.check(progress=steps.append)
         assert {(finding.path, finding.kind) for finding in report.findings} == expected
         assert {finding.action for finding in report.findings} == {"would be removed", "left alone"}
         assert (report.rows, report.files, report.repaired) == (4, 6, False)
-        assert steps == [(n, 4) for n in range(1, 5)]
+        assert steps == [Progress(n, 4, "") for n in range(1, 5)]
         assert orphan.exists()  # nothing was touched
         report = store.check(repair=True)
         assert {(finding.path, finding.kind) for finding in report.findings} == expected
