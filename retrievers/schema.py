@@ -63,7 +63,7 @@ def prepare(
 
 
 def _as_it_is(db: sqlite3.Connection, folder: Path) -> dict[str, str]:
-    """The settings of a database that cannot be changed; its schema must be the newest one already."""
+    """The settings of a read-only database; its schema must already be the newest one."""
     if db.execute("PRAGMA user_version").fetchone()[0] != len(_MIGRATIONS):
         raise IndexStoreError(
             f"{folder}: the index was made by another version of cachecraft-rag and cannot be written; open it once "
@@ -73,9 +73,9 @@ def _as_it_is(db: sqlite3.Connection, folder: Path) -> dict[str, str]:
 
 
 def _up_to_date(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
-    """The settings of a database after it was migrated, or set up."""
+    """The settings of a database, migrated or created first if necessary."""
     db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # a commit that a power cut takes back would leave the index file ahead
+    db.execute("PRAGMA synchronous = FULL")  # a commit lost in a power cut would leave the index file ahead of the database
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("BEGIN IMMEDIATE")  # two processes may open a new folder at once
     try:
@@ -100,7 +100,7 @@ def _up_to_date(db: sqlite3.Connection, folder: Path, *, dim: int | None, finger
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Whether two fingerprints `name@digest` are of one model: a copy in another folder has another name only."""
+    """Whether two fingerprints `name@digest` are of one model; the name may differ, as of a copy in another folder."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
@@ -116,7 +116,7 @@ def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
 
 
 def verify(chunk_id: str, text: str) -> None:
-    """Raises IndexStoreError where a row's text is not the one that its id stands for."""
+    """Raise IndexStoreError if a row's text does not match its id."""
     if chunk_id_of(text) != chunk_id:
         raise IndexStoreError(
             f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "
