@@ -267,7 +267,7 @@ class _Walk:
 
 
 def _clean(text: str) -> str:
-    """Line ends as line feeds; NUL and lone surrogates, which SQLite and tokenizers refuse, are replaced."""
+    """Line ends as line feeds; NUL removed and lone surrogates replaced, which SQLite and tokenizers refuse."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 

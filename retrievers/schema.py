@@ -75,7 +75,7 @@ def _as_it_is(db: sqlite3.Connection, folder: Path) -> dict[str, str]:
 def _up_to_date(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
     """The settings of a database, migrated or created first if necessary."""
     db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # a commit lost in a power cut would leave the index file ahead of the database
+    db.execute("PRAGMA synchronous = FULL")  # a lost commit would leave the index file ahead of the database
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("BEGIN IMMEDIATE")  # two processes may open a new folder at once
     try:

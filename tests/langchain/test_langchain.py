@@ -154,7 +154,7 @@ def test_an_assistant_that_begins_or_says_nothing_is_no_trouble(chat: ChatCacheC
 # --- the chat model ---
 
 
-def test_usage_says_what_was_born_and_what_was_reused(chat: ChatCacheCraft) -> None:
+def test_usage_counts_captured_and_reused_tokens(chat: ChatCacheCraft) -> None:
     first = chat.invoke("What does it hold?", documents=DOCUMENTS)
     second = chat.invoke("How long is the warranty?", documents=DOCUMENTS)
     stats = second.response_metadata["cachecraft"]
@@ -250,7 +250,7 @@ async def test_leaving_early_stops_the_computing(engine: Engine, chat: ChatCache
     settle(engine)
     before = time.process_time()
     await asyncio.sleep(0.2)
-    assert time.process_time() - before < 0.1  # nobody computes for nobody
+    assert time.process_time() - before < 0.1  # nothing is computed any more
     assert (await asyncio.wait_for(chat.ainvoke("q"), 20)).text
 
 
@@ -362,11 +362,11 @@ def test_a_conversation_shapes_nothing_that_others_are_served(
         assert asking(shared)(SECRET, "alice")["tokens_reused"] > 0  # her second turn reuses them, too
 
 
-def test_what_is_born_behind_private_text_is_kept_to_its_session(
+def test_captures_behind_private_text_are_kept_to_their_session(
     asking: Callable[[Engine], Ask], decoder: Decoder, store: ChunkCacheStore
 ) -> None:
     with Engine(decoder, store, system="You speak with Alice, whose PIN is 4711.", private_system=True) as engine:
-        asking(engine)()  # no session: nobody could be served what is captured, so it is not kept
+        asking(engine)()  # no session could be served the captures, so they are not stored
         assert contents(engine, None) == {}
         asking(engine)(SECRET, "alice")
         assert contents(engine, None) == {}
@@ -389,7 +389,7 @@ def test_another_namespace_is_served_nothing(
         assert asking(acme)((), "bob")["tokens_reused"] > 0
 
 
-def test_no_birth_counts_where_none_is_kept(decoder: Decoder, store: ChunkCacheStore) -> None:
+def test_captures_count_only_where_they_are_stored(decoder: Decoder, store: ChunkCacheStore) -> None:
     with Engine(decoder, store, system="You speak with Alice.", private_system=True) as engine:
         chat = ChatCacheCraft(engine=engine, max_tokens=2)
         assert details(chat.invoke("q", documents=DOCUMENTS))["cache_creation"] == 0

@@ -220,7 +220,7 @@ def test_nothing_found_is_llama_indexs_empty_response(engine: Engine) -> None:
     assert "".join(query_engine.query(QUESTION).response_gen) == "I know nothing of it."
 
 
-def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_births(
+def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_captures(
     index: VectorStoreIndex, engine: Engine
 ) -> None:
     query_engine = query_engine_of(index, engine, streaming=True)
@@ -260,7 +260,7 @@ def test_a_question_that_is_given_up_does_not_keep_the_engine(index: VectorStore
 def test_sixteen_streams_at_once_give_the_answers_of_one_by_one(index: VectorStoreIndex, engine: Engine) -> None:
     query_engine = query_engine_of(index, engine, streaming=True)
     questions = [f"What is number {number}?" for number in range(16)]
-    for _ in range(2):  # the first time bears the chunks
+    for _ in range(2):  # the first time captures the chunks
         expected = [str(query_engine.query(question)) for question in questions]
 
     async def ask(question: str) -> tuple[str, dict[str, Any]]:
