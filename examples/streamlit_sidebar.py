@@ -245,9 +245,7 @@ def contents(shared: Shared) -> None:
         column_config={
             "captured behind": st.column_config.NumberColumn(format="%d segments"),
             "CCI": st.column_config.NumberColumn(format="%.3f"),
-            "f_r": st.column_config.NumberColumn(
-                format="%.1f", help="Uses, each divided by its CFO"
-            ),
+            "f_r": st.column_config.NumberColumn(format="%.1f", help="Uses, each divided by its CFO"),
             "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its origin prefix that was exact"),
             "MB": st.column_config.NumberColumn(format="%.1f"),
         },

@@ -35,6 +35,7 @@ from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
@@ -220,6 +221,8 @@ def test_names_of_settings_are_checked_before_a_model_is_loaded(made: Any, tmp_p
         made.from_pretrained(missing, stor="x", max_new_tokens=5)
     with pytest.raises(ConfigError, match="engine: no such setting"):
         made.from_pretrained(missing, engine=None)
+    with pytest.raises(ConfigError, match="config"):
+        made.from_pretrained(missing, config={"namespace": "n"})
     with pytest.raises(ModelNotFoundError):  # these exist, so the model is looked for
         made.from_pretrained(missing, store=tmp_path, max_tokens=5, namespace="n", reuse=None, timeout=3)
 
@@ -570,13 +573,18 @@ def test_from_pretrained_takes_the_generators_own_settings(demo_model: Path, tmp
     prompt = PromptTemplate.from_template("Note: {page_content}")
     settings: dict[str, Any] = {"input_key": "question", "context_key": "found", "history_key": "before"}
     settings |= {"document_prompt": prompt, "store": tmp_path, "max_tokens": 2}
-    with CacheCraftGenerator.from_pretrained(str(demo_model), **settings) as generator:
+    config = EngineConfig(namespace="acme", system="Answer.")
+    with CacheCraftGenerator.from_pretrained(
+        str(demo_model), config=config, namespace="tenant", **settings
+    ) as generator:
         question = {"question": "How much does it hold?", "found": DOCUMENTS[:1], "before": SECRET}
         with get_usage_metadata_callback() as counter:
             assert generator.invoke(question)
         (usage,) = counter.usage_metadata.values()
         assert usage["output_tokens"] == 2
         engine = generator.llm.engine
+        assert engine.namespace == "tenant"  # an option goes before the config
+        assert "Answer." in engine.decoder.tokenizer.decode(engine.prompts.system.token_ids)
         noted = chunk_id_of(f"Note: {TEXTS[0]}")
         engine.write_back.wait_for([noted])
         engine.store.flush()
