@@ -36,6 +36,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from cachecraft_rag import Decoder, Engine, SamplingParams
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import (
     AnswerStatsEvent,
@@ -389,6 +390,10 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         query_engine_of(index, engine, model="demo", store="chunk-caches")
     with pytest.raises(ConfigError, match="store: the engine is open already"):
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine, store="chunk-caches")
+    with pytest.raises(ConfigError, match="config: the engine is open already"):
+        query_engine_of(index, engine, config=EngineConfig())
+    with pytest.raises(ConfigError, match=r"config .*EngineConfig"):
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), config="other")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="namspace: no such option"):
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k"):
