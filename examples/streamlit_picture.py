@@ -252,7 +252,7 @@ def nbytes(value: int) -> str:
 def plain(text: str) -> str:
     """A name or a message escaped for Markdown, in one line: no link, no picture, no HTML."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", line)
+    return re.sub(r"([!#$&*+:<=>@\[\\\]^_`{|}~()\"-]|(?<=www)\.|(?<=^\d)\.)", r"\\\1", line, flags=re.IGNORECASE)
 
 
 def markdown_safe(text: str) -> str:
