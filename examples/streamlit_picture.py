@@ -50,7 +50,7 @@ WELCOME = (
 
 @dataclass
 class Turn:
-    """A question and its answer. `arguments` repeat the call; `full_ttft_s` is None until full prefill was timed too."""
+    """A question and its answer. `arguments` repeat the call; `full_ttft_s` is None until full prefill is timed."""
 
     question: str
     answer: Answer
@@ -256,5 +256,5 @@ def plain(text: str) -> str:
 
 
 def markdown_safe(text: str) -> str:
-    """An answer as Markdown without formulas (`$5` is money) and pictures (no document may make a browser fetch one)."""
+    """An answer as Markdown without formulas (`$5` is money) and pictures (no document may trigger a request)."""
     return text.replace("$", "\\$").replace("![", "!\\[")

@@ -123,7 +123,7 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[st
 
 
 def file_name(given: str) -> str:
-    """The file name for an upload: no folder, not hidden (the indexer skips hidden files), only printable characters."""
+    """The file name for an upload: no folder, not hidden (the indexer skips those), only printable characters."""
     name = "".join(letter if letter.isprintable() else "_" for letter in given.replace("\\", "/").rpartition("/")[2])
     return name.strip().lstrip(".") or "unnamed"
 
@@ -245,10 +245,8 @@ def contents(shared: Shared) -> None:
         column_config={
             "captured behind": st.column_config.NumberColumn(format="%d segments"),
             "CCI": st.column_config.NumberColumn(format="%.3f"),
-            "f_r": st.column_config.NumberColumn(
-                format="%.1f", help="Uses, weighted by CFO; the lowest is evicted first"
-            ),
-            "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its capture prefix that was exact"),
+            "f_r": st.column_config.NumberColumn(format="%.1f", help="Uses, each divided by its CFO"),
+            "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its origin prefix that was exact"),
             "MB": st.column_config.NumberColumn(format="%.1f"),
         },
         hide_index=True,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_text, check_whole
 from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
-from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import SearchHit
+
+if TYPE_CHECKING:
+    from cachecraft_rag.store import ChunkCacheStore
 
 DEFAULT_TOP_K = 5
 INDEX_FOLDER = "index"  # inside the store folder

@@ -106,7 +106,7 @@ _KIND = Kind(
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Whether two fingerprints `name@digest` are of one model: a copy in another folder has another name only."""
+    """Whether two fingerprints `name@digest` are of one model; the name may differ, as of a copy in another folder."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
@@ -122,7 +122,7 @@ def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
 
 
 def verify(chunk_id: str, text: str) -> None:
-    """Raises IndexStoreError where a row's text is not the one that its id stands for."""
+    """Raise IndexStoreError if a row's text does not match its id."""
     if chunk_id_of(text) != chunk_id:
         raise IndexStoreError(
             f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "

@@ -53,14 +53,14 @@ LOCKS: dict[str, Callable[[Engine], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOCKS)
-@pytest.mark.parametrize("closed_by", ["nobody", "a generator around it"])
+@pytest.mark.parametrize("closed_by", ["the collector", "a generator around it"])
 def test_garbage_may_be_collected_while_a_lock_is_held(
     tiny_decoder: Any, tmp_path: Path, name: str, closed_by: str
 ) -> None:
     gc.disable()
     try:
         with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as engine:
-            if closed_by == "nobody":
+            if closed_by == "the collector":
                 gone = abandon(engine)
             else:  # as integrations do: a generator that closes the answer at its end
 
