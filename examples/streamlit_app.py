@@ -1,11 +1,11 @@
-"""A browser app: drop documents, ask, and watch which parts of each prompt were reused, recomputed and computed.
+"""A browser app: drop documents, ask, and see which parts of each prompt were reused, recomputed and computed.
 
     pip install '.[demo,streamlit]'  # in a checkout
     streamlit run examples/streamlit_app.py
 
 `CACHECRAFT_MODEL` (default "demo") and `CACHECRAFT_STORE` (default "chunk-caches/app") choose the model and the folder
-for the index, uploads and chunk-caches. Everybody who opens the page shares one engine, its documents and the
-chunk-caches of these; a conversation belongs to its browser session.
+for the index, uploads and chunk-caches. All browser sessions share one engine, its documents and their chunk-caches;
+a conversation belongs to its browser session.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConf
 
 HERE = Path(__file__).parent
 FULL_PREFILL = ReuseConfig(reuse=False, capture=False)
-# Not an emoji or one of Streamlit's own icons: those come from a font server, and this app talks to nobody.
+# Not an emoji or a Streamlit icon: those are fetched from a font server, and this app makes no requests.
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#0d9488"/>'
     '<path d="M6 19h6v6H6zm8-6h5v12h-5zm7-6h5v18h-5z" fill="#fff"/></svg>'
@@ -48,7 +48,7 @@ ICON = (
     on_release=lambda shared: shared.rag.close(),
 )
 def load(model: str, folder: str) -> Shared:
-    """The engine of this server, loaded once. Its first pass runs here: it is always slow, nobody should time it."""
+    """The engine of this server, loaded once. Its slow first pass runs here, so that it is in no measured time."""
     rag = CacheCraft.from_pretrained(model, store=folder)
     try:
         one_token = SamplingParams(max_new_tokens=1)
@@ -70,8 +70,8 @@ def main() -> None:
     for name, value in {"session": uuid.uuid4().hex, "turns": [], "notices": [], "uploaded": 0}.items():
         state.setdefault(name, value)
     st.html(
-        '<div class="cc-title"><h1>Ask your documents</h1><p>Chunks that were read once are not read again: '
-        "every answer shows what its prompt reused, and what that saved.</p></div>"
+        '<div class="cc-title"><h1>Ask your documents</h1><p>Text that was computed once is reused: '
+        "every answer shows the reused part of its prompt and the time it saved.</p></div>"
     )
     model = os.environ.get("CACHECRAFT_MODEL", "demo")
     try:
@@ -122,7 +122,7 @@ def conversation(shared: Shared, settings: Settings, documents: list[str]) -> No
 
 
 def suggestion(documents: list[str]) -> str | None:
-    """Offer a few questions about the sample handbook that have not been asked; returns the one that was clicked."""
+    """Offer questions about the sample handbook that were not asked yet; returns the one that was clicked."""
     if not any(name.startswith("handbook/") for name in documents):
         return None
     turns = st.session_state.turns
@@ -134,13 +134,13 @@ def suggestion(documents: list[str]) -> str | None:
 
 
 def answer(shared: Shared, settings: Settings, question: str, *, number: int, show: Callable[[Turn], None]) -> bool:
-    """Stream one answer into the page, then time full prefill; False when there was only an error to show.
+    """Stream one answer into the page, then time full prefill; False if there was only an error to show.
 
-    A reader who goes on before the end interrupts the script, at any line that touches the page or its state: what has
-    come by then is kept.
+    A user who clicks before the end interrupts the script at any line that touches the page or its state; the answer so
+    far is kept.
     """
     state = st.session_state
-    turns: list[Turn] = state.turns  # looked up now: once interrupted, the script may not look anything up
+    turns: list[Turn] = state.turns  # looked up now: an interrupted script cannot read the session state
     asked_line(question, number)
     earlier = turns[-REMEMBERED_TURNS:] if settings.remember else []
     arguments: dict[str, Any] = {
@@ -177,9 +177,9 @@ def answer(shared: Shared, settings: Settings, question: str, *, number: int, sh
 
 
 def time_full_prefill(shared: Shared, turn: Turn) -> None:
-    """Ask again with nothing reused and stop after the first piece; so the prompt is the same, trimmed by one rule."""
+    """Ask again without reuse and stop after the first piece; the prompt is the same, trimmed chunks included."""
     engine = shared.rag.engine
-    # What the answer bore is still being described and written, and would share the processor with this.
+    # First wait for the answer's captures: they are still being written and would share the processor with this pass.
     engine.write_back.wait_for([engine.prompts.system.segment_id, *(source.chunk_id for source in turn.answer.sources)])
     engine.store.flush(timeout=20)
     with closing(shared.rag.stream(turn.question, config=FULL_PREFILL, **turn.arguments)) as stream:
@@ -188,7 +188,7 @@ def time_full_prefill(shared: Shared, turn: Turn) -> None:
 
 
 def draw_turn(shared: Shared, turn: Turn, number: int) -> None:
-    """A question, its answer, its numbers and its bar."""
+    """A question, its answer, its statistics and its bar."""
     asked_line(turn.question, number)
     st.markdown(markdown_safe(answer_text(turn)))
     st.html(headline(turn) + prompt_bar(turn.answer, system_tokens(shared)))
@@ -209,7 +209,7 @@ def answer_text(turn: Turn) -> str:
 
 
 def draw_panel(turns: list[Turn]) -> None:
-    """Beside the conversation: the newest answer's numbers and sources, and the times of all."""
+    """Beside the conversation: the latest answer's statistics and sources, and the times of all answers."""
     if not turns:
         return
     last, asked = turns[-1], sum(turn.answer.stats.tokens_prompt for turn in turns)
@@ -217,7 +217,7 @@ def draw_panel(turns: list[Turn]) -> None:
     first, second, third = st.columns(3)
     first.metric("First token", seconds(last.answer.stats.ttft_s))
     second.metric("Full prefill", seconds(last.full_ttft_s) if last.full_ttft_s else "–")
-    third.metric("Reused so far", f"{reused / asked:.0%}", help="Of the tokens of all prompts above")
+    third.metric("Reused so far", f"{reused / asked:.0%}", help="Share of all prompt tokens of this conversation")
     st.subheader("Time to the first token", anchor=False)
     st.altair_chart(ttft_chart(turns))
     st.subheader(f"Sources of answer {len(turns)}", anchor=False)
@@ -228,7 +228,7 @@ def draw_panel(turns: list[Turn]) -> None:
 
 
 def system_tokens(shared: Shared) -> int:
-    """The length of the instruction, which an answer's numbers do not name."""
+    """The length of the instruction; an answer's statistics do not have it."""
     return len(shared.rag.engine.prompts.system.token_ids)
 
 

@@ -1,6 +1,6 @@
 """Pictures of an answer for `streamlit_app.py`: the prompt as a bar, its sources, times to the first token, the store.
 
-Pure functions from an answer's numbers to HTML or a chart. Text of documents is escaped here, and only here.
+Pure functions from an answer's statistics to HTML or a chart. Text of documents is escaped here and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cachecraft_rag import Answer
 if TYPE_CHECKING:
     import altair as alt
 
-# What can happen to a run of prompt tokens: the class of its colour in streamlit_style.css, and its name in the legend.
+# How a run of prompt tokens was obtained: its colour class in streamlit_style.css, and its name in the legend.
 KINDS = {
     "device": "reused from device memory",
     "host": "reused from host memory",
@@ -25,15 +25,15 @@ KINDS = {
     "remote": "reused from the remote store",
     "kept": "instruction, reused",
     "recomputed": "recomputed",
-    "computed": "computed afresh",
+    "computed": "computed",
 }
 REUSE, FULL = "with reuse", "full prefill"
 _STEPS = (
-    ("Add documents", "Drop files on the left, or take the sample handbook.", ()),
-    ("Ask", "The first prompt is computed in full. The tensors of its chunks are kept.", ("computed",) * 4),
+    ("Add documents", "Drop files on the left, or add the sample handbook.", ()),
+    ("Ask", "The first prompt is computed in full. The keys and values of its chunks are stored.", ("computed",) * 4),
     (
         "Ask on",
-        "Chunks that come back are reused wherever they land, and the first token comes sooner.",
+        "Chunks that come up again are reused at any position, so the first token comes faster.",
         ("host", "disk", "recomputed", "host"),
     ),
 )
@@ -50,7 +50,7 @@ WELCOME = (
 
 @dataclass
 class Turn:
-    """A question and its answer; `arguments` ask it again, `full_ttft_s` is None until full prefill was timed too."""
+    """A question and its answer. `arguments` repeat the call; `full_ttft_s` is None until full prefill is timed."""
 
     question: str
     answer: Answer
@@ -58,13 +58,13 @@ class Turn:
     full_ttft_s: float | None = None
 
     @property
-    def times_sooner(self) -> float | None:
-        """How many times sooner the first token came than after a full prefill."""
+    def speedup(self) -> float | None:
+        """How many times faster the first token came than with full prefill."""
         return self.full_ttft_s / self.answer.stats.ttft_s if self.full_ttft_s else None
 
     @property
     def reused_share(self) -> float:
-        """The share of prompt tokens that were taken over untouched."""
+        """The share of prompt tokens that were reused without being recomputed."""
         return self.answer.stats.tokens_reused / self.answer.stats.tokens_prompt
 
 
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """Its length in tokens."""
         return sum(tokens for _, tokens in self.runs)
 
 
@@ -88,10 +88,10 @@ def parts(answer: Answer, system_tokens: int) -> list[Part]:
     stats = answer.stats
     laid_out = [chunk for chunk in stats.chunks if chunk.outcome != "trimmed"]
     question_tokens = stats.tokens_prompt - system_tokens - sum(chunk.tokens for chunk in laid_out)
-    # The numbers name no tier for the system segment, only that some of it was among the computed tokens.
+    # The statistics have no entry for the system segment; the rest of the computed tokens are its own.
     system = stats.tokens_computed - question_tokens - sum(chunk.computed for chunk in laid_out)
     ranks = {source.chunk_id: (place, source) for place, source in enumerate(answer.sources, start=1)}
-    row = [_end("S", "Instruction", system_tokens, system, "stands before every prompt")]
+    row = [_end("S", "Instruction", system_tokens, system, "the same in every prompt")]
     for chunk in laid_out:
         place, source = ranks[chunk.chunk_id]
         moved = chunk.tokens - chunk.computed - chunk.recomputed
@@ -101,8 +101,8 @@ def parts(answer: Answer, system_tokens: int) -> list[Part]:
             facts.append(("recomputed", f"{chunk.recomputed} tokens"))
         if chunk.tier:
             facts.append(("loaded from", KINDS[chunk.tier].removeprefix("reused from ")))
-            if chunk.computed:  # its front: the computing side got there before the loading side
-                facts.append(("computed", f"{chunk.computed} tokens, sooner than loaded"))
+            if chunk.computed:  # overlapped prefill: these were computed before they were loaded
+                facts.append(("computed", f"{chunk.computed} tokens, faster than loading"))
         if chunk.variant_id:
             facts.append(("variant", chunk.variant_id[:12]))
         facts += [(name, f"{v:.2f}") for name, v in (("CFO", chunk.cfo), ("β′", chunk.beta_prime)) if v is not None]
@@ -116,17 +116,17 @@ def parts(answer: Answer, system_tokens: int) -> list[Part]:
 def _end(label: str, title: str, tokens: int, computed: int, why: str) -> Part:
     """The system or the question segment."""
     runs = tuple(run for run in (("computed", computed), ("kept", tokens - computed)) if run[1])
-    what = "computed afresh" if computed else "reused"
+    what = "computed" if computed else "reused"
     return Part(label, title, runs, (("what", what), ("tokens", str(tokens)), ("why", why)))
 
 
 def _outcome(chunk: Any) -> str:
-    words = {"exact": "reused as it is", "reused": "reused", "computed": "computed afresh", "trimmed": "left out"}
+    words = {"exact": "reused exactly", "reused": "reused", "computed": "computed", "trimmed": "left out"}
     return words[chunk.outcome] + (", partly recomputed" if chunk.recomputed else "")
 
 
 def title_of(metadata: Any) -> str:
-    """What to call a chunk: the last of its headings, else its document."""
+    """A chunk's title: the last of its headings, else its document."""
     return str(metadata.get("heading") or metadata.get("source") or "untitled").rsplit(" > ", 1)[-1].lstrip("# ")
 
 
@@ -163,13 +163,11 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
 
 
 def headline(turn: Turn) -> str:
-    """One line of numbers under an answer."""
+    """One line of statistics under an answer."""
     stats = turn.answer.stats
     line = f'<span class="cc-chip"><strong>{seconds(stats.ttft_s)}</strong> to first token</span>'
-    if turn.full_ttft_s and turn.times_sooner and turn.times_sooner > 1.2:
-        line += (
-            f'<span class="cc-chip cc-good"><strong>{turn.times_sooner:.1f}×</strong> sooner than full prefill</span>'
-        )
+    if turn.full_ttft_s and turn.speedup and turn.speedup > 1.2:
+        line += f'<span class="cc-chip cc-good"><strong>{turn.speedup:.1f}×</strong> faster than full prefill</span>'
     elif turn.full_ttft_s:
         line += f'<span class="cc-chip">full prefill takes <strong>{seconds(turn.full_ttft_s)}</strong></span>'
     line += (
@@ -181,7 +179,7 @@ def headline(turn: Turn) -> str:
 
 
 def sources(answer: Answer) -> str:
-    """The retrieved chunks, best first, each with its text to unfold."""
+    """The retrieved chunks, best first; each unfolds to its text."""
     reports = {chunk.chunk_id: chunk for chunk in answer.stats.chunks}
     cards = []
     for place, source in enumerate(answer.sources, start=1):
@@ -198,15 +196,15 @@ def sources(answer: Answer) -> str:
 
 
 def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
-    """Times to the first token, question by question: with reuse, and after full prefill where that was measured."""
+    """Times to the first token by question: with reuse, and with full prefill if it was measured."""
     import altair as alt
 
     rows = [
-        {"question": number, "asked": turn.question, "how": how, "seconds": value, "sooner": label}
+        {"question": number, "asked": turn.question, "how": how, "seconds": value, "speedup": label}
         for number, turn in enumerate(turns, start=1)
         for how, value, label in (
             (FULL, turn.full_ttft_s, ""),
-            (REUSE, turn.answer.stats.ttft_s, f"{turn.times_sooner:.1f}×" if turn.times_sooner else ""),
+            (REUSE, turn.answer.stats.ttft_s, f"{turn.speedup:.1f}×" if turn.speedup else ""),
         )
         if value
     ]
@@ -227,7 +225,7 @@ def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:
             alt.Tooltip("seconds:Q", format=".3f"),
         ],
     )
-    label = base.mark_text(dy=-7, color="#14b8a6", fontWeight=600).encode(text="sooner:N")
+    label = base.mark_text(dy=-7, color="#14b8a6", fontWeight=600).encode(text="speedup:N")
     chart: alt.LayerChart = (bars + label).properties(height=215)
     return chart
 
@@ -242,21 +240,21 @@ def meters(rows: Iterable[tuple[str, str, float]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in words a person reads at a glance: `85 ms`, `1.72 s`."""
+    """A time with its unit: `85 ms`, `1.72 s`."""
     return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s"
 
 
 def nbytes(value: int) -> str:
-    """A size in words: `12 MB`, `2.0 GB`."""
+    """A size with its unit: `12 MB`, `2.0 GB`."""
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
 def plain(text: str) -> str:
-    """A name or a message as Markdown that shows just this text, in one line: no link, no picture, no HTML."""
+    """A name or a message escaped for Markdown, in one line: no link, no picture, no HTML."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return re.sub(r"([!#$&*+:<=>@\[\\\]^_`{|}~()\"-]|(?<=www)\.|(?<=^\d)\.)", r"\\\1", line, flags=re.IGNORECASE)
 
 
 def markdown_safe(text: str) -> str:
-    """An answer as Markdown without formulas and pictures: `$5` is money, and no document may have a browser fetch."""
+    """An answer as Markdown without formulas (`$5` is money) and pictures (no document may trigger a request)."""
     return text.replace("$", "\\$").replace("![", "!\\[")

@@ -1,4 +1,4 @@
-"""The left side of `streamlit_app.py`: documents, the switches, and what the store holds."""
+"""The left side of `streamlit_app.py`: documents, settings, and the contents of the store."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cachecraft_rag import CacheCraft, CacheCraftError, ReuseConfig, SamplingPar
 
 HANDBOOK = Path(__file__).parent / "handbook"
 REMEMBERED_TURNS = 3
-SENTENCE_ENDS = (". ", ".\n")  # a model as small as the demo's goes on after its first sentence, and invents
+SENTENCE_ENDS = (". ", ".\n")  # a model as small as the demo's would go on after its first sentence, with inventions
 FOCUS = {
     "off": "Off: recompute for every chunk",
-    "gap": "On: only for chunks the question looks at",
-    "printed": "On: the paper's rule to the letter",
+    "gap": "On: only for chunks the question attends to",
+    "printed": "On: the rule as printed in the paper",
 }
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all browser sessions share. The lock is for indexing: two uploads at once would see half of each other."""
+    """State shared by all browser sessions; `indexing` keeps two uploads from indexing each other's files."""
 
     rag: CacheCraft
     folder: Path
@@ -33,13 +33,13 @@ class Shared:
 
     @property
     def uploads(self) -> Path:
-        """Uploaded files lie here, and the index is made to match."""
+        """The folder of uploaded files; the index is kept in line with it."""
         return self.folder / "uploads"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The switches of one session."""
+    """The settings of one session."""
 
     top_k: int
     sampling: SamplingParams
@@ -60,7 +60,7 @@ def choose_documents(shared: Shared) -> list[str]:
     if files:
         with st.spinner("Indexing …"):
             state.notices = add_uploads(shared, [(file.name, file.getvalue()) for file in files])
-        state.uploaded += 1  # a new key empties the uploader: else each rerun would index the same files again
+        state.uploaded += 1  # a new key empties the uploader; otherwise each rerun would index the same files again
         st.rerun()
     stored = shared.rag.index.documents()
     names = [document.doc_id for document in stored]
@@ -77,7 +77,7 @@ def choose_documents(shared: Shared) -> list[str]:
     own = [document.doc_id for document in stored if document.root == root]
     if own:
         with st.popover("Remove uploads", icon=":material/delete:", width="stretch"):
-            gone = st.multiselect("Documents to remove, for everybody", own, key=f"remove-{state.uploaded}")
+            gone = st.multiselect("Documents to remove, for all users", own, key=f"remove-{state.uploaded}")
             if st.button("Remove them and their chunk-caches", disabled=not gone, key="remove"):
                 with shared.indexing:
                     for name in gone:
@@ -89,10 +89,10 @@ def choose_documents(shared: Shared) -> list[str]:
 
 
 def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[str, str]]:
-    """Store and index uploaded files; returns what to say about each: ("added" or "problem", Markdown).
+    """Store and index uploaded files; returns messages for the page: ("added" or "problem", Markdown).
 
-    A file that gives no document is deleted again, and so are all of them where indexing fails: what is left behind
-    would fail everybody's next upload too. An older one of the same name is replaced, as in any folder.
+    A file that yields no document is deleted again, and all of them if indexing fails: otherwise the next upload would
+    fail too. An older file of the same name is replaced.
     """
     notices = []
     stored: list[Path] = []
@@ -123,7 +123,7 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[st
 
 
 def file_name(given: str) -> str:
-    """The name to store an upload under: no folder, not hidden (such files are passed over), nothing unprintable."""
+    """The file name for an upload: no folder, not hidden (the indexer skips those), only printable characters."""
     name = "".join(letter if letter.isprintable() else "_" for letter in given.replace("\\", "/").rpartition("/")[2])
     return name.strip().lstrip(".") or "unnamed"
 
@@ -132,7 +132,7 @@ def file_name(given: str) -> str:
 
 
 def choose_settings(documents: list[str], *, small: bool) -> Settings:
-    """The switches; `small` models are stopped after their first sentence unless told otherwise."""
+    """The settings; by default `small` models stop after their first sentence."""
     state = st.session_state
     if documents:
         state.picked = [name for name in state.get("picked", []) if name in documents]  # others may have removed some
@@ -145,7 +145,7 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
         default="CFO decides",
         required=True,
         key="recompute",
-        help="CFO (eq. 12 of Cache-Craft) says per chunk how many tokens depended on neighbours that are gone.",
+        help="CFO (eq. 12 of Cache-Craft): how much of a chunk depended on neighbours that are missing now.",
         disabled=not reuse,
         width="stretch",
     )
@@ -168,13 +168,13 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
         help="After each answer the same prompt is computed in full, up to the first token, and timed.",
     )
     with st.expander("Answer"):
-        length = st.slider("At most so many tokens", 16, 512, 96, 16, key="length")
+        length = st.slider("Maximum tokens", 16, 512, 96, 16, key="length")
         brief = st.toggle("End after one sentence", small, key="brief")
         remember = st.toggle(
             "Remember the conversation",
             False,
             key="remember",
-            help=f"The last {REMEMBERED_TURNS} turns go along with the question. Small models get confused.",
+            help=f"The prompt includes the last {REMEMBERED_TURNS} turns. Small models get confused.",
         )
     sampling = SamplingParams(max_new_tokens=length, stop=SENTENCE_ENDS if brief else ())
     config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, early_termination=focus)
@@ -183,7 +183,7 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
 
 @st.fragment(run_every=4.0)
 def store_section(shared: Shared) -> None:
-    """How full the store is and how often it had what was asked for; looked at again and again, as captures come late."""
+    """The store's size and hit rate; refreshed every few seconds, because captures are written after an answer."""
     st.subheader("Store", anchor=False)
     try:
         stats = shared.rag.engine.store.stats()
@@ -221,7 +221,7 @@ def store_section(shared: Shared) -> None:
 
 @st.dialog("Stored chunk-caches", width="large")
 def contents(shared: Shared) -> None:
-    """The store's rows, the most worthy first; those private to another session are left out."""
+    """The store's rows, highest eviction score first, without those private to another session."""
     try:
         rows = [row.variant for row in shared.rag.engine.store.rows(limit=200)]
     except CacheCraftError as error:
@@ -245,8 +245,8 @@ def contents(shared: Shared) -> None:
         column_config={
             "captured behind": st.column_config.NumberColumn(format="%d segments"),
             "CCI": st.column_config.NumberColumn(format="%.3f"),
-            "f_r": st.column_config.NumberColumn(format="%.1f", help="How much it was used; the lowest is evicted"),
-            "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its capture prefix that was exact"),
+            "f_r": st.column_config.NumberColumn(format="%.1f", help="Uses, each divided by its CFO"),
+            "exact": st.column_config.NumberColumn(format="%.0f %%", help="Share of its origin prefix that was exact"),
             "MB": st.column_config.NumberColumn(format="%.1f"),
         },
         hide_index=True,
@@ -254,7 +254,7 @@ def contents(shared: Shared) -> None:
 
 
 def segment_title(shared: Shared, segment_id: str) -> str:
-    """What a chunk-cache is of."""
+    """The title of a stored segment."""
     if segment_id == shared.rag.engine.prompts.system.segment_id:
         return "Instruction"
     try:

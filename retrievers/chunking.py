@@ -6,8 +6,8 @@ Where the answering model is known, its tokens bound a chunk too (`ModelTokens`)
 embedding model may be thousands to the other.
 
 A heading always begins a new chunk, with one exception: a section that fits into one chunk together with all of its
-subsections stays whole. Filling every chunk up to the limit across headings was the alternative; it makes fewer chunks,
-but each speaks of several things, and an edit of one section would change the chunks of its neighbours.
+subsections stays whole. Rejected: filling every chunk up to the limit across headings. It makes fewer chunks, but each
+covers several topics, and an edit of one section would change the chunks of its neighbours.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cachecraft_rag.engine.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Chunk, Document, Scalar
 
-SPLITTER_VERSION = 2  # raise it when the same document would be split differently: indexes then split anew
+SPLITTER_VERSION = 2  # raise it when a document would be split differently: indexes then split again
 
-# An English token of an embedding model has four or five characters. But a vocabulary may know no word of a text: to
-# BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
+# An English token of an embedding model has four or five characters. But text outside its vocabulary may be one token:
+# to BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
 # thousands.
 CHARACTERS_PER_TOKEN = 12
 
-# Characters given to the splitter at a time: it looks at all the rest of a text at every cut, which is quadratic.
+# Characters given to the splitter at a time: it scans the rest of the text at every cut, which is quadratic.
 _BLOCK = 1 << 16
 
 
@@ -47,7 +47,7 @@ class _Section:
 def split(
     document: Document, *, count_tokens: Callable[[str], int], limit: int, model: ModelTokens | None = None
 ) -> list[Chunk]:
-    """The chunks of a document in order; every word of it is in one, and none has more than `limit` tokens.
+    """The chunks of a document in order; they cover all its text, and none has more than `limit` tokens.
 
     `count_tokens` gives the embedding model's tokens of a text, special tokens included; `model` bounds a chunk by
     another model's tokens too. Each chunk's metadata is the
@@ -63,7 +63,7 @@ def split(
 
     def size(candidate: str) -> int:
         by_length = -(-len(candidate) // CHARACTERS_PER_TOKEN)
-        # The splitter asks for all the rest of a long line at every cut: counting its tokens would be quadratic.
+        # At every cut the splitter measures the whole rest of a long line: counting its tokens would be quadratic.
         if by_length > limit:
             return by_length
         counted = max(count_tokens(candidate), by_length)
@@ -99,10 +99,10 @@ def _sections(text: str) -> list[_Section]:
 
     lines = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text)), len(text)]  # where each line begins
     front = re.match(r"---[ \t]*(\r\n?|\n)(.*?(\r\n?|\n))??(---|\.\.\.)[ \t]*(\r\n?|\n|$)", text, re.DOTALL)
-    matter = front.end() if front else 0  # YAML before the text, which Markdown would take for a rule and a heading
+    matter = front.end() if front else 0  # YAML front matter, which Markdown would read as a rule and a heading
     blanked = re.sub(r"[^\r\n]", " ", text[:matter]) + text[matter:]
     parser = MarkdownIt("commonmark")
-    parser.core.ruler.enableOnly(["normalize", "block"])  # what is inside a paragraph does not matter here
+    parser.core.ruler.enableOnly(["normalize", "block"])  # inline markup is not needed
     tokens = parser.parse(blanked)
     found = [_Section(0, "", 0, 0, len(text))]
     for token, inline in itertools.pairwise(tokens):
@@ -110,7 +110,7 @@ def _sections(text: str) -> list[_Section]:
             continue
         start, body = lines[token.map[0]], lines[min(token.map[1], len(lines) - 1)]
         title = " ".join(inline.content.split())
-        # Markdown allows up to three spaces before a heading; in practice that is code of other formats.
+        # Markdown allows up to three spaces before a heading; in practice such lines are code.
         if title and not text[start].isspace():
             last = found[-1]
             found[-1] = _Section(last.level, last.title, last.start, last.body, start)
@@ -121,13 +121,13 @@ def _sections(text: str) -> list[_Section]:
 def _parts(
     text: str, sections: list[_Section], *, size: Callable[[str], int], limit: int
 ) -> Iterator[tuple[str, int, int]]:
-    """What goes into chunks together: (heading path, start, end of the text), in order.
+    """The parts that become one or more chunks each: (heading path, start, end of the text), in order.
 
-    A heading without text of its own needs no chunk as long as it stands in the path of the one that follows. Where the
-    path had to be shortened and lost it, that chunk's text begins at the heading instead.
+    A heading without text of its own needs no chunk if it is in the next part's path. If the path was shortened and
+    lost it, that part's text begins at the heading instead.
     """
-    open_sections: list[_Section] = []  # the sections around the present one, outermost first, itself last
-    unseen: list[_Section] = []  # headings that no chunk has shown yet
+    open_sections: list[_Section] = []  # the enclosing sections, outermost first, then the current one
+    unseen: list[_Section] = []  # headings that are in no chunk yet
     at = 0
     while at < len(sections):
         section = sections[at]
@@ -157,12 +157,12 @@ def _subtree(sections: list[_Section], at: int) -> int:
 
 
 def _fits(candidate: str, size: Callable[[str], int], limit: int) -> bool:
-    # Counting tokens of a whole book to learn that it is no chunk would be quadratic in the depth of its headings.
+    # Not counted beyond the limit: counting a whole book at each heading level would be quadratic in the depth.
     return len(candidate) <= limit * CHARACTERS_PER_TOKEN and size(candidate) <= limit
 
 
 def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: int) -> tuple[str, list[_Section]]:
-    """The path in words and the sections it names: outer headings are left out while it takes over half the limit."""
+    """The path as text, and its sections: outer headings are dropped while it takes more than half the limit."""
     for skip in range(len(around)):
         path = " > ".join(section.title for section in around[skip:])
         if _fits(path, size, limit // 2):

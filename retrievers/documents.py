@@ -26,7 +26,7 @@ from cachecraft_rag.types import Document, Scalar
 
 SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf")
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
-_LONGEST_REASON = 300  # characters of what a parser says, which may be half the document
+_LONGEST_REASON = 300  # characters of a parser's message, which may quote half the document
 
 # UTF-32 before UTF-16: the little-endian mark of the first begins with that of the second.
 _MARKS = (
@@ -85,7 +85,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The readable files of a folder, sorted by `doc_id`, and what was passed over."""
+    """The readable files of a folder, sorted by `doc_id`, and the problems with others."""
 
     files: tuple[SourceFile, ...]
     problems: tuple[Problem, ...]
@@ -131,7 +131,7 @@ def require_readable(path: Path) -> None:
 
 
 def parse_document(file: SourceFile, data: bytes) -> Document:
-    """The document that the bytes of a file hold. Raises `DocumentError` where they hold no text that can be read."""
+    """The document in the bytes of a file. Raises `DocumentError` if they hold no readable text."""
     parsers: dict[str, Callable[[Path, bytes], tuple[str, dict[str, Scalar]]]] = {
         ".txt": _parse_text,
         ".md": _parse_markdown,
@@ -159,10 +159,10 @@ def parse_document(file: SourceFile, data: bytes) -> Document:
 
 @contextlib.contextmanager
 def parsing(name: str) -> Iterator[None]:
-    """Turn whatever a parser trips over into a `DocumentError` that names the document.
+    """Turn any exception of a parser into a `DocumentError` that names the document.
 
-    Parsers are other people's code and documents are anybody's: one page must not end a run, whether it meets a bug, a
-    limit of theirs, Python's limit of recursion or the end of memory. What we raise on purpose passes unchanged.
+    Parsers are third-party code and documents are untrusted: one page must not end a run, whether it triggers a bug, a
+    parser's limit, Python's recursion limit or a MemoryError. Our own errors pass unchanged.
     """
     try:
         yield
@@ -177,17 +177,17 @@ def parsing(name: str) -> Iterator[None]:
 
 
 def inaccessible(path: Path, error: OSError) -> str:
-    """The message for a file or folder that is there but cannot be opened."""
+    """The message for a file or folder that exists but cannot be opened."""
     return f"{shown(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
 
 
 def too_large(path: Path) -> str:
-    """The message for a file that is larger than any that is read."""
+    """The message for a file above `LARGEST_FILE`."""
     return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
 
 
 def shown(path: Path) -> str:
-    """A path as a message can hold it: with a name that is not Unicode, no terminal or JSON file would take it."""
+    """A path for messages: a name that is not Unicode would break terminals and JSON files."""
     return printable(str(path))
 
 
@@ -201,7 +201,7 @@ def _unsupported(path: Path) -> str:
 
 
 def printable(name: str) -> str:
-    """A file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`, because a database refuses them raw."""
+    """A file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`, because the database refuses them."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
@@ -260,20 +260,20 @@ class _Walk:
         if self._follow_links or not entry.is_symlink():
             return False
         try:
-            entry.stat()  # a link to itself raises here, while resolve() has another error for it in each Python
+            entry.stat()  # a link to itself raises here; the error of resolve() differs between Python versions
         except FileNotFoundError:
-            return False  # it leads nowhere
+            return False  # a dangling link
         return not Path(entry.path).resolve().is_relative_to(self._root)
 
 
 def _clean(text: str) -> str:
-    """Line ends as line feeds, no NUL, no lone surrogates: neither SQLite nor a tokenizer takes those."""
+    """Line ends as line feeds; NUL removed and lone surrogates replaced, which SQLite and tokenizers refuse."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, dict[str, Scalar]]:
-    """The text of some bytes, and `encoding` as metadata where it is not UTF-8."""
+    """Bytes decoded, and `encoding` as metadata if it is not UTF-8."""
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             text = data[len(mark) :].decode(encoding, "replace")
@@ -284,16 +284,16 @@ def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, 
         try:
             return data.decode(codec), {"encoding": declared}
         except UnicodeDecodeError:
-            pass  # the declaration is wrong, as so often; go on as if there were none
+            pass  # the declaration is wrong, which is common; ignore it
     try:
         return data.decode("utf-8"), {}
     except UnicodeDecodeError:
-        # Windows-1252 and not a guess by statistics: the same file must give the same text on every machine.
+        # Windows-1252 rather than a statistical guess: the same file must give the same text on every machine.
         return data.decode("cp1252", "replace"), {"encoding": "cp1252"}
 
 
 def _codec(declared: str) -> str | None:
-    """Python's codec for a character set that a page declares; None where the page is to be read as UTF-8."""
+    """Python's codec for a declared character set; None if the page is to be read as UTF-8."""
     try:
         name = codecs.lookup(declared).name
     except LookupError:
@@ -325,7 +325,7 @@ def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 
 def _declared_encoding(data: bytes) -> str | None:
-    """The character set that a page says it is in, within its first kilobytes as the HTML standard has it."""
+    """The character set that a page declares in its first kilobyte, as in the HTML standard."""
     head = data[:_DECLARED_WITHIN]
     found = _XML_DECLARATION.match(head) or _META_DECLARATION.search(head)
     return found[1].decode("ascii").lower() if found else None
@@ -341,7 +341,7 @@ def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
         pages = [page.extract_text() for page in reader.pages]
     except DocumentError:
         raise
-    except Exception as error:  # whatever the parser tripped over, from KeyError to RecursionError
+    except Exception as error:  # the parser raises anything from KeyError to RecursionError
         advice = "open it in a viewer and save or print it to PDF anew"
         what = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DocumentError(f"{shown(path)}: is damaged or locked ({what}); {advice}") from error

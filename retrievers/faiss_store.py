@@ -11,15 +11,14 @@ owner.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import sqlite3
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -29,17 +28,17 @@ import numpy as np
 from cachecraft_rag.checks import check_mapping, check_path, check_whole
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
-from cachecraft_rag.retrievers.schema import chunk_of, model_name, prepare, verify
+from cachecraft_rag.retrievers.schema import DATABASE as DATABASE
+from cachecraft_rag.retrievers.schema import chunk_of, model_name, open_database, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
-from cachecraft_rag.store.closeable import Closing
-from cachecraft_rag.store.database import can_be_written, connect_read_only
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.database import Database, can_be_written
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-DATABASE = "index.sqlite"
 INDEX_FILE = "index.faiss"
 
 _WAIT_S = 30.0  # for another process's transaction
@@ -83,7 +82,7 @@ def chunk_number(chunk_id: str, salt: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{salt}:{chunk_id}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-class FaissStore(Closing):
+class FaissStore(Closeable):
     """Chunks with their vectors and owners in a folder; threads and processes may share it.
 
     Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens
@@ -91,18 +90,21 @@ class FaissStore(Closing):
     """
 
     def __init__(
-        self, folder: Path, db: sqlite3.Connection, *, number_of: Callable[[str, int], int] = chunk_number
+        self,
+        folder: Path,
+        db: Database,
+        settings: Mapping[str, str],
+        *,
+        number_of: Callable[[str, int], int] = chunk_number,
     ) -> None:
+        """Use `open`."""
         self.folder = folder
         self._home = HomeProcess("retrieval index")
         self._db = db
         self._number_of = number_of
-        self._lock = threading.RLock()
-        self._closed = self._read_only = False
-        self._store = self._setting("store")
-        self.dim = int(self._setting("dim"))
-        self.embedder = self._setting("embedder")
-        self._index: VectorIndex | None = None
+        self._closed = False
+        self._store, self.dim, self.embedder = settings["store"], int(settings["dim"]), settings["embedder"]
+        self._index: VectorIndex | None = None  # changed only within `_reading`: one thread at a time
         self._saved_stamp = ""
 
     @classmethod
@@ -125,27 +127,17 @@ class FaissStore(Closing):
         if not os.path.isfile(path / DATABASE) and (dim is None or embedder_fingerprint is None):
             raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
         read_only = os.path.isfile(path / DATABASE) and not can_be_written(path / DATABASE)
-        try:
-            if read_only:
-                db = connect_read_only(path / DATABASE, timeout_s=_WAIT_S)
-            else:
+        if not read_only:
+            try:
                 path.mkdir(parents=True, exist_ok=True)
-                db = sqlite3.connect(path / DATABASE, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
-        except (OSError, sqlite3.Error) as error:
-            raise IndexStoreError(
-                f"{path}: the index cannot be opened ({error}); check the folder and its permissions"
-            ) from error
-        try:
-            prepare(db, path, dim=dim, fingerprint=embedder_fingerprint, read_only=read_only)
-            store = cls(path, db, number_of=number_of)
-            store._read_only = read_only
-            return store
-        except sqlite3.Error as error:
-            db.close()
-            raise IndexStoreError(f"{path}: the index cannot be opened ({error}); {_advice(error)}") from error
-        except IndexStoreError:
-            db.close()
-            raise
+            except OSError as error:
+                raise IndexStoreError(
+                    f"{path}: the index cannot be opened ({error}); check the folder and its permissions"
+                ) from error
+        db, settings = open_database(
+            path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S, read_only=read_only
+        )
+        return cls(path, db, settings, number_of=number_of)
 
     # --- changes ---
 
@@ -157,7 +149,7 @@ class FaissStore(Closing):
         vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
         """
         matrix = self._checked(vectors, len(chunks))
-        with self._transaction("IMMEDIATE") as db:
+        with self._writing() as db:
             before = [row[0] for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))]
             db.execute("DELETE FROM owners WHERE doc_id = ?", (doc_id,))
             db.execute(
@@ -179,7 +171,7 @@ class FaissStore(Closing):
               in whatever document, is replaced
         """
         matrix = self._checked(vectors, len(chunks))
-        with self._transaction("IMMEDIATE") as db:
+        with self._writing() as db:
             # First out, then in: a chunk nobody else has gets the new vector, as after a change of its metadata.
             removed = self._drop_places(db, keys or ())
             db.execute(
@@ -193,12 +185,12 @@ class FaissStore(Closing):
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
         """Change what a document's content digest says; its chunks stay."""
-        with self._transaction("IMMEDIATE") as db:
+        with self._writing() as db:
             db.execute("UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id))
 
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has; one that is not there is no error."""
-        with self._transaction("IMMEDIATE") as db:
+        with self._writing() as db:
             before = [row[0] for row in db.execute("DELETE FROM owners WHERE doc_id = ? RETURNING number", (doc_id,))]
             db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
             return self._changed(db, (), self._drop_orphans(db, before))
@@ -208,7 +200,7 @@ class FaissStore(Closing):
 
         The documents stay, with their content digests, so an unchanged file does not bring the chunks back.
         """
-        with self._transaction("IMMEDIATE") as db:
+        with self._writing() as db:
             numbers = [row[0] for row in _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)]
             for number in numbers:
                 db.execute("DELETE FROM owners WHERE number = ?", (number,))
@@ -216,7 +208,7 @@ class FaissStore(Closing):
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
         """Remove the places with these keys, and the documents that have none left; unknown keys are no error."""
-        with self._transaction("IMMEDIATE") as db:
+        with self._writing() as db:
             return self._changed(db, (), self._drop_places(db, keys))
 
     # --- questions ---
@@ -233,7 +225,7 @@ class FaissStore(Closing):
         if where is not None and not callable(where):
             check_mapping("where", where)
         query = self._checked(np.asarray(vector)[None], 1)[0]
-        with self._transaction("DEFERRED") as db:  # one snapshot: what the index finds, the rows still hold
+        with self._reading() as db:  # one snapshot: what the index finds, the rows still hold
             index = self._synchronised(db)
             allowed = None if where is None else _matching(db, where)
             numbers, scores = index.search(query, k, allowed)
@@ -250,7 +242,7 @@ class FaissStore(Closing):
         Raises `IndexStoreError` where one of them is not in the store.
         """
         chunk_ids = list(chunk_ids)
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             found = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             rows = _chunk_rows(db, [row[0] for row in found], None)
         by_id = {chunk_id: Chunk(text, metadata, chunk_id) for chunk_id, text, metadata in rows.values()}
@@ -271,20 +263,20 @@ class FaissStore(Closing):
             "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) "
             f"WHERE {chosen} ORDER BY doc_id, ordinal"
         )
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             rows = db.execute(query).fetchall() if keys is None else _by_list(db, query, keys)
             found = [chunk_of(*row) for row in rows]
         return [chunk for chunk in found if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
         """The vectors, `[dim]` each, of those chunks that are in the store: they need not be embedded again."""
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             rows = _by_list(db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
         """The chunks of a document in the order of its text; none for a document that is not there."""
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             rows = db.execute(
                 "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE doc_id = ? "
                 "ORDER BY ordinal",
@@ -294,7 +286,7 @@ class FaissStore(Closing):
 
     def documents(self) -> list[StoredDocument]:
         """All documents, sorted by `doc_id`."""
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             rows = db.execute(
                 "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
                 "FROM documents d ORDER BY doc_id"
@@ -303,11 +295,11 @@ class FaissStore(Closing):
 
     def stats(self) -> IndexStats:
         """Sizes of the store."""
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             documents, chunks, owners = db.execute(
                 "SELECT (SELECT COUNT(*) FROM documents), (SELECT COUNT(*) FROM chunks), (SELECT COUNT(*) FROM owners)"
             ).fetchone()
-            generation = int(self._setting("generation"))
+            generation = int(_setting(db, "generation"))
         nbytes = sum(path.stat().st_size for path in self.folder.glob("index.*") if path.is_file())
         return IndexStats(documents, chunks, owners, self.dim, generation, self.embedder, nbytes)
 
@@ -318,9 +310,9 @@ class FaissStore(Closing):
 
         Nothing is lost without it: every change is on the disk when the method that makes it returns.
         """
-        if self._read_only:
+        if self._db.read_only:
             return
-        with self._transaction("DEFERRED") as db:
+        with self._reading() as db:
             index = self._synchronised(db)
             if index.stamp == self._saved_stamp:
                 return
@@ -335,39 +327,31 @@ class FaissStore(Closing):
         """Write the index file if a search has brought it up to date, and close; closing twice is no error."""
         if not self._home.here:  # a fork of its process: the files are that one's
             return
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                if self._index is not None:
-                    self.save()
-            finally:
-                self._closed = True
-                self._db.close()
+        if self._closed:
+            return
+        try:
+            if self._index is not None:
+                self.save()
+        finally:
+            self._closed = True
+            self._db.close()
 
     # --- inside ---
 
-    @contextlib.contextmanager
-    def _transaction(self, mode: str) -> Iterator[sqlite3.Connection]:
-        """The connection inside a transaction that is committed at the end, or rolled back when anything is raised."""
-        self._home.require()
-        with self._lock:
-            if self._closed:
-                raise IndexStoreError(f"{self.folder}: the index has been closed; open it again")
-            try:
-                self._db.execute(f"BEGIN {mode}")
-                try:
-                    yield self._db
-                    self._db.execute("COMMIT")
-                finally:
-                    if self._db.in_transaction:
-                        self._db.execute("ROLLBACK")
-            except sqlite3.Error as error:
-                raise IndexStoreError(f"{self.folder}: the index failed ({error}); {_advice(error)}") from error
+    def _reading(self) -> AbstractContextManager[sqlite3.Connection]:
+        """The connection that reads, in one snapshot and for this thread alone; see `Database.snapshot`."""
+        self._check_open()
+        return self._db.snapshot()
 
-    def _setting(self, key: str) -> str:
-        value: str = self._db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()[0]
-        return value
+    def _writing(self) -> AbstractContextManager[sqlite3.Connection]:
+        """The connection that writes, in a transaction; see `Database.writing`."""
+        self._check_open()
+        return self._db.writing()
+
+    def _check_open(self) -> None:
+        self._home.require()
+        if self._closed:
+            raise IndexStoreError(f"{self.folder}: the index has been closed; open it again")
 
     def _checked(self, vectors: ArrayLike, count: int) -> NDArray[np.float32]:
         """The vectors as float32 `[count, dim]`, finite."""
@@ -393,7 +377,7 @@ class FaissStore(Closing):
         keys: Sequence[str] | None = None,
     ) -> list[str]:
         """Put chunks behind those the document has; the ids of those that are new to the store."""
-        generation = int(self._setting("generation")) + 1
+        generation = int(_setting(db, "generation")) + 1
         behind = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
         first = db.execute(behind, (doc_id,)).fetchone()[0]
         added = []
@@ -452,7 +436,7 @@ class FaissStore(Closing):
         if self._index is None:
             self._index = VectorIndex.load(self.folder / INDEX_FILE, dim=self.dim, store=self._store)
             self._saved_stamp = "" if self._index is None else self._index.stamp
-        generation, stamp = int(self._setting("generation")), self._setting("stamp")
+        generation, stamp = int(_setting(db, "generation")), _setting(db, "stamp")
         if self._index is not None and self._index.stamp == stamp:
             return self._index
         # Not behind and yet not the same: the database was restored from an older copy, and generations mean nothing.
@@ -503,12 +487,10 @@ def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterabl
     return iter(db.execute(query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)).fetchall())
 
 
+def _setting(db: sqlite3.Connection, key: str) -> str:
+    value: str = db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()[0]
+    return value
+
+
 def _numbers(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
     return np.fromiter((row[0] for row in rows), dtype=np.int64)
-
-
-def _advice(error: sqlite3.Error) -> str:
-    """What to do about an error of the database. Only a damaged one is to be deleted."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return "it is damaged: delete the folder and index again"
-    return "see that the folder can be written and the disk has room"

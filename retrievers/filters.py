@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Scalar
 
-# Values that a chunk's metadata must have (1 is not True), or a function that says yes to its metadata.
+# Values that a chunk's metadata must have (1 is not True), or a predicate on its metadata.
 Where = Mapping[str, Scalar] | Callable[[Metadata], bool]
 
 
@@ -27,7 +27,7 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Whether a filter lets this metadata through; None lets everything through.
+    """Whether metadata passes a filter; everything passes None.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]
@@ -43,9 +43,9 @@ def accepts(where: Where | None, metadata: Metadata) -> bool:
 
 
 def fragments(where: Where) -> list[str]:
-    """Pieces of text that stand in the JSON of whatever the filter accepts, so that other rows need not be parsed.
+    """Substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
-    Our JSON spells a text in one way only; of numbers nothing can be said, because 1 and 1.0 differ and are equal.
+    Only for texts, whose JSON is unique here; numbers such as 1 and 1.0 are equal but spelled differently.
 
     >>> fragments({"format": "text", "page": 3})
     ['"format":"text"']

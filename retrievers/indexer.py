@@ -1,13 +1,13 @@
-"""Bring the vector store in line with a folder: embed what is new, forget what is gone, leave the rest alone.
+"""Bring the index in line with a folder: embed new text, remove deleted documents, skip unchanged ones.
 
 Every document from a folder has a `doc_id` that begins with the folder's label: `docs/kettle.md` for `kettle.md` in a
 folder named `docs`. A second folder of the same name gets the label `docs-2`, so that folders never overwrite one
 another. A folder (or a single file) below one that has been indexed before belongs to it, under its label; a folder
 around earlier ones takes over their documents. Folders are told apart by their absolute path, links not followed.
 
-A run deletes only documents of its own folder. A file that is there but cannot be opened keeps its chunks, because
-nothing is known of its content; one whose content can no longer be read (emptied, damaged) loses them. Both are in the
-report. No document ends a run: whatever its parser raises becomes a problem in the report too.
+A run deletes only documents of its own folder. A file that exists but cannot be opened keeps its chunks, because its
+content may be unchanged; a file whose content can no longer be parsed (emptied, damaged) loses them. Both are in the
+report. No document stops a run: an exception of its parser becomes a problem in the report too.
 """
 
 from __future__ import annotations
@@ -37,36 +37,26 @@ from cachecraft_rag.retrievers.documents import (
     too_large,
 )
 from cachecraft_rag.retrievers.schema import same_model
-from cachecraft_rag.types import Chunk, Document, digest
+from cachecraft_rag.types import Chunk, Document, Progress, digest
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.embeddings import Embedder
     from cachecraft_rag.retrievers.faiss_store import Change, FaissStore, StoredDocument
 
-DEFAULT_CHUNK_TOKENS = 512  # for embedding models that would take thousands: a chunk should be about one thing
+DEFAULT_CHUNK_TOKENS = 512  # for embedding models that read thousands: a chunk should be about one topic
 
-_READER_VERSION = 2  # raise it when the same file would be read differently: its document is then indexed anew
-_FLUSH_CHUNKS = 256  # embedded together; a run that is killed loses so many, or the one document that has more
+_READER_VERSION = 2  # raise it when the parser's output changes: documents are then indexed again
+_FLUSH_CHUNKS = 256  # embedded together; a killed run loses at most this many, or one longer document
 logger = logging.getLogger("cachecraft_rag.retrievers.indexer")
 
 
 @dataclass(frozen=True, slots=True)
-class IndexProgress:
-    """How far a run has come: files looked at, files in all, texts embedded so far, and the document at hand."""
-
-    files_done: int
-    files_total: int
-    chunks_embedded: int
-    doc_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class IndexReport:
-    """What a run did. `added`, `updated`, `unchanged` and `removed` are doc_ids.
+    """The result of a run. `added`, `updated`, `unchanged` and `removed` are doc_ids.
 
-    chunks_embedded    texts that went through the embedding model
-    chunks_reused      chunks of added and updated documents whose vectors were in the store already
-    removed_chunk_ids  chunks that were in the store before and are in no document now; their chunk-caches can go too
+    chunks_embedded    chunks that the embedding model encoded
+    chunks_reused      chunks of added and updated documents whose vectors were already in the index
+    removed_chunk_ids  chunks that are in no document any more; their chunk-caches can be deleted too
     """
 
     added: tuple[str, ...]
@@ -85,20 +75,23 @@ def index_folder(
     store: FaissStore,
     embedder: Embedder,
     *,
-    progress: Callable[[IndexProgress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     model: ModelTokens | None = None,
     follow_links: bool = False,
 ) -> IndexReport:
-    """Add, update and remove so that the store holds the folder as it is now; of a single file, add or update it.
+    """Add, update and remove documents until the index matches the folder; a single file is added or updated.
 
     Chunks have at most `chunk_tokens` tokens, or the embedding model's limit if that is less. Each document is one
-    transaction: a run that is killed is completed by the next. Raises `DocumentError` where there is nothing at `path`,
-    and `IndexStoreError` where the store was made with another embedding model; a file that cannot be read is a problem
-    in the report.
+    transaction: the next run completes one that was killed. A file that cannot be read is a problem in the report.
 
-    model         the answering model's tokens, where it is known: they bound a chunk too
-    follow_links  also read what links in the folder lead to outside of it; otherwise such a link is a problem
+    progress      called after each file and after each batch of embeddings; `done` and `total` count files
+    model         the answering model's tokens, if it is known: they limit a chunk too
+    follow_links  also read targets of links outside the folder; otherwise such a link is a problem
+
+    Raises:
+        DocumentError: there is nothing at `path`.
+        IndexStoreError: the index was made with another embedding model.
     """
     listing = list_files(path, follow_links=follow_links)
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
@@ -120,11 +113,11 @@ def index_documents(
     store: FaissStore,
     embedder: Embedder,
     *,
-    progress: Callable[[IndexProgress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     model: ModelTokens | None = None,
 ) -> IndexReport:
-    """Add or update documents that are in memory; none is removed. Their doc_ids are used as they are.
+    """Add or update documents in memory; none is removed. Their doc_ids are used unchanged.
 
     Raises `DocumentError` for a doc_id that belongs to an indexed file; else as `index_folder`.
     """
@@ -151,7 +144,7 @@ def index_documents(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the documents of a path stand: `root` is the folder they belong to, `below` the path's place in it."""
+    """The folder that the documents of a path belong to (`root`), its label, and where the path is inside it."""
 
     root: str
     label: str
@@ -159,12 +152,12 @@ class _Place:
     absorbed: frozenset[str]  # earlier roots that this one contains
 
     def doc_id(self, below_path: str) -> str:
-        """The doc_id of what lies at `below_path` below the path that is being indexed."""
+        """The doc_id of the file at `below_path` inside the path that is being indexed."""
         return "/".join(part for part in (self.label, self.below, below_path) if part)
 
 
 def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
-    """Find the folder that a path belongs to among those known, or a label for it as a new one."""
+    """The known folder that a path belongs to, or a new label for a new folder."""
     absolute = Path(os.path.abspath(path))  # not resolve(): a link `docs` that moves on to a new release stays `docs`
     folder = absolute if path.is_dir() else absolute.parent
     labels = {document.root: document.doc_id.partition("/")[0] for document in stored if document.root}
@@ -185,14 +178,14 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
 
 
 def _contains(root: str, folder: str) -> bool:
-    """Whether indexing `root` would reach `folder`: it is below, and not in a hidden folder."""
+    """Whether indexing `root` includes `folder`: it is inside and not in a hidden folder."""
     if not PurePath(folder).is_relative_to(root):
         return False
     return not any(part.startswith(".") for part in PurePath(folder).relative_to(root).parts)
 
 
 class _Run:
-    """The state of one run: documents waiting to be embedded together, and what has been done."""
+    """The state of one run: documents waiting to be embedded together, and the results so far."""
 
     def __init__(
         self,
@@ -200,7 +193,7 @@ class _Run:
         embedder: Embedder,
         *,
         chunk_tokens: int,
-        progress: Callable[[IndexProgress], None] | None,
+        progress: Callable[[Progress], None] | None,
         model: ModelTokens | None,
     ) -> None:
         if not same_model(store.embedder, embedder.fingerprint):
@@ -223,7 +216,7 @@ class _Run:
         self.waiting: list[tuple[Document, list[Chunk], str, str]] = []
 
     def file(self, file: SourceFile, *, root: str) -> None:
-        """Look at one file: unchanged, to be indexed, or a problem."""
+        """Read one file: it is unchanged, queued for embedding, or a problem."""
         try:
             data = self._bytes_of(file.path)
             content = digest("file", hashlib.blake2b(data).hexdigest(), self.settings)
@@ -246,10 +239,10 @@ class _Run:
         return data
 
     def is_unchanged(self, doc_id: str, content: str, *, root: str) -> bool:
-        """Whether the store has the document with this very content, in chunks of this size; if so, that is noted.
+        """Whether the index has the document with this content and chunk size; if so, it is added to `unchanged`.
 
-        What a stored digest says behind a colon is which model's tokens bounded the chunks. Without it, or with another
-        model's, the chunks may still be short enough, as nearly all are.
+        A stored digest ends in a colon and the name of the answering model whose tokens limited the chunks. With no
+        name, or another one, the chunks are counted again: nearly all are short enough.
         """
         stored = self.stored.get(doc_id)
         if stored is None or stored.root != root:
@@ -265,7 +258,7 @@ class _Run:
         return True
 
     def put(self, document: Document, content: str, *, root: str) -> None:
-        """Split a document and have it wait for the embedding of the next few together."""
+        """Split a document and queue it for embedding."""
         with parsing(document.doc_id):
             chunks = split(document, count_tokens=self.embedder.count_tokens, limit=self.limit, model=self.model)
         if self.model is not None:
@@ -275,7 +268,7 @@ class _Run:
             self.flush()
 
     def flush(self) -> None:
-        """Embed what the store has no vectors of, then write the waiting documents, each in a transaction."""
+        """Embed the chunks without a vector in the index, then write the queued documents, one transaction each."""
         if not self.waiting:
             return
         texts = {chunk.chunk_id: chunk.text for _, chunks, _, _ in self.waiting for chunk in chunks}
@@ -284,11 +277,11 @@ class _Run:
         self.reused += len(vectors)
         before = self.embedded
 
-        def embedded(done: int, _: int) -> None:
-            self.embedded = before + done
-            self._tell(self.waiting[-1][0].doc_id)
+        def count(batch: Progress) -> None:
+            self.embedded = before + batch.done
+            self._report(f"{self.embedded} chunks embedded")
 
-        fresh = self.embedder.encode_document([texts[chunk_id] for chunk_id in missing], progress=embedded)
+        fresh = self.embedder.encode_document([texts[chunk_id] for chunk_id in missing], progress=count)
         vectors.update(zip(missing, fresh, strict=True))
         for document, chunks, content, root in self.waiting:
             matrix = [vectors[chunk.chunk_id] for chunk in chunks]
@@ -297,7 +290,7 @@ class _Run:
         self.waiting = []
 
     def remove_vanished(self, place: _Place) -> None:
-        """Remove the documents of the place that were neither read nor are known to be there but out of reach."""
+        """Remove the documents of this place whose files were not seen; unopenable files count as seen."""
         seen = {*self.added, *self.updated, *self.unchanged}
         kept = [problem.doc_id for problem in self.problems if problem.kind == "inaccessible"]
         within = place.doc_id("")
@@ -309,12 +302,12 @@ class _Run:
                 self.removed.append(document.doc_id)
 
     def tick(self, doc_id: str) -> None:
-        """One more file has been looked at."""
+        """Count one more file as done."""
         self.files_done += 1
-        self._tell(doc_id)
+        self._report(f"reading {doc_id}")
 
     def report(self) -> IndexReport:
-        """What the run did; the index file is written, so that the next process starts sooner."""
+        """The run's report. Also writes the index file, so that the next process starts faster."""
         self.store.save()
         logger.info("%d added, %d updated, %d removed", len(self.added), len(self.updated), len(self.removed))
         return IndexReport(
@@ -335,9 +328,9 @@ class _Run:
         for chunk_id in change.added:
             self.lost.pop(chunk_id, None)
 
-    def _tell(self, doc_id: str) -> None:
+    def _report(self, what: str) -> None:
         if self.progress is not None:
-            self.progress(IndexProgress(self.files_done, self.files_total, self.embedded, doc_id))
+            self.progress(Progress(self.files_done, self.files_total, what))
 
 
 def _is_below(doc_id: str, places: Sequence[str]) -> bool:

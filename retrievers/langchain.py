@@ -1,4 +1,4 @@
-"""LangChain: our retrieval index as a vector store and a retriever, our embedding models as embeddings."""
+"""The retrieval side as LangChain classes: embeddings, a vector store over `FaissStore`, a retriever over that."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole, config_errors
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit, chunk_id_of, digest
 
 try:
@@ -30,12 +29,11 @@ except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-    from cachecraft_rag.rag import CacheCraft
-
-DEFAULT_FOLDER = "chunk-caches/index"  # where the facade and the command line have theirs
-_OURS = "_langchain"  # metadata key: a document's id, and those of its values that our index has no type for
+DEFAULT_FOLDER = "chunk-caches/index"  # the default of `CacheCraft` and of the command line
+_OURS = "_langchain"  # metadata key: a document's id, and the values that the index has no column type for
 
 Filter = Mapping[str, Scalar] | Callable[[dict[str, Any]], bool]
 
@@ -48,7 +46,7 @@ class CacheCraftEmbeddings(Embeddings):
         self.embedder = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Unit vectors of texts that are to be found."""
+        """Unit vectors of texts to be indexed."""
         vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
         return vectors
 
@@ -58,15 +56,15 @@ class CacheCraftEmbeddings(Embeddings):
         return vector
 
 
-class CacheCraftVectorStore(Closing, VectorStore):
-    """LangChain's vector store over a `FaissStore`: on disk, with upserts, deletion, filters; scores are cosines.
+class CacheCraftVectorStore(Closeable, VectorStore):
+    """A LangChain vector store over a `FaissStore`: on disk, with upserts, deletion and filters; scores are cosines.
 
-    A document of LangChain's is a document of the index under the same id. Two with the same text are one chunk with
-    two owners: a search finds it once, as one of them, and it stays until both are deleted.
+    A LangChain document is a document of the index under the same id. Two documents with the same text are one chunk
+    with two owners: a search returns it once, as one of them, and it stays until both are deleted.
 
-    index      stays the caller's to close, unless it came from `open`, `from_texts` or `from_documents`
-    embedding  any embeddings; their vectors are brought to unit length
-    caches     chunk-caches to clear of what is deleted here; None: they stay until the store needs the room
+    index      the caller closes it, unless it came from `open`, `from_texts` or `from_documents`
+    embedding  any embeddings; their vectors are normalised to unit length
+    caches     chunk-caches to delete with their documents; None: they stay until the store needs the space
     """
 
     def __init__(self, index: FaissStore, embedding: Embeddings, *, caches: ChunkCacheStore | None = None) -> None:
@@ -78,10 +76,10 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], embedding: Embeddings) -> Self:
-        """Open the index in a folder; it is made if it is not there.
+        """Open the index in a folder, or make it.
 
-        Raises `IndexStoreError` where it was made with other embeddings, as far as their class, model name and width
-        tell: LangChain's embeddings have no fingerprint.
+        Raises `IndexStoreError` if it was made with other embeddings. LangChain's embeddings have no fingerprint, so
+        class, model name and width are compared.
         """
         check_path("folder", folder)
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
@@ -113,9 +111,10 @@ class CacheCraftVectorStore(Closing, VectorStore):
         return store
 
     @classmethod
-    def from_rag(cls, rag: CacheCraft) -> Self:
-        """The index of a facade: what `CacheCraft.add_documents` brought in, by chunk, with the chunk id for an id."""
-        return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.engine.store)
+    def from_rag(cls, rag: Retriever) -> Self:
+        """The index of a `CacheCraft` (or another `Retriever`); each chunk is a document under its chunk id."""
+        check_kind("rag", rag, Retriever, advice="CacheCraft.from_pretrained makes one")
+        return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
     def close(self) -> None:
         """Close the index if it was opened here."""
@@ -124,11 +123,11 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
     @property
     def embeddings(self) -> Embeddings:
-        """What makes the vectors."""
+        """The embeddings that make the vectors."""
         return self._embedding
 
     def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
-        """Add documents, or replace those of the same ids; returns the ids, new ones where none were given.
+        """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
         Raises `ConfigError` for metadata that JSON cannot hold.
         """
@@ -143,22 +142,22 @@ class CacheCraftVectorStore(Closing, VectorStore):
         new = list(dict.fromkeys(chunk.text for chunk in chunks if chunk.chunk_id not in known))
         vectors = dict(zip(new, self._embedding.embed_documents(new), strict=True)) if new else {}
         for name, chunk in zip(names, chunks, strict=True):
-            vector = known[chunk.chunk_id] if chunk.chunk_id in known else _unit(vectors[chunk.text])
+            vector = known[chunk.chunk_id] if chunk.chunk_id in known else unit_vectors(vectors[chunk.text])
             self._forget(self.index.upsert(name, [chunk], vector[None]).removed)
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Delete documents; all of them where `ids` is None. Ids that are not there are no error."""
+        """Delete documents, all of them if `ids` is None. Unknown ids are no error."""
         check_names(kwargs, ())
         index = self.index
         for name in [document.doc_id for document in index.documents()] if ids is None else ids:
-            # What another program than LangChain brought in is known by chunk id.
+            # Chunks that were not added through LangChain have their chunk id as their document id.
             whole = ids is None or index.chunks_of(name)
             self._forget((index.delete_document(name) if whole else index.delete_chunks([name])).removed)
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Those of the documents that are there."""
+        """The documents with these ids; unknown ids are skipped."""
         found = [self.index.chunks_of(name) for name in ids]
         left = self.index.known_vectors(name for name, chunks in zip(ids, found, strict=True) if not chunks)
         return [
@@ -173,18 +172,18 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
         """The `k` documents nearest to a vector."""
-        return [document for document, _ in self._search(_unit(embedding), k, **kwargs)]
+        return [document for document, _ in self._search(unit_vectors(embedding), k, **kwargs)]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """The `k` nearest documents with their cosines.
 
-        filter  values that metadata must have, or a function that says yes to metadata. It is applied before the
-                search, so it never costs hits.
+        filter  values that the metadata must have, or a predicate on the metadata. It is applied before the search,
+                so there are always `k` hits if `k` documents pass.
         """
         check_names(kwargs, ("filter", "k"))
-        return self._search(_unit(self._embedding.embed_query(query)), k, filter=filter)
+        return self._search(unit_vectors(self._embedding.embed_query(query)), k, filter=filter)
 
     def max_marginal_relevance_search(
         self,
@@ -196,11 +195,11 @@ class CacheCraftVectorStore(Closing, VectorStore):
         filter: Filter | None = None,
         **kwargs: Any,
     ) -> list[Document]:
-        """`k` of the `fetch_k` nearest documents that are near to the query and unlike each other."""
+        """`k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        vector = _unit(self._embedding.embed_query(query))
+        vector = unit_vectors(self._embedding.embed_query(query))
         found = [document for document, _ in self._search(vector, fetch_k, filter=filter)]
         known = self.index.known_vectors(chunk_id_of(document.page_content) for document in found)
         vectors = [known[chunk_id_of(document.page_content)].tolist() for document in found]
@@ -215,7 +214,7 @@ class CacheCraftVectorStore(Closing, VectorStore):
         return [(_document(hit), hit.score) for hit in hits]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return lambda cosine: min(1.0, max(0.0, cosine))  # LangChain wants 0 to 1; below 0 nothing is relevant
+        return lambda cosine: min(1.0, max(0.0, cosine))  # LangChain requires 0 to 1
 
     def _forget(self, removed: Iterable[str]) -> None:
         if self._caches is not None and removed:
@@ -223,15 +222,15 @@ class CacheCraftVectorStore(Closing, VectorStore):
 
 
 class CacheCraftRetriever(BaseRetriever):
-    """The `k` nearest documents of a vector store of ours, best first, each with its `score` in the metadata.
+    """The `k` nearest documents of a `CacheCraftVectorStore`, best first, with the `score` in each one's metadata.
 
-    Nothing obliges anyone to use it: `CacheCraftGenerator` takes the documents of any retriever.
+    It is optional: `CacheCraftGenerator` takes the documents of any retriever.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     store: CacheCraftVectorStore = Field(exclude=True, repr=False)
-    k: int = 5
+    k: int = DEFAULT_TOP_K
     filter: Any = None
 
     def __init__(self, **settings: Any) -> None:
@@ -248,14 +247,8 @@ class CacheCraftRetriever(BaseRetriever):
         return [document for document, _ in found]
 
 
-def _unit(vector: Iterable[float]) -> NDArray[np.float32]:
-    """A vector `[dim]` at unit length, so that inner products are cosines; zeros stay zeros."""
-    values = np.asarray(vector, dtype=np.float32)
-    return values / max(float(np.linalg.norm(values)), 1e-30)
-
-
 def _chunk(document: Document, name: str) -> Chunk:
-    """A document as our index keeps it: scalars as they are, so that filters reach them, and the rest as JSON."""
+    """A document as a chunk: scalar metadata as it is, so that filters reach it, and the rest as JSON."""
     plain = {
         key: value for key, value in document.metadata.items() if isinstance(value, str | int | float | bool | None)
     }
@@ -263,17 +256,17 @@ def _chunk(document: Document, name: str) -> Chunk:
     try:
         ours = json.dumps({"id": name, "rest": rest})
     except TypeError as error:
-        raise ConfigError(f"document {name}: {error}; its metadata must be what JSON can hold") from error
+        raise ConfigError(f"document {name}: {error}; its metadata must be JSON-serializable") from error
     return Chunk(document.page_content, {**plain, _OURS: ours})
 
 
 def _values(metadata: Metadata) -> dict[str, Any]:
-    """The metadata a document came with."""
+    """The metadata that the document was added with."""
     rest: dict[str, Any] = json.loads(str(metadata.get(_OURS, "{}"))).get("rest", {})
     return {key: value for key, value in metadata.items() if key != _OURS} | rest
 
 
 def _document(found: Chunk | SearchHit) -> Document:
-    """A document from the index; its id is the chunk's where another program than LangChain brought it in."""
+    """A document from the index; its id is the chunk id if it was not added through LangChain."""
     ours = json.loads(str(found.metadata.get(_OURS, "{}")))
     return Document(found.text, id=ours.get("id") or found.chunk_id, metadata=_values(found.metadata))

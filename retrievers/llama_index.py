@@ -1,7 +1,7 @@
-"""The retrieval side as LlamaIndex classes: a vector store over `FaissStore`, a retriever over the facade, embeddings.
+"""The retrieval side as LlamaIndex classes: embeddings, a vector store over `FaissStore`, a retriever.
 
-Whatever passes through them, a node keeps its own id and a chunk is the text that the model sees of it
-(`MetadataMode.LLM`): two nodes whose text is equal are two places of one chunk, with one vector and one chunk-cache.
+A node keeps its own id. Its chunk is the text that the model sees of it (`MetadataMode.LLM`): two nodes with equal
+text share one chunk, with one vector and one chunk-cache.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 try:
     from llama_index.core.base.base_retriever import BaseRetriever
@@ -52,23 +50,23 @@ except ImportError as error:
 
 from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.rag import DEFAULT_TOP_K, CacheCraft
-from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
+from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, SearchHit
 
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
-_UNKNOWN_EMBEDDING = "llama-index"  # a vector store is never told which model makes its vectors
+_UNKNOWN_EMBEDDING = "llama-index"  # LlamaIndex does not tell a vector store which model makes its vectors
 
 
 class CacheCraftEmbedding(BaseEmbedding):
-    """An `Embedder` (by default the one from a wheel, so that nothing is downloaded) as a LlamaIndex embedding model.
+    """An `Embedder` as a LlamaIndex embedding model; the default one is in a wheel, so nothing is downloaded.
 
     Args:
-        model: an `Embedder`, or what one is made of: see there.
+        model: an `Embedder`, or its `model` argument.
     """
 
     _embedder: Embedder = PrivateAttr()
@@ -81,12 +79,12 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name in events."""
+        """The class name in LlamaIndex's events."""
         return "CacheCraftEmbedding"
 
     @property
     def embedder(self) -> Embedder:
-        """The model itself; its `fingerprint` names a new `CacheCraftVectorStore` after it."""
+        """The model itself; pass its `fingerprint` to a new `CacheCraftVectorStore` as `embedding`."""
         return self._embedder
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -108,17 +106,17 @@ class CacheCraftEmbedding(BaseEmbedding):
         return await asyncio.to_thread(self._get_text_embeddings, texts)
 
 
-class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
-    """A LlamaIndex vector store in a folder: adding is idempotent by node id, deleting is exact, filters lose no hits.
+class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
+    """A LlamaIndex vector store in a folder: adding is idempotent by node id, filters are applied before the search.
 
-    Every change is on the disk when the call returns; `persist` only makes the next start faster. Scores are cosines.
-    Of nodes with equal text a search returns one, because a prompt has no use for a second.
+    Every change is on disk when the call returns; `persist` only makes the next start faster. Scores are cosines. If
+    several nodes have equal text, a search returns one of them, because a prompt has no use for a second.
 
     Args:
-        folder: of the index, made at the first `add`; in `index` below a store folder the command line finds it too. Or
-            a `FaissStore` of your own (`rag.index`), which stays yours to close.
-        caches: a chunk-cache store (`engine.store`); what leaves the index then leaves it too.
-        embedding: which model makes the vectors (`CacheCraftEmbedding().embedder.fingerprint`), so that another one is
+        folder: of the index, made at the first `add`; the command line finds it too if it is `index` inside a store
+            folder. Or a `FaissStore` of your own (`rag.index`), which you close yourself.
+        caches: a chunk-cache store (`engine.store`); deleting from the index then also deletes there.
+        embedding: the model that makes the vectors (`CacheCraftEmbedding().embedder.fingerprint`); another one is then
             refused. Without it only the width of the vectors is checked.
 
     Raises:
@@ -155,32 +153,32 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name in events."""
+        """The class name in LlamaIndex's events."""
         return "CacheCraftVectorStore"
 
     @property
     def client(self) -> FaissStore | None:
-        """The store beneath; None as long as there is none."""
+        """The `FaissStore`; None before the first `add` to a new folder."""
         return self._store
 
     # --- changes ---
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Add nodes with their embeddings; one whose id is there already is replaced. Returns the node ids."""
+        """Add nodes with their embeddings, or replace those with the same ids; returns the node ids."""
         check_names(kwargs, ())
         nodes = list(nodes)
         documents: dict[str, dict[str, BaseNode]] = {}
         for node in nodes:
             documents.setdefault(node.ref_doc_id or node.node_id, {})[node.node_id] = node
         for doc_id, by_id in documents.items():
-            vectors = _unit([node.get_embedding() for node in by_id.values()])
+            vectors = unit_vectors([node.get_embedding() for node in by_id.values()])
             store = self._opened(vectors.shape[1])
             change = store.add(doc_id, [_chunk_of(node) for node in by_id.values()], vectors, keys=list(by_id))
             self._evict(change.removed)
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove a document's nodes. A chunk that another document has as well stays, and so does its chunk-cache."""
+        """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache."""
         check_names(delete_kwargs, ())
         if self._store is not None:
             self._evict(self._store.delete_document(ref_doc_id).removed)
@@ -227,7 +225,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
         return [_node_of(chunk) for chunk in found]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nearest nodes, best first; of the query's modes only the default, and filters of any depth."""
+        """The nearest nodes, best first. Only the default query mode; filters may be nested."""
         check_names(kwargs, ())
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise ConfigError(f"CacheCraftVectorStore searches by embedding only, not in the mode {query.mode.value!r}")
@@ -236,7 +234,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
         hits = []
         if self._store is not None:
             where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
-            hits = self._store.search(_unit([query.query_embedding])[0], query.similarity_top_k, where=where)
+            hits = self._store.search(unit_vectors(query.query_embedding), query.similarity_top_k, where=where)
         nodes = [_node_of(hit) for hit in hits]
         return VectorStoreQueryResult(
             nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
@@ -255,12 +253,12 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
     # --- life ---
 
     def persist(self, persist_path: str = "", fs: Any = None) -> None:
-        """Write the index's cache file into the store's own folder; the arguments are LlamaIndex's and not used."""
+        """Write the index's cache file into the store's own folder; LlamaIndex's arguments are ignored."""
         if self._store is not None:
             self._store.save()
 
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close the index if it was opened here."""
         if self._owned and self._store is not None:
             self._store.close()
 
@@ -278,23 +276,23 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closing):
 
 
 class CacheCraftRetriever(BaseRetriever):
-    """The facade's own index as a LlamaIndex retriever: what `rag.add_documents` indexed, for any query engine.
+    """The index of a `CacheCraft` as a LlamaIndex retriever, for any query engine.
 
     Args:
-        rag: the facade; it stays yours to close.
-        top_k: how many chunks.
-        filters: which chunks may be, by their metadata.
+        rag: a `CacheCraft`, or a plain `Retriever`; you close it yourself.
+        top_k: how many chunks to retrieve.
+        filters: which chunks may be retrieved, by their metadata.
     """
 
     def __init__(
         self,
-        rag: CacheCraft,
+        rag: Retriever,
         *,
         top_k: int = DEFAULT_TOP_K,
         filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        check_kind("rag", rag, CacheCraft, advice="CacheCraft.from_pretrained makes one")
+        check_kind("rag", rag, Retriever, advice="CacheCraft.from_pretrained makes one")
         check_whole("top_k", top_k, least=1)
         check_kind("filters", filters, MetadataFilters, optional=True)
         super().__init__(callback_manager=callback_manager)
@@ -304,9 +302,9 @@ class CacheCraftRetriever(BaseRetriever):
         where = _where(self._filters)
         if query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
             hits = self._rag.retrieve(query_bundle.query_str, top_k=self._top_k, where=where)
-        else:  # a transform (HyDE) has put other texts, or a vector, in the question's place
+        else:  # a transform (HyDE) replaced the question by other texts or a vector
             vector = query_bundle.embedding or self._rag.embedder.encode_query(query_bundle.embedding_strs).mean(axis=0)
-            hits = self._rag.index.search(_unit([vector])[0], self._top_k, where=where)
+            hits = self._rag.index.search(unit_vectors(vector), self._top_k, where=where)
         return [NodeWithScore(node=_node_of(hit), score=hit.score) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -316,13 +314,13 @@ class CacheCraftRetriever(BaseRetriever):
 def _chunk_of(node: BaseNode) -> Chunk:
     """A node as a chunk: the text the model will see of it, and the node itself in the metadata."""
     metadata = node_to_metadata_dict(node)
-    # Of the node as it comes back: JSON turns a date among its metadata into a text, which the model then sees.
+    # From the node as it is read back: JSON turns a date in the metadata into a text, and that is what the model sees.
     text = metadata_dict_to_node(metadata).get_content(metadata_mode=MetadataMode.LLM)
     return Chunk(text, {key: value for key, value in metadata.items() if isinstance(value, str | int | float | None)})
 
 
 def _node_of(found: Chunk | SearchHit) -> BaseNode:
-    """The node that was added; for a chunk that the facade indexed, one whose text is all that the model sees."""
+    """The node that was added; for a chunk that `CacheCraft` indexed, a node whose metadata the model does not see."""
     metadata = found.metadata
     if _NODE in metadata:
         return metadata_dict_to_node(dict(metadata))
@@ -341,7 +339,7 @@ def _node_of(found: Chunk | SearchHit) -> BaseNode:
 def _where(
     filters: MetadataFilters | None, *, node_ids: Sequence[str] | None = None, doc_ids: Sequence[str] | None = None
 ) -> Where | None:
-    """LlamaIndex's filters as one of `FaissStore.search`; an empty list of ids is LlamaIndex's way to say: any."""
+    """LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id in LlamaIndex."""
     if not (node_ids or doc_ids or (filters and filters.filters)):
         return None
     exact = _exact(filters) if filters is not None and not (node_ids or doc_ids) else None
@@ -361,7 +359,7 @@ def _where(
 
 
 def _exact(filters: MetadataFilters) -> dict[str, str] | None:
-    """Filters that only ask for equal texts as a mapping, for which the store need not parse every row."""
+    """Filters that only compare texts for equality, as a mapping that needs no parsing of rows; else None."""
     wanted: dict[str, str] = {}
     for condition in filters.filters:
         if isinstance(condition, MetadataFilters) or condition.operator != FilterOperator.EQ:
@@ -373,7 +371,7 @@ def _exact(filters: MetadataFilters) -> dict[str, str] | None:
 
 
 def _passes(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
-    """Whether metadata passes filters, which may be nested: LlamaIndex's own function refuses those."""
+    """Whether metadata passes filters. They may be nested, which LlamaIndex's own function does not support."""
 
     def one(condition: MetadataFilter | MetadataFilters) -> bool:
         if isinstance(condition, MetadataFilters):
@@ -386,10 +384,3 @@ def _passes(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
     if filters.condition == FilterCondition.NOT:
         return not any(results)
     return all(results)
-
-
-def _unit(vectors: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Vectors at length 1, `[n, dim]`, so that inner products are cosines; one of length 0 stays as it is."""
-    matrix = np.asarray(vectors, dtype=np.float32)
-    lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
-    return (matrix / np.where(lengths == 0, 1, lengths)).astype(np.float32)

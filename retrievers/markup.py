@@ -1,4 +1,4 @@
-"""HTML and reStructuredText as Markdown: headings stay headings, and all else stays readable text."""
+"""HTML and reStructuredText as Markdown: headings stay headings, everything else stays readable text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 
 def rst_to_markdown(text: str) -> str:
-    """reStructuredText with its underlined titles as `#` lines; all else stays as written.
+    """reStructuredText with its underlined titles as `#` lines; the rest is unchanged.
 
-    A level is the order in which a style of underline (and overline) first appears, as docutils has it.
+    Levels follow the order in which styles of underline (and overline) first appear, as in docutils.
 
     >>> print(rst_to_markdown("Kettle\\n======\\n\\nCare\\n----\\nRinse it."))
     # Kettle
@@ -41,18 +41,18 @@ def rst_to_markdown(text: str) -> str:
 
 
 def _escape(line: str) -> str:
-    """A line of other text so that Markdown does not take it for a heading or a fence."""
+    """A line escaped so that Markdown does not read it as a heading or a fence."""
     return re.sub(r"^(?=#{1,6}(\s|$)|```|~~~)", r"\\", line)
 
 
 class MarkupError(ValueError):
-    """A page that would take unreasonable time to read; the message is the reason."""
+    """A page that would take minutes to parse; the message is the reason."""
 
 
 def html_to_markdown(html: str) -> tuple[str, str]:
     """The visible text of a page and its title ("" where it has none).
 
-    Raises `MarkupError` for a page whose tags are nested so deep that reading it would take minutes.
+    Raises `MarkupError` for a page whose tags are nested so deep that parsing would take minutes.
 
     >>> html_to_markdown("<title>K2</title><h1>Kettle</h1><nav>Home</nav><p>Rinse <b>it</b>.</p>")
     ('# Kettle\\n\\nRinse it.', 'K2')
@@ -60,16 +60,16 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     from lxml import etree
 
     page = _HtmlRenderer(closing_tags=html.count("</"))
-    # huge_tree: without it, libxml2 drops what is nested deeper than 2,048 tags; the renderer has a limit of its own.
+    # huge_tree: otherwise libxml2 drops text nested deeper than 2,048 tags; the renderer has its own limit.
     parser = etree.HTMLParser(target=page, huge_tree=True, encoding="utf-8")
-    # An XML prologue is no HTML: the parser would take it for a comment, but its encoding for the page's.
+    # The parser reads an XML prologue as a comment, but would use its encoding.
     html = re.sub(r"\A\s*<\?xml[^>]*\?>", "", html)
     data = html.encode("utf-8", "replace")
     for start in range(0, len(data), _PIECE):
         parser.feed(data[start : start + _PIECE])
     try:
         parser.close()
-    except etree.XMLSyntaxError:  # "no element found": nothing but comments and tags that never end
+    except etree.XMLSyntaxError:  # "no element found": only comments and unfinished tags
         return "", ""
     return page.text(), page.title()
 
@@ -86,17 +86,17 @@ _INLINE = frozenset((
 ))  # fmt: skip
 
 
-# lxml reads a closing tag in time proportional to the depth it stands at. Real pages stay far below both.
-_PIECE = 1 << 14  # bytes; what the renderer raises is heard at the end of a piece only
-_DEEP = 500  # levels that no page is refused for
+# lxml handles a closing tag in time proportional to its depth. Real pages stay far below both limits.
+_PIECE = 1 << 14  # bytes; lxml reports an exception of the renderer only at the end of a piece
+_DEEP = 500  # levels that are always allowed
 _CLOSING_STEPS = 200_000_000  # depth times closing tags; about a second
 
 
 class _HtmlRenderer:
     """Turns a page into Markdown: headings, paragraphs, list items, table rows and preformatted blocks.
 
-    It is what lxml calls a parser target: the parser reports tags and text as it meets them, and no tree is built.
-    `closing_tags` is how many the page has.
+    A parser target of lxml: the parser calls it for each tag and text, and no tree is built. `closing_tags` is the
+    number of closing tags on the page.
     """
 
     def __init__(self, *, closing_tags: int = 0) -> None:
@@ -107,7 +107,7 @@ class _HtmlRenderer:
         self.pre = 0  # depth of <pre>
         self.lists = 0  # depth of lists
         self.depth = 0
-        self.unseen = 0  # depth at which the part began that a browser does not show, or 0
+        self.unseen = 0  # depth at which a hidden part began, or 0
         self.titles = 0  # how many titles have begun
         self.in_title = False
         self.title_text: list[str] = []
@@ -149,7 +149,7 @@ class _HtmlRenderer:
         self._flush()
 
     def text(self) -> str:
-        """What a browser would show."""
+        """The visible text."""
         return "".join(self.out)
 
     def title(self) -> str:
@@ -170,7 +170,7 @@ class _HtmlRenderer:
             if name in _HEADINGS:
                 self.prefix = _HEADINGS[name]
             elif name == "li":
-                # Bounded: each item of a list nested a thousand deep would begin with two thousand spaces.
+                # Bounded: items of a list nested a thousand deep would begin with two thousand spaces.
                 self.prefix = "  " * min(_DEEPEST_LIST, max(0, self.lists - 1)) + "- "
 
     def _close(self, name: str) -> None:
@@ -207,7 +207,7 @@ class _HtmlRenderer:
 
 
 def _unseen(name: str, attributes: Mapping[str, str]) -> bool:
-    """Whether a browser would not show the tag, or shows it only to move about the site."""
+    """Whether a browser hides the tag, or shows it only for navigation."""
     style = attributes.get("style", "").replace(" ", "").lower()
     return (
         name in _UNSEEN

@@ -8,7 +8,10 @@ import uuid
 from pathlib import Path
 
 from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.store.database import Database, Kind
 from cachecraft_rag.types import Chunk, chunk_id_of
+
+DATABASE = "index.sqlite"
 
 # Append only: migration n brings a database from user_version n to n + 1.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -45,62 +48,65 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def prepare(
-    db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None, read_only: bool = False
-) -> None:
-    """Bring a database to the newest schema, set up a new one, and check that it fits the embedding model.
+def open_database(
+    folder: Path, *, dim: int | None, fingerprint: str | None, wait_s: float, read_only: bool = False
+) -> tuple[Database, dict[str, str]]:
+    """The index's database, brought to the newest schema or set up, and its settings.
 
-    Raises `IndexStoreError` for one of a newer version or made with another model, `sqlite3.Error` for a damaged one.
+    Raises `IndexStoreError` for one that is damaged, of a newer version, or made with another embedding model.
     """
-    stored = _as_it_is(db, folder) if read_only else _up_to_date(db, folder, dim=dim, fingerprint=fingerprint)
-    other_model = fingerprint is not None and not same_model(fingerprint, stored["embedder"])
-    if other_model or (dim is not None and dim != int(stored["dim"])):
-        raise IndexStoreError(
-            f"{folder}: the index was made with the embedding model {model_name(stored['embedder'])} ({stored['dim']} "
-            f"dimensions), not with {model_name(fingerprint or 'this one')} ({dim} dimensions); "
-            "use the first, or delete the folder and index again"
-        )
-
-
-def _as_it_is(db: sqlite3.Connection, folder: Path) -> dict[str, str]:
-    """The settings of a database that cannot be changed; its schema must be the newest one already."""
-    if db.execute("PRAGMA user_version").fetchone()[0] != len(_MIGRATIONS):
-        raise IndexStoreError(
-            f"{folder}: the index was made by another version of cachecraft-rag and cannot be written; open it once "
-            "where it can be, or use that version"
-        )
-    return dict(db.execute("SELECT key, value FROM settings").fetchall())
-
-
-def _up_to_date(db: sqlite3.Connection, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
-    """The settings of a database after it was migrated, or set up."""
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # a commit that a power cut takes back would leave the index file ahead
-    db.execute("PRAGMA foreign_keys = ON")
-    db.execute("BEGIN IMMEDIATE")  # two processes may open a new folder at once
+    db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s, read_only=read_only)
     try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(_MIGRATIONS):
+        settings = _settings(db, folder, dim=dim, fingerprint=fingerprint)
+        other_model = fingerprint is not None and not same_model(fingerprint, settings["embedder"])
+        if other_model or (dim is not None and dim != int(settings["dim"])):
             raise IndexStoreError(
-                f"{folder}: the index was made by a newer version of cachecraft-rag; upgrade, or index again"
+                f"{folder}: the index was made with the embedding model {model_name(settings['embedder'])} "
+                f"({settings['dim']} dimensions), not with {model_name(fingerprint or 'this one')} ({dim} dimensions); "
+                "use the first, or delete the folder and index again"
             )
-        for statement in (statement for migration in _MIGRATIONS[version:] for statement in migration):
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
-        if db.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
-            values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": str(fingerprint)}
-            values |= {"generation": "0", "stamp": uuid.uuid4().hex}  # of the vectors; both change with them
-            db.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
-        stored = dict(db.execute("SELECT key, value FROM settings").fetchall())
-        db.execute("COMMIT")
+    except IndexStoreError:
+        db.close()
+        raise
+    return db, settings
+
+
+def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
+    """What the index was made with; written down where it is new."""
+    with db.reading() as connection:
+        stored = dict(connection.execute("SELECT key, value FROM settings").fetchall())
+    if stored:
         return stored
-    finally:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
+    if dim is None or fingerprint is None:  # whoever began to make it was killed
+        raise IndexStoreError(f"{folder}: there is no index here; make one with `cachecraft index`")
+    values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": fingerprint}
+    values |= {"generation": "0", "stamp": uuid.uuid4().hex}  # of the vectors; both change with them
+    with db.writing() as connection:  # another process may have been quicker: all of its values stay
+        if connection.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
+            connection.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
+        return dict(connection.execute("SELECT key, value FROM settings").fetchall())
+
+
+def _message(path: Path, error: sqlite3.Error) -> str:
+    """An error of the database in words. Only a damaged one is to be deleted."""
+    advice = "see that the folder can be written and the disk has room"
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        advice = "it is damaged: delete the folder and index again"
+    return f"{path.parent}: the index failed ({error}); {advice}"
+
+
+# FULL: a commit that a power cut takes back would leave the index file ahead.
+_KIND = Kind(
+    migrations=_MIGRATIONS,
+    pragmas=("synchronous = FULL", "foreign_keys = ON"),
+    error=IndexStoreError,
+    what=lambda path: f"{path.parent}: the index",
+    message=_message,
+)
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Whether two fingerprints `name@digest` are of one model: a copy in another folder has another name only."""
+    """Whether two fingerprints `name@digest` are of one model; the name may differ, as of a copy in another folder."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
@@ -116,7 +122,7 @@ def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
 
 
 def verify(chunk_id: str, text: str) -> None:
-    """Raises IndexStoreError where a row's text is not the one that its id stands for."""
+    """Raise IndexStoreError if a row's text does not match its id."""
     if chunk_id_of(text) != chunk_id:
         raise IndexStoreError(
             f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "

@@ -19,16 +19,23 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.kernels.row_blocks import RowBlock
 
 pytestmark = pytest.mark.gate
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2"]
 BOUNDS = [0, 20, 70, 150, 190, 210]  # system, three chunks of different lengths, question
-QUESTION = range(BOUNDS[-2], BOUNDS[-1])
+EVERYTHING, QUESTION = range(BOUNDS[-1]), range(BOUNDS[-2], BOUNDS[-1])
 
-# An error of bf16 is a matter of luck at one position: a single token's logits may be twice as far off as the model's
-# own, or half as far. So nothing here is decided by one: a layer is compared over all its numbers, given the input that
-# the model's own layer had, and logits over hundreds of positions.
+# At one position rounding is a matter of luck: a token's logits may be half or twice as far off as the model's own. So
+# each layer is compared over all its numbers, given the input that the model's own layer had, and the logits are
+# compared at hundreds of positions. Both references hold the very weights that bf16 holds, so only sums differ.
+
+PATHS = ["everything computed", "same prefix reused"]
+KEEP = len(QUESTION)
+LAYER_PROMPTS = 4  # from one prompt to the next the ratio of the errors moves by less than a hundredth
+LOGIT_PROMPTS = 24  # 480 positions: the mean error's own error is 4 %
 
 
 def token_ids(seed: int) -> list[int]:
@@ -36,13 +43,9 @@ def token_ids(seed: int) -> list[int]:
     return torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-PROMPTS = 24
-PATHS = ["everything computed", "same prefix reused"]
-
-
 @dataclass(frozen=True)
 class HalfPrecision:
-    """A model in bf16, and the very same weights in fp32."""
+    """A model in bf16, and the same weights in fp32."""
 
     half: Decoder
     exact: Decoder
@@ -57,79 +60,125 @@ def precisions(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decod
     return HalfPrecision(half, Decoder(copy.deepcopy(half.model).float(), half.tokenizer, name="exact"))
 
 
-@torch.inference_mode()
-def layer_outputs(decoder: Decoder, ids: list[int], inputs: list[Tensor], path: str) -> Tensor:
-    """What each layer's attention makes of its given input: `[layers, question's rows, hidden]`."""
-    rows, question = torch.arange(len(ids)), torch.tensor(QUESTION)
-    buffer, other = KVBuffer(decoder, len(ids)), KVBuffer(decoder, len(ids))
-    recorder = CaptureRecorder(decoder.layout, buffer.kv, [(0, 0, QUESTION.start)])
-    whole, found = RowPass(decoder, buffer, torch.tensor(ids), np.arange(len(ids)), recorder=recorder), []
-    again = RowPass(decoder, other, torch.tensor(ids)[question], np.asarray(QUESTION))
-    for layer, hidden in enumerate(inputs):
-        given = hidden.to(decoder.dtype)
-        with decoder.watched() as seen:
-            decoder.layer(layer, given, positions=rows, layer_pass=whole)
-            if path == "same prefix reused":
-                ((capture, _),) = recorder.locate(np.arange(len(ids)))
-                other.place(layer, capture.kv[layer], 0)
-                decoder.layer(layer, given[:, question], positions=question, layer_pass=again)
-        found.append(seen[-1][1][0, -len(question) :].float())
-    return torch.stack(found)
-
-
-def layer_errors(precisions: HalfPrecision, path: str, prompts: int = 4) -> tuple[Tensor, Tensor]:
-    """Relative errors of each layer's attention in bf16, ours and the model's own: `[layers]` each, over prompts."""
-    ours, own = [], []
-    for seed in range(prompts):
-        ids = token_ids(seed=seed)
-        with precisions.half.watched() as seen:
-            precisions.half.own_logits(ids)
-        inputs = [hidden for hidden, _ in seen]
-        theirs = torch.stack([out[0, -len(QUESTION) :].float() for _, out in seen])
-        truth = layer_outputs(precisions.exact, ids, inputs, "everything computed")
-        for errors, found in ((ours, layer_outputs(precisions.half, ids, inputs, path)), (own, theirs)):
-            errors.append((found - truth).norm(dim=(1, 2)) / truth.norm(dim=(1, 2)))
-    return torch.stack(ours).mean(0), torch.stack(own).mean(0)
-
-
-def assert_layers_as_exact_as_the_models_own(precisions: HalfPrecision, path: str) -> None:
-    ours, own = layer_errors(precisions, path)
-    print(
-        f"bf16, {path}: {float(ours.mean() / own.mean()):.3f} of the model's own error, worst {float((ours / own).max()):.3f}"
-    )
-    assert ours.mean() <= own.mean()
-    assert (ours <= 1.1 * own).all()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_no_layers_attention_in_bf16_is_further_from_fp32_than_the_models_own(
-    precisions: HalfPrecision, path: str
-) -> None:
-    assert_layers_as_exact_as_the_models_own(precisions, path)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfPrecision, path: str) -> None:
-    half, keep = precisions.half, len(QUESTION)
-    ours, own = [], []
-    for seed in range(PROMPTS):
-        ids = token_ids(seed=seed)
-        truth = precisions.exact.own_logits(ids, keep=keep)
-        full = prefill(half, PrefillJob(ids, Rows.of(BOUNDS, new=range(len(ids))), captures=range(4)))
-        if path == "same prefix reused":
-            stored = [ResidentKV(one.start, one.kv) for one in full.recorder.captures]
-            full = prefill(half, PrefillJob(ids, Rows.of(BOUNDS, new=QUESTION), resident=stored))
-        ours.append(divergence(truth, half.logits(full.hidden[:, -keep:])))
-        own.append(divergence(truth, half.own_logits(ids, keep=keep)))
-    print(
-        "E2E",
-        float(torch.stack(ours).mean() / torch.stack(own).mean()),
-        float((torch.stack(ours).mean(1) / torch.stack(own).mean(1)).log().mean().exp()),
-        (torch.stack(ours).mean(1) / torch.stack(own).mean(1)).log().std(),
-    )
-    assert torch.stack(ours).mean() <= 1.25 * torch.stack(own).mean()
-
-
-def divergence(truth: Tensor, found: Tensor) -> Tensor:
-    """Relative errors of the logits `[positions]`."""
+def relative(found: Tensor, truth: Tensor) -> Tensor:
+    """Errors of vectors, as parts of their lengths."""
     return (found - truth).norm(dim=-1) / truth.norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What went into each of a model's layers, and its attention at the question's rows: `[layers, rows · hidden]`."""
+
+    inputs: list[Tensor]
+    own: Tensor
+    exact: Tensor
+
+
+@pytest.fixture(scope="module")
+def layers(precisions: HalfPrecision) -> list[Layers]:
+    """Of each prompt the model's own attention in bf16, and the same layers' in fp32."""
+    found = []
+    for seed in range(LAYER_PROMPTS):
+        with precisions.half.watched() as seen:
+            precisions.half.own_logits(token_ids(seed=seed))
+        inputs = [hidden for hidden, _ in seen]
+        own = torch.stack([out[0, -KEEP:].float().flatten() for _, out in seen])
+        found.append(Layers(inputs, own, attention_of_layers(precisions.exact, inputs)[0]))
+    return found
+
+
+@torch.inference_mode()
+def attention_of_layers(decoder: Decoder, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """What our attention makes of each layer's input at the question's rows: `[layers, rows · hidden]` of each path."""
+    everything, question = torch.tensor(EVERYTHING), torch.tensor(QUESTION)
+    buffer, again = KVBuffer(decoder, BOUNDS[-1]), KVBuffer(decoder, BOUNDS[-1])
+    recorder = CaptureRecorder(decoder.layout, buffer.kv, [(0, 0, QUESTION.start)])
+    ((capture, _),) = recorder.locate(np.asarray(EVERYTHING))
+    ids = torch.zeros(BOUNDS[-1], dtype=torch.int64)  # the layers are given their inputs
+    computing = RowPass(decoder, buffer, ids, np.asarray(EVERYTHING), recorder=recorder)
+    reusing = RowPass(decoder, again, ids[question], np.asarray(QUESTION))
+    with decoder.watched() as seen:
+        for layer, hidden in enumerate(one.to(decoder.dtype) for one in inputs):
+            decoder.layer(layer, hidden, positions=everything, layer_pass=computing)
+            again.place(layer, capture.kv[layer], 0)
+            decoder.layer(layer, hidden[:, question], positions=question, layer_pass=reusing)
+    found = torch.stack([out[0, -KEEP:].float().flatten() for _, out in seen])
+    return found[::2], found[1::2]
+
+
+def layers_are_as_exact_as_the_models_own(half: Decoder, layers: list[Layers]) -> bool:
+    """The gate of the layers in bf16, for both paths.
+
+    On CPUs with and without bf16 instructions the mean was between 0.96 and 1.00 of the model's own, and 1.07 for the
+    worst layer of all.
+    """
+    passed = True
+    own = torch.stack([relative(one.own, one.exact) for one in layers]).mean(0)  # [layers]
+    found = [attention_of_layers(half, one.inputs) for one in layers]
+    for number, path in enumerate(PATHS):
+        pairs = zip(found, layers, strict=True)
+        ours = torch.stack([relative(paths[number], one.exact) for paths, one in pairs]).mean(0)
+        mean, worst = float(ours.mean() / own.mean()), float((ours / own).max())
+        print(f"layers in bf16, {path}: error {mean:.3f} of the model's own, worst {worst:.3f}")
+        passed &= mean <= 1.01 and worst <= 1.1
+    return passed
+
+
+def test_no_layer_in_bf16_is_further_from_fp32_than_the_models_own(
+    precisions: HalfPrecision, layers: list[Layers]
+) -> None:
+    assert layers_are_as_exact_as_the_models_own(precisions.half, layers)
+
+
+def rounded_scores(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float) -> Tensor:
+    """Attention by plain products in the dtype of `q`: every score is rounded."""
+    assert block.mask is not None
+    scores = torch.einsum("kgrd,nkd->kgrn", q * scale, k).masked_fill(~block.mask, -torch.inf)
+    return torch.einsum("kgrn,nkd->kgrd", scores.softmax(-1), v)
+
+
+def rotated_there_and_back(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Keys that were rotated before and are turned back first, as where rotated keys are stored."""
+    raw = rotate(rotate(x, cos, sin), cos, -sin)
+    return rotate(raw, cos, sin, out=out)
+
+
+@pytest.mark.parametrize("precisions", ["demo"], indirect=True)
+@pytest.mark.parametrize(
+    ("where", "worse"),
+    [("kernels.attention._fused", rounded_scores), ("kernels.gather.rotate", rotated_there_and_back)],
+)
+def test_the_gate_of_layers_notices_one_rounding_more(
+    where: str,
+    worse: Callable[..., Tensor],
+    precisions: HalfPrecision,
+    layers: list[Layers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"cachecraft_rag.{where}", worse)
+    assert not layers_are_as_exact_as_the_models_own(precisions.half, layers)
+
+
+@pytest.fixture(scope="module")
+def logits(precisions: HalfPrecision) -> list[tuple[Tensor, Tensor]]:
+    """Of each prompt the logits in fp32 and those of the model's own bf16, `[positions, vocabulary]` each."""
+    prompts = [token_ids(seed=seed) for seed in range(LOGIT_PROMPTS)]
+    return [(precisions.exact.own_logits(p, keep=KEEP), precisions.half.own_logits(p, keep=KEEP)) for p in prompts]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(
+    precisions: HalfPrecision, logits: list[tuple[Tensor, Tensor]], path: str
+) -> None:
+    half, ours, own = precisions.half, [], []
+    for seed, (truth, theirs) in enumerate(logits):
+        ids = token_ids(seed=seed)
+        found = prefill(half, PrefillJob(ids, Rows.of(BOUNDS, new=EVERYTHING), captures=range(4)))
+        if path == "same prefix reused":
+            stored = [ResidentKV(one.start, one.kv) for one in found.recorder.captures]
+            found = prefill(half, PrefillJob(ids, Rows.of(BOUNDS, new=QUESTION), resident=stored))
+        ours.append(relative(half.logits(found.hidden[:, -KEEP:]), truth))
+        own.append(relative(theirs, truth))
+    ratio = float(torch.stack(ours).mean() / torch.stack(own).mean())
+    print(f"logits in bf16, {path}: error {ratio:.3f} of the model's own")
+    assert ratio <= 1.2

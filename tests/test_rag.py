@@ -15,7 +15,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
-from cachecraft_rag.types import Document
+from cachecraft_rag.types import Document, Progress
 
 PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
 SHORT = SamplingParams(max_new_tokens=12)
@@ -64,7 +64,7 @@ def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(demo_model:
     assert list((tmp_path / "caches" / "writers").iterdir()) == []  # an open store has a lock file here
 
 
-def test_the_second_question_reuses_what_the_first_one_bore(fresh: CacheCraft) -> None:
+def test_the_second_question_reuses_the_captures_of_the_first(fresh: CacheCraft) -> None:
     first = fresh.ask(QUESTION, sampling=SHORT)
     second = fresh.ask(QUESTION, sampling=SHORT)
     assert {chunk.outcome for chunk in first.stats.chunks} == {"computed"}
@@ -95,12 +95,13 @@ def test_a_chunk_moves_when_another_question_ranks_it_elsewhere(fresh: CacheCraf
     assert all(chunk.cfo is not None and 0 < chunk.cfo < 1 for chunk in moved)
 
 
-def test_priming_bears_every_chunk_once_and_resumes(fresh: CacheCraft) -> None:
+def test_priming_captures_every_chunk_once_and_resumes(fresh: CacheCraft) -> None:
     chunks = fresh.index.stats().chunks
-    seen: list[tuple[int, int]] = []
-    captured = fresh.prime(progress=lambda done, total: seen.append((done, total)))
+    seen: list[Progress] = []
+    captured = fresh.prime(progress=seen.append)
     assert captured == chunks + 1  # the chunks and the system segment
-    assert seen[-1] == (len(PAGES), len(PAGES))
+    assert [(step.done, step.total) for step in seen] == [(done, len(PAGES)) for done in range(1, len(PAGES) + 1)]
+    assert {step.what for step in seen} == {f"priming {document.doc_id}" for document in fresh.index.documents()}
     assert fresh.prime() == 0
     answer = fresh.ask(QUESTION, sampling=SHORT)
     assert all(chunk.outcome in ("exact", "reused") for chunk in answer.stats.chunks)
@@ -120,7 +121,11 @@ def test_the_chunk_caches_of_a_removed_document_go_with_it(demo_model: Path, doc
     folder = tmp_path / "pages"
     shutil.copytree(documents, folder)
     with CacheCraft.from_pretrained(str(demo_model), store=tmp_path / "store") as rag:
-        rag.add_documents(folder, prime=True)
+        steps: list[Progress] = []
+        rag.add_documents(folder, prime=True, progress=steps.append)
+        assert [step.what.split()[0] for step in steps[:3]] == ["reading"] * 3
+        assert [step.what.split()[0] for step in steps[-3:]] == ["priming"] * 3
+        assert (steps[-1].done, steps[-1].total) == (3, 3)
         before = rag.engine.store.stats().chunks
         (folder / "warranty.md").unlink()
         report = rag.add_documents(folder)

@@ -1,6 +1,6 @@
-"""The command line put together, and the one place where errors become messages and exit codes.
+"""The command line, and the one place where errors become messages and exit codes.
 
-Exit codes: 0 done; 1 a check found something wrong; 2 an error, said on stderr; 130 interrupted.
+Exit codes: 0 done; 1 a check found something wrong; 2 an error, printed to stderr; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_ter
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+
+# Spellings of earlier versions, without their dashes. They keep working and are not in --help.
+_OLD_NAMES = {"births": "origin", "focus": "early-termination"}
 
 app = typer.Typer(
     name="cachecraft",
-    help="Answers over your documents, several times sooner: the key/value caches of retrieved chunks are reused "
-    "wherever they land in the prompt.",
+    help="RAG that is several times faster to the first token: it reuses the key/value caches of retrieved chunks, "
+    "wherever they stand in the prompt.",
+    context_settings={"token_normalize_func": lambda name: _OLD_NAMES.get(name, name)},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,8 +36,11 @@ app.command("index")(ask.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("calibrate")(calibrate.calibrate)
-app.command("eval")(evaluate.evaluate)
-app.command("judge-focus")(early_termination.judge_focus)
+evaluation = typer.Typer()
+evaluation.callback(invoke_without_command=True)(evaluate.evaluate)
+evaluation.command("early-termination")(early_termination.early_termination)
+app.add_typer(evaluation, name="eval")
+app.command("judge-focus", hidden=True)(early_termination.early_termination)  # its name in earlier versions
 app.add_typer(store.app, name="store")
 app.add_typer(benchmarks.app, name="bench")
 
@@ -48,10 +55,10 @@ def _print_version(wanted: bool) -> None:
 def _settings(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the package's log messages.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    # On the package's logger and not on the root: libraries print their warnings themselves, all would come twice.
+    # On the package's logger, not on the root: libraries print their own warnings, which would then appear twice.
     logger = logging.getLogger("cachecraft_rag")
     logger.addHandler(RichHandler(console=err, show_path=False))
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
@@ -66,6 +73,6 @@ def main() -> None:
         print_error(error)
         sys.exit(2)
     except SystemExit as leaving:
-        if leaving.code == INTERRUPTED:  # what typer makes of Ctrl-C
-            err.print("interrupted; what was finished is kept")
+        if leaving.code == INTERRUPTED:  # typer's exit code for Ctrl-C
+            err.print("interrupted; finished work is kept")
         raise

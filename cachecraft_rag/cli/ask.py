@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -19,30 +19,31 @@ from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.chunk_bound import ModelTokens
+    from cachecraft_rag.engine.config import EngineConfig
     from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
-    from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport
+    from cachecraft_rag.retrievers.indexer import IndexReport
 
 
 def require_index(store: Path) -> None:
-    """Raise IndexStoreError unless something has been indexed: before a model is loaded or a folder made in vain."""
-    from cachecraft_rag.rag import INDEX_FOLDER
+    """Raise IndexStoreError unless documents have been indexed: before a model is loaded or a folder is made."""
+    from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
 
-    if not os.path.isdir(store / INDEX_FOLDER):  # pathlib raises for what is out of reach instead of saying no
+    if not os.path.isdir(store / INDEX_FOLDER):  # pathlib raises for paths it cannot reach instead of returning False
         raise IndexStoreError(
             f"{store} holds no documents yet; add some with `cachecraft index DIR --store {store}`, or name another "
             "folder with --store"
         )
 
 
-def load(model: str, **settings: Any) -> CacheCraft:
-    """The facade with a spinner while the model loads."""
+def load(model: str, store: Path, config: EngineConfig, *, embeddings: str | None = None) -> CacheCraft:
+    """Open a `CacheCraft`, with a spinner while the model loads."""
     with waiting(f"Loading {model}"):
         from cachecraft_rag.rag import CacheCraft
 
         options.quiet_libraries()
-        chosen = {name: value for name, value in settings.items() if value is not None}
-        return CacheCraft.from_pretrained(model, **chosen)
+        chosen = {} if embeddings is None else {"embeddings": embeddings}
+        return CacheCraft.from_pretrained(model, store=store, config=config, **chosen)
 
 
 def index(
@@ -60,44 +61,42 @@ def index(
     remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="Also index what links in the folder lead to outside of it.")
+        bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Index documents; only what changed since the last time is embedded again, and what vanished is removed."""
+    """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
     options.set_threads(threads)
+    config = options.engine_config(
+        dtype=dtype, device=device, namespace=namespace, remote=remote, remote_key_file=remote_key_file
+    )
     require_readable(folder)  # before the models are loaded and a store is made
     with waiting("Loading the embedding model"):
-        from cachecraft_rag.rag import open_index
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
+        from cachecraft_rag.retrievers.retriever import open_index
 
         options.quiet_libraries()
         embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
         bound = chunk_bound(model)
-    with progress_bar("Indexing") as move, open_index(store, embedder) as found:
-
-        def step(done: IndexProgress) -> None:
-            move(done.files_done, done.files_total, f"{done.chunks_embedded} chunks embedded")
-
-        report = index_folder(folder, found, embedder, progress=step, model=bound, follow_links=follow_links)
+    with progress_bar("Indexing") as show, open_index(store, embedder) as found:
+        report = index_folder(
+            folder,
+            found,
+            embedder,
+            progress=show,
+            model=bound,
+            follow_links=follow_links,
+        )
     evict_removed(store, report)
     captured = None
     skipped: list[str] = []
     if prime:
         with (
-            load(
-                model,
-                store=store,
-                embeddings=embeddings,
-                dtype=dtype,
-                device=device,
-                namespace=namespace,
-                remote=options.remote_of(remote, remote_key_file),
-            ) as rag,
-            progress_bar("Computing chunk-caches") as move,
+            load(model, store, config, embeddings=embeddings) as rag,
+            progress_bar("Computing chunk-caches") as show,
         ):
-            captured = rag.prime(progress=move, skipped=skipped.append)
+            captured = rag.prime(progress=show, skipped=skipped.append)
     if as_json:
         print_json({**asdict(report), "captured": captured, "not_primed": skipped})
     else:
@@ -107,7 +106,7 @@ def index(
 
 
 def chunk_bound(model: str) -> ModelTokens | None:
-    """How long a chunk may be for the model; None where it is not installed, because indexing can do without."""
+    """The longest chunk that suits the model; None if the model is not installed, because indexing works without."""
     from cachecraft_rag.engine.decoder import chunk_bound_of
 
     try:
@@ -117,7 +116,7 @@ def chunk_bound(model: str) -> ModelTokens | None:
 
 
 def evict_removed(store: Path, report: IndexReport) -> None:
-    """Drop the chunk-caches of chunks that are in no document any more."""
+    """Remove the chunk-caches of chunks that no document contains any more."""
     from cachecraft_rag.engine.engine import CACHE_FOLDER
     from cachecraft_rag.store import ChunkCacheStore, RowFilter
 
@@ -141,7 +140,7 @@ def print_index_report(report: IndexReport, captured: int | None) -> None:
 
 
 def ask(
-    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    question: Annotated[str, typer.Argument(help="Your question.")],
     store: options.Store = DEFAULT_STORE,
     model: options.Model = "demo",
     embeddings: options.Embeddings = None,
@@ -149,7 +148,7 @@ def ask(
     max_new_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     recompute_ratio: options.Ratio = None,
-    focus: options.Focus = "off",
+    early_termination: options.EarlyTermination = "off",
     reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse stored chunk-caches.")] = True,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -162,19 +161,17 @@ def ask(
 ) -> None:
     """Answer one question over the indexed documents."""
     options.set_threads(threads)
-    config = ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=focus)  # type: ignore[arg-type]
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    require_index(store)
-    with load(
-        model,
-        store=store,
-        embeddings=embeddings,
+    config = options.engine_config(
         dtype=dtype,
         device=device,
         namespace=namespace,
-        reuse=config,
-        remote=options.remote_of(remote, remote_key_file),
-    ) as rag:
+        remote=remote,
+        remote_key_file=remote_key_file,
+        reuse=ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=early_termination),  # type: ignore[arg-type]
+    )
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    require_index(store)
+    with load(model, store, config, embeddings=embeddings) as rag:
         stream = rag.stream(question, top_k=top_k, sampling=sampling)
         if as_json:
             print_json(stream.answer().as_dict())
@@ -186,14 +183,14 @@ def ask(
 
 
 def print_stream(stream: AnswerStream) -> None:
-    """The answer as it comes."""
+    """The answer, piece by piece as it is generated."""
     for piece in stream:
         out.print(piece, end="", highlight=False, soft_wrap=True)
     out.print()
 
 
 def print_sources(stream: AnswerStream) -> None:
-    """Where each chunk comes from, and what happened to its chunk-cache."""
+    """The source of each chunk, and how its chunk-cache was used."""
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
     table = Table(box=None)
     for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier"):
@@ -220,7 +217,7 @@ def print_sources(stream: AnswerStream) -> None:
 
 
 def print_calibration(rag: CacheCraft) -> None:
-    """One line where a calibrated α decides how much is recomputed."""
+    """One line if a calibrated α decides how much is recomputed."""
     config, found = rag.engine.config, rag.engine.calibration
     decides = config.reuse and config.recompute_ratio is None and config.alpha is None
     if decides and found is not None and found.fits(config):
@@ -238,4 +235,4 @@ def print_stats(stats: RequestStats) -> None:
         highlight=False,
     )
     if stats.remote not in (None, "answered"):
-        err.print(f"the remote was done without: {stats.remote}", style="yellow")
+        err.print(f"answered without the remote: {stats.remote}", style="yellow")

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, waiting
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 
-app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 
 
 @app.command()
@@ -22,8 +22,10 @@ def ttft(
     dtype: options.Dtype = "auto",
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 5,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 400,
-    recompute_ratio: Annotated[float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="r.")] = 0.15,
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 7,
+    recompute_ratio: Annotated[
+        float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
+    ] = 0.15,
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 7,
     threads: options.Threads = None,
     seed: Annotated[
         int | None,
@@ -31,12 +33,12 @@ def ttft(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Time to first token: reuse against the model's own prefill, side by side.
+    """Time to the first token: reuse against the model's own prefill, side by side.
 
-    With --dtype auto both sides run in the dtype in which the model's own prefill is fastest here.
+    With --dtype auto both sides use the dtype in which the model's own prefill is fastest on this machine.
     """
     options.set_threads(threads)
-    with waiting("Benchmark") as say:
+    with progress_bar("Benchmark") as show:
         import torch
 
         from cachecraft_rag.evaluation.latency.ttft import run
@@ -51,7 +53,7 @@ def ttft(
             chunk_tokens=chunk_tokens,
             ratio=recompute_ratio,
             pairs=pairs,
-            progress=say,
+            progress=show,
         )
     if as_json:
         print_json(asdict(report))
@@ -61,7 +63,7 @@ def ttft(
         ("model's own prefill", report.own_prefill_s, 1.0),
         ("reuse, from memory", report.host_s, report.ratio_host),
         ("reuse, from disk", report.disk_s, report.ratio_disk),
-        ("reuse, early termination", report.focus_s, report.ratio_focus),
+        ("reuse, early termination", report.early_termination_s, report.ratio_early_termination),
         ("everything recomputed", report.all_recomputed_s, report.ratio_all_recomputed),
     ]
     for name, seconds, ratio in rows:
@@ -80,21 +82,21 @@ def cake(
     dtype: options.Dtype = "auto",
     tokens: Annotated[str, typer.Option("--tokens", help="Contexts, comma-separated.")] = "1024,2048,4096",
     bandwidths: Annotated[
-        str, typer.Option("--bandwidths", help="Multiples of the rate at which KV bytes are computed.")
+        str, typer.Option("--bandwidths", help="Multiples of the rate at which this machine computes KV bytes.")
     ] = "0.25,0.5,1,2,4",
     shares: Annotated[str, typer.Option("--shares", help="Shares of the threads.")] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 1,
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 1,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Computing only, loading only and both ends at once (Cake), from files that are read at limited bandwidths.
+    """Computing only, loading only and overlapped prefill (Cake), from files read at limited bandwidths.
 
     Takes about a quarter of an hour with the demo model and the default grid.
     """
     options.set_threads(threads)
-    with waiting("Benchmark") as say:
+    with progress_bar("Benchmark") as show:
         from cachecraft_rag.evaluation.latency.overlap import Grid, run
 
         options.quiet_libraries()
@@ -105,7 +107,7 @@ def cake(
             codecs=codecs.split(","),
             pairs=pairs,
         )
-        cells = list(run(model, grid, dtype=dtype, progress=say))
+        cells = list(run(model, grid, dtype=dtype, progress=show))
     if plot is not None:
         from cachecraft_rag.evaluation.latency.plots import draw_cake
 
@@ -114,7 +116,7 @@ def cake(
         print_json({"cells": [asdict(cell) for cell in cells]})
         return
     table = Table(
-        "tokens", "compute", "bandwidth", "codec", "computing", "loading", "both ends", "of the better", "of best"
+        "tokens", "compute", "bandwidth", "codec", "computing", "loading", "overlapped", "/ better", "/ best split"
     )
     for cell in cells:
         better = min(cell.compute_only_s, cell.load_only_s)
@@ -127,7 +129,7 @@ def cake(
             f"{cell.load_only_s:.2f} s",
             f"{cell.cake_s:.2f} s",
             f"{cell.cake_s / better:.2f}",
-            f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", other tokens"),
+            f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", answer differs"),
         )
     out.print(table)
 
@@ -144,23 +146,23 @@ def load(
         typer.Option(
             "--mb-per-s",
             min=0.1,
-            help="Limit of reading for the times to the first token; inf for none.",
-            show_default="so that loading takes 0.4 of computing",
+            help="Limit of reading for the times to the first token; inf = no limit.",
+            show_default="loading takes 0.4 of computing",
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, in turn.")] = 7,
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 7,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """How much of the disk's speed arrives (against dd), and how much loading layer-wise preloading hides."""
+    """The share of the disk's speed (by dd) that reads reach, and of loading time that layer-wise loading hides."""
     options.set_threads(threads)
     check_number("--mb-per-s", mb_per_s, optional=True)
-    with waiting("Benchmark") as say:
+    with progress_bar("Benchmark") as show:
         from cachecraft_rag.evaluation.latency.load import LoadSettings, run
 
         options.quiet_libraries()
         settings = LoadSettings(chunks=chunks, chunk_tokens=chunk_tokens, codec=codec, mb_per_s=mb_per_s, pairs=pairs)
-        report = run(model, settings, dtype=dtype, progress=say)
+        report = run(model, settings, dtype=dtype, progress=show)
     if as_json:
         print_json(asdict(report))
         return
@@ -168,11 +170,14 @@ def load(
     table.add_row("our reads, verified", f"{report.disk_mb_s:,.0f} MB/s")
     table.add_row(f"dd, blocks of {report.block_bytes:,} bytes", f"{report.raw_mb_s:,.0f} MB/s")
     table.add_row("share of the disk's speed", f"{report.disk_fraction_of_raw:.2f}")
-    limit = f"{report.read_mb_s_limit:,.0f} MB/s" if report.read_mb_s_limit is not None else "as fast as the disk is"
-    table.add_row("from here on, reading is limited to", limit)
+    limit = f"{report.read_mb_s_limit:,.0f} MB/s" if report.read_mb_s_limit is not None else "none"
+    table.add_row("limit of reading for the rows below", limit)
     table.add_row("first token: load, then compute", f"{report.whole_s:.3f} s, {report.load_s:.3f} s of it loading")
     table.add_row("first token: layer by layer", f"{report.layerwise_s:.3f} s")
-    table.add_row("first token: both ends", f"{report.cake_s:.3f} s")
-    told = report.load_s > 0.03 * report.whole_s  # below that it drowns in the noise of computing
-    table.add_row("hidden of what could be", f"{report.layerwise_hidden:.2f}" if told else "too little to tell")
+    table.add_row("first token: overlapped (Cake)", f"{report.cake_s:.3f} s")
+    told = report.load_s > 0.03 * report.whole_s  # a shorter load is lost in the noise of computing
+    table.add_row(
+        "loading time hidden, of what can be hidden",
+        f"{report.layerwise_hidden:.2f}" if told else "loading too short to tell",
+    )
     out.print(table)

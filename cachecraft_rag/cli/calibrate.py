@@ -1,4 +1,4 @@
-"""`cachecraft calibrate`: how much to recompute, found on a model and data of one's own."""
+"""`cachecraft calibrate`: find how much to recompute for your model and data."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.formats.dataset import Dataset
     from cachecraft_rag.evaluation.quality.calibrate import Calibrated, CalibrationSettings, Point
 
-FEW_QUESTIONS = 20  # with fewer, the bootstrap's intervals are too narrow by more than a little
+FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
 Data = Annotated[Path, typer.Option("--data", "-d", help="File of questions like those you expect.")]
 Format = Annotated[
     str | None,
-    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised by the first record"),
+    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised from the first record"),
 ]
-Quality = Annotated[float, typer.Option("--quality", "-q", help="The mean to hold; full prefill has 1.")]
+Quality = Annotated[float, typer.Option("--quality", "-q", help="Mean quality to keep; full prefill has 1.")]
 Metric = Annotated[
     str,
     typer.Option(
         "--metric",
-        help="rouge_l of the answer against full prefill's; top1: share of equal most likely tokens; f1 against gold "
+        help="rouge_l: of the answer against full prefill's; top1: share of equal most likely tokens; f1: against gold "
         "answers, relative to full prefill's.",
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions; with --check, of both halves together.")]
 Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
-Captures = Annotated[
-    str, typer.Option("--captures", help="What chunks are captured behind: unrelated, neighbours, alone, similar.")
+Origin = Annotated[
+    str, typer.Option("--origin", help="What chunks are captured behind: unrelated, neighbours, alone, similar.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
 Seed = Annotated[
-    int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, captures and halves.")
+    int,
+    typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, origin prefixes and halves."),
 ]
 Check = Annotated[
-    bool, typer.Option("--check", help="Calibrate on one half of the questions, see on the other whether it holds.")
+    bool, typer.Option("--check", help="Calibrate on one half of the questions, and test the result on the other.")
 ]
 
 
@@ -57,7 +58,7 @@ def calibrate(
     metric: Metric = "rouge_l",
     limit: Limit = 50,
     passages: Passages = 3,
-    captures: Captures = "unrelated",
+    origin: Origin = "unrelated",
     answer_tokens: AnswerTokens = 16,
     check: Check = False,
     dtype: options.Dtype = "auto",
@@ -66,9 +67,9 @@ def calibrate(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the least recomputation that holds a quality, with 95 % confidence, and keep it beside the store.
+    """Find the least recomputation that keeps a quality, with 95 % confidence, and save it beside the store.
 
-    Every engine opened on that store with that model then recomputes so much. Nothing else in the store changes.
+    Every engine opened on that store with that model then recomputes this much. Nothing else in the store changes.
     """
     options.set_threads(threads)
     from cachecraft_rag.evaluation.formats.dataset import load_dataset
@@ -76,8 +77,8 @@ def calibrate(
     from cachecraft_rag.evaluation.quality.metrics import rouge_l
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
-    rouge_l("one", "two")  # a missing package is said before the work, not after it
-    settings = CalibrationSettings(quality, metric, captures, answer_tokens, seed)
+    rouge_l("one", "two")  # reports a missing package before the work, not after it
+    settings = CalibrationSettings(quality, metric, origin, answer_tokens, seed)
     dataset = load_dataset(data, format=format, passages=passages, limit=limit, seed=seed)
     settings.require(dataset)
     parts = halves(dataset, seed=seed) if check else (dataset,)
@@ -92,7 +93,7 @@ def calibrate(
 def _measure(
     parts: tuple[Dataset, ...], settings: CalibrationSettings, store: Path, *, model: str, dtype: str, device: str
 ) -> tuple[Calibrated, Point | None]:
-    """Calibrate on the first part, keep the result, and check it on the second part, if there is one."""
+    """Calibrate on the first part, save the result, and check it on the second part, if there is one."""
     from contextlib import ExitStack
 
     from cachecraft_rag.evaluation.quality import calibrate as calibrating
@@ -104,12 +105,12 @@ def _measure(
     with ExitStack() as opened:
         with waiting("Loading the model"):
             engine = opened.enter_context(open_engine(model, store, dtype=dtype, device=device))
-        with progress_bar("Calibrating", remaining=True) as move:
-            found = calibrating.calibrate(engine, parts[0], settings, progress=move)
+        with progress_bar("Calibrating", remaining=True) as show:
+            found = calibrating.calibrate(engine, parts[0], settings, progress=show)
         save_calibration(store, engine.decoder.fingerprint, found.calibration)
         if len(parts) > 1:
-            with progress_bar("Checking", remaining=True) as move:
-                checked = calibrating.check(engine, parts[1], settings, found.calibration.alpha, progress=move)
+            with progress_bar("Checking", remaining=True) as show:
+                checked = calibrating.check(engine, parts[1], settings, found.calibration.alpha, progress=show)
     return found, checked
 
 
@@ -136,21 +137,21 @@ def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
     out.print(table)
     _say(str(chosen))
     if not found.held:
-        _say(f"No α holds {chosen.metric} ≥ {chosen.quality:g} on these questions; this is the most careful one.")
+        _say(f"No α reaches {chosen.metric} ≥ {chosen.quality:g} on these questions; the largest was chosen.")
     if not found.pays:
         _say(
             f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
-            "with --quality, or make chunks be captured behind their neighbours (cachecraft index --prime) and calibrate "
-            "for that with --captures neighbours."
+            "with --quality; or capture chunks behind their neighbours (cachecraft index --prime), and calibrate "
+            "for that with --origin neighbours."
         )
     if chosen.questions < FEW_QUESTIONS:
-        err.print(f"{chosen.questions} questions are few to promise anything on; raise --limit", style="yellow")
+        err.print(f"{chosen.questions} questions are few for a reliable result; raise --limit", style="yellow")
     if checked is not None:
         mean, interval = _shown(checked)
         verdict = "held" if checked.quality.mean >= chosen.quality else "not held"
         _say(f"on the other half: {chosen.metric} {mean} ({interval}), {checked.recomputed:.0%} recomputed: {verdict}")
-    _say(f"written to {path}: every engine opened on this store with this model takes it up;")
-    _say("ReuseConfig(alpha=…) goes before it, and removing the file undoes it")
+    _say(f"written to {path}: every engine opened on this store with this model uses it;")
+    _say("ReuseConfig(alpha=…) overrides it; delete the file to undo it")
 
 
 def _shown(point: Point) -> tuple[str, str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
     from cachecraft_rag.rag import AnswerStream, CacheCraft
 
-HELP = "Ask away. /sources, /new, /quit; Ctrl-C stops an answer"
+HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
 
 
 def chat(
@@ -37,27 +37,22 @@ def chat(
     threads: options.Threads = None,
     seed: options.Seed = None,
 ) -> None:
-    """Talk about the indexed documents.
+    """Chat about the indexed documents.
 
-    /sources shows what the last answer drew on, /new forgets the conversation, /quit leaves; Ctrl-C stops an answer.
+    /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
     options.set_threads(threads)
+    config = options.engine_config(
+        dtype=dtype, device=device, namespace=namespace, remote=remote, remote_key_file=remote_key_file
+    )
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     require_index(store)
-    with load(
-        model,
-        store=store,
-        embeddings=embeddings,
-        dtype=dtype,
-        device=device,
-        namespace=namespace,
-        remote=options.remote_of(remote, remote_key_file),
-    ) as rag:
+    with load(model, store, config, embeddings=embeddings) as rag:
         conversation = Conversation(rag, top_k=top_k, sampling=sampling)
-        if isinstance(sys.stdin, TextIOWrapper):  # what is no UTF-8 is no reason to end the conversation
+        if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
-            import_module("readline")  # where the system has it, `input` then knows the arrow keys and earlier lines
+            import_module("readline")  # if installed, it gives `input` arrow keys and a history
         err.print(HELP, style="dim")
         print_calibration(rag)
         while True:
@@ -72,7 +67,7 @@ def chat(
 
 
 class Conversation:
-    """What has been said so far, and what to do with the next line."""
+    """The turns so far, and the handling of the next line."""
 
     def __init__(self, rag: CacheCraft, *, top_k: int, sampling: SamplingParams) -> None:
         self._rag, self._top_k, self._sampling = rag, top_k, sampling
@@ -81,7 +76,7 @@ class Conversation:
         self._last: AnswerStream | None = None
 
     def take(self, typed: str) -> None:
-        """Do what a line says: a command, or a question to answer."""
+        """Handle a line: a command, or a question to answer."""
         if typed == "/new":
             self._history.clear()
         elif typed == "/sources" and self._last is None:
@@ -94,7 +89,7 @@ class Conversation:
             self._answer(typed)
 
     def _answer(self, question: str) -> None:
-        """Answer and remember it; Ctrl-C ends the answer and not the conversation, and what was said by then counts."""
+        """Answer and add the turn to the history. Ctrl-C ends only the answer; its text so far is kept."""
         said = ""
         try:
             stream = self._rag.stream(
@@ -106,7 +101,7 @@ class Conversation:
             finally:
                 stream.close()
                 said = stream.text
-                if stream.stats.finish is not None:  # stopped before its first token it has nothing to tell
+                if stream.stats.finish is not None:  # an answer stopped before its first token has no sources to list
                     self._last = stream
         except KeyboardInterrupt:
             err.print("\nstopped", style="dim")

@@ -1,7 +1,7 @@
-"""The two consoles. Whatever they print may come from a document, a model or another user, and is only ever text.
+"""The two consoles. They print text from documents, models and other users, and treat all of it as plain text.
 
-Nothing is markup to them, and control characters show as what they are instead of steering the terminal. This is the
-only place that sees to it: everything printed goes through these two, or is JSON of `as_json`.
+Markup is not interpreted, and control characters are shown escaped instead of reaching the terminal. This is the only
+place that guarantees it: every output goes through these two consoles or through `as_json`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-# C0 but for tab and line feed, DEL, C1; and halves of surrogate pairs, which no terminal can be sent.
+# C0 except tab and line feed, DEL, C1; and lone surrogates, which cannot be encoded.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _UNPRINTABLE_IN_JSON = re.compile("[\x7f-\x9f\ud800-\udfff]")  # json escapes C0 itself
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters written out; a carriage return before a line feed goes without a trace.
+    r"""The text with control characters escaped; a carriage return before a line feed is dropped.
 
     >>> visible("\x1b[2Jfine\r\n\x9b1m")
     '\\x1b[2Jfine\n\\x9b1m'
@@ -37,28 +37,28 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def as_json(value: Any) -> str:
-    """One line of JSON that may be printed: umlauts as they are, control characters escaped."""
+    """One line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return _UNPRINTABLE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class PlainConsole(Console):
-    """A console that takes text for text. Where style is wanted, give it as `style=` or print a `Text`."""
+    """A console without markup. For style, pass `style=` or print a `Text`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """As rich does, after control characters are written out: so that columns are as wide as what they show."""
+        """As rich does, after escaping control characters, so that column widths are right."""
         return super().render_str(visible(text), **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does; text that came as no string (a `Text`, a spinner's) is made visible here."""
+        """As rich does; escapes control characters in text that did not come as a string (a `Text`, a spinner)."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
 def console_on(stream: TextIO) -> PlainConsole:
-    """A console on stdout or stderr; wide where that is no terminal, so that tables in files and pipes are whole."""
+    """A console on stdout or stderr; wide if it is not a terminal, so that tables in files and pipes are not cut."""
     wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return PlainConsole(stderr=stream is sys.stderr, width=wide)

@@ -1,4 +1,4 @@
-"""`cachecraft demo`: the whole story on the sample handbook and the embedded model."""
+"""`cachecraft demo`: index the sample handbook, answer with and without reuse on the bundled model, and compare."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 ANSWER_TOKENS = 60
-SENTENCE_ENDS = (". ", ".\n")  # left to itself, a model of this size goes on and invents
+SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One question, answered over reused chunk-caches and over a fully computed prompt."""
+    """One question, answered with reuse and with full prefill."""
 
     asked: HandbookQuestion
     reused: Answer
@@ -40,11 +40,11 @@ class Compared:
 
     @property
     def speedup(self) -> float:
-        """How many times sooner the first token came than the model's own prefill takes."""
+        """The model's own prefill time divided by the time to the first token with reuse."""
         return self.own_prefill_s / self.reused.stats.ttft_s
 
     def is_right(self, answer: Answer) -> bool:
-        """Whether the answer holds the facts it should."""
+        """Whether the answer contains the expected facts."""
         return all(re.search(pattern, answer.text, re.IGNORECASE) for pattern in self.asked.expect)
 
 
@@ -59,10 +59,10 @@ def demo(
 ) -> None:
     """Index a sample handbook, answer questions about it, and compare with full prefill.
 
-    Run it twice: the second run starts from the disk.
+    A second run starts from the chunk-caches on disk.
     """
     options.set_threads(threads)
-    with load("demo", store=store, remote=options.remote_of(remote, remote_key_file)) as rag:
+    with load("demo", store, options.engine_config(remote=remote, remote_key_file=remote_key_file)) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []
@@ -77,17 +77,17 @@ def demo(
 
 
 def _prepare(rag: CacheCraft) -> None:
-    """Index the handbook and bear its chunk-caches; both skip what an earlier run has done."""
-    with progress_bar("Indexing the sample handbook") as move:
-        report = rag.add_documents(handbook_folder(), progress=lambda done: move(done.files_done, done.files_total))
-    with progress_bar("Computing chunk-caches") as move:
-        captured = rag.prime(progress=move)
+    """Index the handbook and compute its chunk-caches; both skip the work of an earlier run."""
+    with progress_bar("Indexing the sample handbook") as show:
+        report = rag.add_documents(handbook_folder(), progress=show)
+    with progress_bar("Computing chunk-caches") as show:
+        captured = rag.prime(progress=show)
     done = f"{captured} chunk-caches computed" if captured else "all chunk-caches are on disk from an earlier run"
     err.print(f"{len(report.added)} pages added, {len(report.unchanged)} unchanged; {done}", highlight=False)
 
 
 def _warm_up(rag: CacheCraft, top_k: int) -> None:
-    """Let both sides run once before anything is timed: the first pass of a process is always slow."""
+    """Run both sides once before anything is timed: the first pass of a process is always slow."""
     with waiting("Warming up"):
         _own_prefill(rag, "Are you ready?", top_k)
         rag.ask("Are you ready?", top_k=1, sampling=SamplingParams(max_new_tokens=1))
@@ -101,7 +101,7 @@ def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
 
 
 def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
-    """Seconds of the unmodified model's own prefill of the same prompt, down to the first token."""
+    """Seconds to the first token with the unmodified model's own prefill of the same prompt."""
     hits = rag.retrieve(question, top_k=top_k)
     prompt = rag.engine.prompts.build(question, rag.index.get([hit.chunk_id for hit in hits]), reserve=ANSWER_TOKENS)
     started = time.perf_counter()
@@ -120,9 +120,9 @@ def _print_one(one: Compared) -> None:
     out.print(f"from {', '.join(sources)}", style="dim", highlight=False)
     line = Text.assemble(
         f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, ",
-        (f"{one.speedup:.1f} times sooner", "bold"),
+        (f"{one.speedup:.1f} times faster to the first token", "bold"),
         f"; {stats.tokens_prompt} tokens, {stats.tokens_reused} reused "
-        f"(from {tiers or 'nowhere yet'}), {stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed",
+        f"(from {tiers or 'no tier'}), {stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed",
     )
     out.print(line, style="dim", highlight=False)
 
@@ -135,7 +135,7 @@ def _sentence(answer: Answer) -> str:
 def _print_summary(compared: list[Compared]) -> None:
     table = Table(box=SIMPLE_HEAD, title="Time to first token", title_justify="left")
     table.add_column("question", no_wrap=True, overflow="ellipsis", max_width=22)
-    for name in ("full", "reuse", "sooner", "kept/fixed/new"):
+    for name in ("full", "reuse", "faster", "reused/\nrecomputed/\ncomputed"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("right", no_wrap=True)
     for one in compared:
@@ -156,23 +156,23 @@ def _print_summary(compared: list[Compared]) -> None:
     same = sum(one.reused.text == one.full.text for one in compared)
     out.print(
         Text(f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: ")
-        + Text(f"{own / reuse:.1f} times sooner", style="bold"),
+        + Text(f"{own / reuse:.1f} times faster to the first token", style="bold"),
         highlight=False,
     )
     out.print(
         f"right answers: {right} of {len(compared)} with reuse, {full_right} with full prefill; "
-        f"{same} word for word the same",
+        f"{same} identical word for word",
         highlight=False,
     )
     out.print(
-        "kept/fixed/new: prompt tokens taken over from chunk-caches, recomputed in them, and computed afresh",
+        "reused/recomputed/computed: prompt tokens from chunk-caches, recomputed in them, and computed from scratch",
         style="dim",
         highlight=False,
     )
 
 
 def _verdict(one: Compared) -> str:
-    """Which of the two answers hold the facts."""
+    """Which of the two answers contain the facts."""
     if one.is_right(one.reused):
         return "both" if one.is_right(one.full) else "reuse"
     return "full" if one.is_right(one.full) else "neither"

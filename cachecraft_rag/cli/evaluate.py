@@ -1,4 +1,4 @@
-"""`cachecraft eval`: what reuse costs in answers, on a model and data of one's own."""
+"""`cachecraft eval`: the answer quality of every method on your model and data."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Data = Annotated[
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised by the first record"),
+    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised from the first record"),
 ]
 Methods = Annotated[
     str | None,
     typer.Option(
         "--methods",
-        help='Comma-separated, or "all", or "ablations". Compressors only when named: mapreduce, for which the model '
-        "itself writes every summary, and lingua2, which needs --lingua2-model.",
+        help='Comma-separated, or "all", or "ablations". Compressors run only if named: mapreduce, for which the model '
+        "writes every summary, and lingua2, which needs --lingua2-model.",
         show_default="all but compressors",
     ),
 ]
-Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios; compressors keep such a share.")]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions, those of the warm-up among them.")]
+Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios; for compressors the share to keep.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions, including those of the warm-up.")]
 Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
 ChunkTokens = Annotated[
     int | None,
@@ -48,35 +48,36 @@ ChunkTokens = Annotated[
         "--chunk-tokens",
         min=16,
         max=1 << 20,
-        help="Longest chunk, about; needs --data.",
-        show_default="as the format has it",
+        help="Approximate length limit of a chunk; needs --data.",
+        show_default="the format's",
     ),
 ]
-Captures = Annotated[
+Origin = Annotated[
     str,
     typer.Option(
-        "--captures",
-        help="What chunks are captured behind: unrelated, neighbours, alone, similar; or stream: as in use.",
+        "--origin",
+        help="What chunks are captured behind: unrelated, neighbours, alone, similar; or stream: as in production.",
     ),
 ]
 Warmup = Annotated[
-    int, typer.Option("--warmup", min=0, help="With --captures stream: so many first questions are not measured.")
+    int, typer.Option("--warmup", min=0, help="With --origin stream: the first N questions are not measured.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
 LinguaModel = Annotated[
-    str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds lingua2.")
+    str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds the method lingua2.")
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation goes on from it.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation resumes from it.")]
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, captures and the order of methods."
+        "--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, origin prefixes and the order of methods."
     ),
 ]
-Restart = Annotated[bool, typer.Option("--restart", help="Throw away the measurements that --out holds.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Discard the measurements in --out.")]
 
 
 def evaluate(
+    context: typer.Context = None,  # type: ignore[assignment]  # typer fills it in
     data: Data = None,
     format: Format = None,
     model: options.Model = "demo",
@@ -85,7 +86,7 @@ def evaluate(
     limit: Limit = 100,
     passages: Passages = 5,
     chunk_tokens: ChunkTokens = None,
-    captures: Captures = "unrelated",
+    origin: Origin = "unrelated",
     warmup: Warmup = 20,
     answer_tokens: AnswerTokens = 16,
     lingua2_model: LinguaModel = None,
@@ -96,10 +97,13 @@ def evaluate(
     restart: Restart = False,
     as_json: options.Json = False,
 ) -> None:
-    """What reuse costs in answers: every method against full prefill, question by question.
+    """Compare the answers of every method with full prefill's, question by question.
 
-    Writes report.md with figures to --out. Stopped with Ctrl-C, the same command goes on from there.
+    Writes report.md with figures to --out. After Ctrl-C, the same command resumes.
     """
+    if context is not None and context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
     options.set_threads(threads)
     from cachecraft_rag.evaluation.plotting import pyplot
     from cachecraft_rag.evaluation.quality.figures import EXTRA
@@ -107,9 +111,9 @@ def evaluate(
     from cachecraft_rag.evaluation.quality.report import summarise
     from cachecraft_rag.evaluation.quality.runner import Settings
 
-    pyplot(EXTRA)  # what is missing is said before the work, not after it
+    pyplot(EXTRA)  # reports a missing package before the work, not after it
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
-    settings = Settings(trials, captures=captures, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
+    settings = Settings(trials, origin=origin, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
     dataset = dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
     settings.measured(dataset)
     described, records = _measure(
@@ -123,8 +127,19 @@ def evaluate(
         _print(report, page)
 
 
+def _refuse_options(context: typer.Context) -> None:
+    """Options before the subcommand would be silently ignored. Raises ConfigError."""
+    from cachecraft_rag.errors import ConfigError
+
+    given = [
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(f"write options behind the subcommand: cachecraft eval {context.invoked_subcommand} …")
+
+
 def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
-    """Those named; without names all that need nothing further, and lingua2 where its model is given."""
+    """The methods named; without names all except compressors, plus lingua2 if its model is given."""
     from cachecraft_rag.evaluation.quality.methods import METHODS, methods_named
 
     if names is not None and names != "all":
@@ -136,14 +151,14 @@ def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
 def dataset_of(
     path: Path | None, format: str | None, *, passages: int, limit: int, seed: int, chunk_tokens: int | None
 ) -> Dataset:
-    """The questions of a file, or the sample handbook's own without one."""
+    """The questions of a file, or those of the sample handbook if there is no file."""
     from cachecraft_rag.errors import ConfigError
     from cachecraft_rag.evaluation.formats.dataset import handbook_dataset, load_dataset
 
     if path is not None:
         return load_dataset(path, format=format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
     if format is not None or chunk_tokens is not None:
-        raise ConfigError("--format and --chunk-tokens are for a file of questions: name it with --data")
+        raise ConfigError("--format and --chunk-tokens apply to a file of questions: name it with --data")
     return handbook_dataset(passages=passages, limit=limit, seed=seed)
 
 
@@ -157,7 +172,7 @@ def _measure(
     restart: bool,
     lingua2_model: str | None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """The settings as described in the records, and all records."""
+    """The settings as written to the records, and all records."""
     from cachecraft_rag.evaluation.quality import runner
     from cachecraft_rag.evaluation.quality.records import RecordLog
 
@@ -170,13 +185,13 @@ def _measure(
                 described["lingua2_model"] = lingua2_model
             log = opened.enter_context(RecordLog(folder, described, restart=restart))
             compressors = runner.compressors_of(engine, settings.trials, lingua2_model=lingua2_model)
-        with progress_bar("Measuring", remaining=True) as move:
-            records = runner.evaluate(engine, dataset, settings, log=log, compressors=compressors, progress=move)
+        with progress_bar("Measuring", remaining=True) as show:
+            records = runner.evaluate(engine, dataset, settings, log=log, compressors=compressors, progress=show)
     return described, records
 
 
 def _write(report: Report, described: dict[str, Any], folder: Path) -> Path:
-    """The figures and the page that shows them; returns its path."""
+    """Write the figures and the page that shows them; returns the page's path."""
     from cachecraft_rag.errors import ConfigError
     from cachecraft_rag.evaluation.quality.figures import draw
     from cachecraft_rag.evaluation.quality.report import markdown

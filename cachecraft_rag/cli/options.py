@@ -1,4 +1,4 @@
-"""What the commands share: their common options, the two consoles, and how results and errors are printed."""
+"""What the commands share: options and the `EngineConfig` made of them, progress bars, output of results and errors."""
 
 from __future__ import annotations
 
@@ -10,52 +10,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich import progress as bars
 from rich.text import Text
 
 from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli.console import as_json, console_on
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.types import Progress
 
 MOST_THREADS = 1024
 if TYPE_CHECKING:
+    from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.store.remote import RemoteConfig
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
 Remote = Annotated[
     str | None,
     typer.Option(
-        "--remote", help="Share chunk-caches through redis://…, s3://… or another remote, see docs/remote.md."
+        "--remote", help="Share chunk-caches through redis://…, s3://… or another remote; see docs/remote.md."
     ),
 ]
 RemoteKeyFile = Annotated[
     Path | None,
-    typer.Option("--remote-key-file", help="Sign what is shared, believe nothing else: a file with the engines' key."),
+    typer.Option(
+        "--remote-key-file", help="File with the engines' key: sign shared chunk-caches, and use signed ones only."
+    ),
 ]
 Model = Annotated[
     str,
-    typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo": the embedded SmolLM2-135M-Instruct.'),
+    typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo" for the bundled SmolLM2-135M-Instruct.'),
 ]
 Embeddings = Annotated[
     str | None,
-    typer.Option("--embeddings", help="sentence-transformers model for retrieval.", show_default="the embedded one"),
+    typer.Option("--embeddings", help="sentence-transformers model for retrieval.", show_default="the bundled one"),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
-Namespace = Annotated[str, typer.Option("--namespace", help="Tenant of chunk-caches (the index is per --store).")]
+Namespace = Annotated[
+    str, typer.Option("--namespace", help="Tenant that chunk-caches belong to (the index belongs to --store).")
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads.", show_default="torch's choice")
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of sampled answers.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed for sampled answers.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
 Ratio = Annotated[
@@ -64,12 +62,15 @@ Ratio = Annotated[
         "--recompute-ratio",
         min=0.0,
         max=1.0,
-        help="Recompute this share of the moved chunks.",
+        help="Share of each moved chunk's tokens to recompute.",
         show_default="CFO decides",
     ),
 ]
-Focus = Annotated[
-    str, typer.Option("--focus", help="Early termination of unfocused chunks: off, share, gap or printed.")
+EarlyTermination = Annotated[
+    str,
+    typer.Option(
+        "--early-termination", help="Rule that stops recomputing unfocused chunks early: off, share, gap or printed."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")]
@@ -81,19 +82,36 @@ out = console_on(sys.stdout)
 err = console_on(sys.stderr)
 
 
+def engine_config(
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    namespace: str = "default",
+    remote: str | None = None,
+    remote_key_file: Path | None = None,
+    reuse: ReuseConfig | None = None,
+) -> EngineConfig:
+    """The options of a command as an `EngineConfig`. Raises ConfigError."""
+    from cachecraft_rag.engine.config import EngineConfig
+
+    return EngineConfig().with_options(
+        dtype=dtype, device=device, namespace=namespace, remote=remote_of(remote, remote_key_file), reuse=reuse
+    )
+
+
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
     typer.echo(as_json(value))
 
 
 def print_error(error: CacheCraftError, advice: str = "") -> None:
-    """An error on stderr, with advice that its message could not know of."""
+    """An error on stderr, with advice that only the command knows."""
     err.print("error:", style="bold red", end=" ")
     err.print(f"{error} {advice}".strip(), highlight=False, soft_wrap=True)
 
 
 def remote_of(url: str | None, key_file: Path | None) -> RemoteConfig | None:
-    """The remote that --remote and --remote-key-file mean. Raises ConfigError."""
+    """The remote of --remote and --remote-key-file. Raises ConfigError."""
     if url is None:
         if key_file is not None:
             raise ConfigError("--remote-key-file needs --remote: there is nothing to sign without one")
@@ -101,12 +119,12 @@ def remote_of(url: str | None, key_file: Path | None) -> RemoteConfig | None:
     from cachecraft_rag.store.remote import RemoteConfig
 
     config = RemoteConfig(url, key_file=key_file)
-    config.keys()  # what is wrong with them is said before a model is loaded
+    config.keys()  # reports a bad key file before a model is loaded
     return config
 
 
 def set_threads(threads: int | None) -> None:
-    """Let torch use so many CPU threads."""
+    """Limit torch to this number of CPU threads."""
     if threads is not None:
         import torch
 
@@ -114,7 +132,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep the progress bars of the libraries below us off the terminal; ours say more."""
+    """Switch off the progress bars of libraries; the commands show their own."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -124,30 +142,30 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def waiting(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr with a text that can be changed."""
-    with err.status(Text(text)) as status:
-        yield lambda message: status.update(Text(f"{text}: {message}"))
+def waiting(text: str) -> Iterator[None]:
+    """A spinner on stderr, for work without steps."""
+    with err.status(Text(text)):
+        yield
 
 
 @contextmanager
-def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, moved by calls with (done, total) and, if there is more to tell, a note.
+def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on stderr that shows each `Progress` it is called with.
 
-    `remaining` shows the time that is left, for work whose parts take about as long each.
+    `remaining` also shows the time left, for work whose steps take about equally long.
     """
-    columns: list[ProgressColumn] = [
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        *([TextColumn("left:"), TimeRemainingColumn()] if remaining else []),
-        TextColumn("{task.fields[note]}", markup=False),
+    columns: list[bars.ProgressColumn] = [
+        bars.SpinnerColumn(),
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        *([bars.TextColumn("left:"), bars.TimeRemainingColumn()] if remaining else []),
+        bars.TextColumn("{task.fields[what]}", markup=False),
     ]
-    with Progress(*columns, console=err, transient=False) as bar:
-        task = bar.add_task(text, total=None, note="")
-        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+    with bars.Progress(*columns, console=err, transient=False) as bar:
+        task = bar.add_task(text, total=None, what="")
+        yield lambda step: bar.update(task, completed=step.done, total=step.total, what=step.what)
 
 
 def numbers(text: str) -> list[float]:

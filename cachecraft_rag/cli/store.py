@@ -1,4 +1,4 @@
-"""`cachecraft store …`: look after the chunk-caches."""
+"""`cachecraft store …`: inspect, check and evict chunk-caches."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 SHORTEST_PREFIX = 4
 ID_LETTERS = 8  # nine columns fit a terminal of 80
 
-app = typer.Typer(help="Look after the stored chunk-caches.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_is_help=True)
 
 
 @contextmanager
 def opened(folder: Path, remote: RemoteConfig | None = None) -> Iterator[ChunkCacheStore]:
-    """The store below a folder, or in it where it is an engine's own. It must exist: a typo makes no new one."""
+    """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing."""
     from cachecraft_rag.engine.engine import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
 
-    # os.path, because pathlib raises for what is out of reach instead of saying no.
+    # os.path, because pathlib raises for paths it cannot reach instead of returning False.
     place = folder if os.path.isfile(folder / CATALOG_FILE) else folder / CACHE_FOLDER
     if not os.path.isdir(place):
         raise StoreError(
@@ -46,7 +46,7 @@ def opened(folder: Path, remote: RemoteConfig | None = None) -> Iterator[ChunkCa
 
 
 def begins(chunk: str | None) -> str | None:
-    """A --chunk that is long enough to mean a chunk. Raises ConfigError."""
+    """The value of --chunk, if it is long enough to identify a chunk. Raises ConfigError."""
     if chunk is not None and len(chunk) < SHORTEST_PREFIX:
         raise ConfigError(f"--chunk needs at least {SHORTEST_PREFIX} letters of a chunk id; `store ls` shows them")
     return chunk
@@ -57,13 +57,13 @@ def ls(
     store: options.Store = DEFAULT_STORE,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to show.")] = 50,
     offset: Annotated[int, typer.Option("--offset", min=0, help="Rows to skip.")] = 0,
-    chunk: Annotated[str | None, typer.Option("--chunk", help="Only chunks whose id begins so.")] = None,
+    chunk: Annotated[str | None, typer.Option("--chunk", help="Only chunks whose id begins with this.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List variants, the most worthy first.
+    """List variants, highest eviction score first: those are kept longest.
 
-    Shown of each: how its id and its chunk's id begin, behind how many segments it was captured, its CCI, the share of
-    tokens before it that were exact, its f_r (how much it was used). --json has all, in full.
+    Columns: the first letters of its id and of its chunk's id, the number of segments in its origin prefix, its CCI,
+    the exact share of its origin prefix, and f_r (how much it was used). --json prints every field in full.
     """
     from cachecraft_rag.store import RowFilter
 
@@ -95,7 +95,7 @@ def ls(
 
 
 def _as_dict(row: Listed) -> dict[str, Any]:
-    """A row as --json shows it: without what only a look-up of a model knows."""
+    """A row for --json, without the fields that only a look-up for a model fills in."""
     found = asdict(row)
     del found["variant"]["payload"]
     return found
@@ -108,7 +108,7 @@ def stats(
     remote_key_file: options.RemoteKeyFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """How many, how large, and within which budgets; with --remote also what all engines together have there."""
+    """Number, size and budgets of the chunk-caches; with --remote also those that all engines share there."""
     from cachecraft_rag.planning.calibration import all_calibrations
 
     with opened(store, options.remote_of(remote, remote_key_file)) as found:
@@ -131,12 +131,12 @@ def stats(
 @app.command()
 def check(
     store: options.Store = DEFAULT_STORE,
-    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair the findings.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Compare catalog and files and verify every checksum. Exit code 1 when something is wrong and was not repaired."""
-    with opened(store) as found, progress_bar("Checking") as move:
-        report = found.check(repair=repair, progress=move)
+    """Compare catalog and files and verify every checksum. Exit code 1 if something is wrong and was not repaired."""
+    with opened(store) as found, progress_bar("Checking") as show:
+        report = found.check(repair=repair, progress=show)
     if as_json:
         print_json(asdict(report))
     else:
@@ -151,21 +151,21 @@ def check(
 @app.command()
 def evict(
     store: options.Store = DEFAULT_STORE,
-    chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of chunks whose id begins so.")] = None,
+    chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of chunks whose id begins with this.")] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Variants of this tenant.")] = None,
     fingerprint: Annotated[
         str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")
     ] = None,
     older_than_days: Annotated[
-        float | None, typer.Option("--older-than-days", min=0.0, help="Variants captured before.")
+        float | None, typer.Option("--older-than-days", min=0.0, help="Variants captured longer ago than this.")
     ] = None,
     down_to_mb: Annotated[
-        float | None, typer.Option("--down-to-mb", min=0.0, help="Only until this much is left.")
+        float | None, typer.Option("--down-to-mb", min=0.0, help="Stop when this much is left.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Remove chunk-caches; the least worthy first. They are only a cache: nothing else is lost."""
+    """Remove chunk-caches, lowest eviction score first. Only cached computation is lost; documents stay."""
     from cachecraft_rag.store import RowFilter
 
     check_number("--older-than-days", older_than_days, optional=True)

@@ -17,7 +17,7 @@ from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.early_termination import FocusRule
 from cachecraft_rag.planning.planner import Plan
 
-Reselect = Callable[[Mapping[int, NDArray[np.float32]], Rows], Plan]
+Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows], Plan]
 
 
 @dataclass(frozen=True, slots=True)

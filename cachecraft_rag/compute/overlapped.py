@@ -82,7 +82,8 @@ class OverlappedPrefill:
         self._layers = stack.layout.layers
         self._ids = torch.tensor(list(job.token_ids), device=stack.device)
         self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
-        spans = [(segment, *job.rows.bounds[segment : segment + 2]) for segment in job.captures]
+        bounds = job.rows.bounds
+        spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
         self._rows = job.rows
         self._resident: list[ResidentKV] = list(job.resident)

@@ -183,7 +183,7 @@ def _choose_anew(
     plan: Plan,
     config: ReuseConfig,
     scores: Mapping[str, TokenScores],
-    probed: Mapping[int, NDArray[np.float32]],
+    probed: Mapping[int, NDArray[np.floating]],
     rows: Rows,
 ) -> Plan:
     recomputed, excluded = {}, {}

@@ -141,7 +141,7 @@ def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
         hidden = torch.cat([one.hidden for one in passes], dim=1)
         where = torch.cat([one.where for one in passes])
         hidden = stack.layer(first.layer, hidden, positions=where, layer_pass=_Together(passes))
-        parts = hidden.split([len(one.positions) for one in passes], dim=1)
+        parts = torch.split(hidden, [len(one.positions) for one in passes], dim=1)
     else:
         parts = (stack.layer(first.layer, first.hidden, positions=first.where, layer_pass=first),)
     for one, part in zip(passes, parts, strict=True):

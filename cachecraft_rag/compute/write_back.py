@@ -72,7 +72,7 @@ class WriteBackQueue:
         Captures are dropped, without an effect on the answer, after `close` and where more than `max_bytes` wait.
 
         Args:
-            keys: `[layers, keys, kv_heads, head_dim]`, the pass's rotated keys; must not change below the captures' ends.
+            keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end.
         """
         for capture in recorder.captures:
             key = self._key(capture, context)

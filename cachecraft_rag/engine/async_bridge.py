@@ -1,4 +1,4 @@
-"""From blocking iterators to asynchronous ones: the engine computes in threads, a web server waits in an event loop."""
+"""Async bridge: a blocking iterator as an asynchronous one, so that an event loop never waits for the model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ T = TypeVar("T")
 
 
 async def iterate(pieces: Iterator[T]) -> AsyncGenerator[T, None]:
-    """Yield what a blocking iterator yields, each step in a thread, so that the event loop never waits.
+    """Yield the items of a blocking iterator; each step runs in a thread. Errors of the iterator are raised here.
 
-    A consumer that leaves early (`aclose`, a cancelled task) waits for the step under way, and then the iterator is
-    closed where it has a `close`: no thread goes on computing for nobody, and the engine's turn is free again. One that
-    merely breaks out of `async for` leaves that to Python, which does it soon after; `contextlib.aclosing` does it at
-    once. Errors of the iterator are raised here.
+    If the consumer stops early (`aclose`, a cancelled task), the current step finishes and then the iterator's `close`
+    is called, so that the engine stops and its lock is free. After a mere `break` out of `async for` Python does that
+    soon after; `contextlib.aclosing` does it at once.
 
-    The default executor and not a pool of our own: whoever embeds us has sized it, and its queue is first come, first
-    served, so no stream is kept waiting by the others.
+    Steps run in the loop's default executor, not in a pool of our own: the application has chosen its size, and its
+    queue is first come, first served, so that no stream starves.
     """
     loop = asyncio.get_running_loop()
-    # One copy for all steps: a generator sees the same context variables in each, whatever thread it is in.
+    # One copy for all steps, so that a generator sees the same context variables in every thread.
     context = contextvars.copy_context()
 
     def step() -> list[T]:
@@ -38,7 +37,7 @@ async def iterate(pieces: Iterator[T]) -> AsyncGenerator[T, None]:
 
 
 async def _outlast(future: asyncio.Future[T]) -> T:
-    """The future's result. A cancellation is raised only once it is done: what a thread has begun cannot be stopped."""
+    """The future's result. A cancellation is raised only when it is done, because a thread cannot be stopped."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -46,6 +45,6 @@ async def _outlast(future: asyncio.Future[T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        future.exception()  # looked at, or asyncio would complain that nobody did
+        future.exception()  # retrieved, or asyncio would log that it never was
         raise cancelled
     return future.result()

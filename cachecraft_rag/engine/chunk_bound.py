@@ -1,4 +1,4 @@
-"""What bounds the chunks of a document for one answering model."""
+"""The length limit of chunks in tokens of the answering model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from cachecraft_rag.types import digest
 
 SMALLEST_LIMIT = 16
-MODEL_TOKENS = 1024  # of the answering model in a chunk; texts in its own languages stay far below
+MODEL_TOKENS = 1024  # most tokens of a chunk; text in the model's languages stays far below
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """The answering model's tokens, which bound a chunk as the embedding model's do.
+    """The answering model's token count and limit for chunks, besides those of the embedding model.
 
-    name   tells tokenizers and limits apart that may split a text differently
-    count  tokens of a text
-    limit  the most that a chunk may have
+    name   identifies the tokenizer and the limit
+    count  number of tokens of a text
+    limit  the most tokens of a chunk
     """
 
     name: str
@@ -27,26 +27,26 @@ class ModelTokens:
 
     @classmethod
     def of(cls, tokenizer: Any, *, context_length: int) -> ModelTokens:
-        """From a transformers tokenizer and how many tokens its model takes; four chunks should always fit."""
+        """From a transformers tokenizer and its model's context length; four chunks always fit into the context."""
         limit = min(MODEL_TOKENS, max(SMALLEST_LIMIT, context_length // 4))
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:  # a slow tokenizer, known by its words
+        if backend is None:  # a slow tokenizer, identified by its vocabulary
             words = sorted(tokenizer.get_vocab().items())
             return cls(_name(repr(words), limit), lambda text: len(tokenizer.tokenize(text)), limit)
         from tokenizers import Tokenizer
 
-        copy = Tokenizer.from_str(backend.to_str())  # calls of the original would set this one to truncate
+        copy = Tokenizer.from_str(backend.to_str())  # calls of the original may enable truncation
         copy.no_truncation()
         copy.no_padding()
-        copy.encode_special_tokens = True  # as plain text, which is how prompts hold them
+        copy.encode_special_tokens = True  # as plain text, as in prompts
         return cls(_name(copy.to_str(), limit), lambda text: len(copy.encode(text, add_special_tokens=False)), limit)
 
     def share(self, text: str, limit: int) -> int:
-        """The text's tokens, so scaled that this model's limit becomes `limit`."""
+        """The text's tokens in units of another limit: this model's limit corresponds to `limit`."""
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:
-        """Whether a chunk of this text is within the limit; hardly a tokenizer makes more tokens than bytes."""
+        """Whether a chunk of this text is within the limit; there are hardly ever more tokens than bytes."""
         return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
 
 

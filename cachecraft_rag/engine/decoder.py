@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import sys
@@ -18,20 +17,19 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
 from cachecraft_rag.engine.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.engine.demo_model import demo_model_folder
+from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
 from cachecraft_rag.engine.hub import require_hub
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.rope import rotate
-from cachecraft_rag.types import LAYOUT_VERSION, KVLayout, digest
+from cachecraft_rag.types import KVLayout
 
 ATTENTION_NAME = "cachecraft"
 _BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
-_CALL_STATE = ("padding", "truncation")
 _ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,11 +72,15 @@ class Decoder:
         name: what the user asked for.
         tokenizer: the model's own.
         layout: shape and dtype of its chunk-caches.
-        fingerprint: hash over weights, config, tokenizer, dtype and layout version; equal in every process.
+        fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
         context_length: most tokens of prompt and answer together.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str | None = None) -> None:
+        """Take a loaded model apart; `fingerprint` is that of its checkpoint (None: made from the model's tensors).
+
+        Raises UnsupportedModelError with the reason where it has no raw keys to store.
+        """
         _refuse_unsupported(model, name)
         from transformers import AttentionInterface
 
@@ -104,7 +106,7 @@ class Decoder:
         )
         self.context_length = _context_length(config)
         self.end_tokens = _end_tokens(model, tokenizer)
-        self.fingerprint = _fingerprint(model, tokenizer)
+        self.fingerprint = fingerprint or model_fingerprint(model, tokenizer)
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
@@ -135,9 +137,13 @@ class Decoder:
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+            _refuse_unsupported(model, name)  # before all weights are read once more
+            folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+            used = str(next(model.parameters()).dtype).removeprefix("torch.")
+            fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         except (OSError, ValueError) as error:
             raise _not_found(name, error) from error
-        return cls(model.to(place), tokenizer, name=name)
+        return cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
@@ -270,7 +276,7 @@ def _device(name: str) -> torch.device:
 def _context_length(config: Any) -> int:
     """Most positions that one set of rotary frequencies serves.
 
-    LongRoPE has two sets and changes all keys when a prompt passes the original length, so that a chunk-cache captured on
+    LongRoPE has two sets and changes all keys when a prompt passes the original length, so a chunk-cache captured on
     one side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
     capture every chunk twice.
     """
@@ -288,25 +294,6 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
         ids = getattr(holder, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)
-
-
-def _fingerprint(model: Any, tokenizer: Any) -> str:
-    """Hash of everything that shapes a chunk-cache's numbers, equal across processes and machines."""
-    weights = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    volatile = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
-    config = {key: value for key, value in model.config.to_dict().items() if key not in volatile}
-    vocabulary = getattr(tokenizer, "backend_tokenizer", None)
-    if vocabulary is not None:  # padding and truncation change with every call of the tokenizer and shape no token
-        kept = {key: value for key, value in json.loads(vocabulary.to_str()).items() if key not in _CALL_STATE}
-    else:
-        kept = tokenizer.get_vocab()
-    words = json.dumps(kept, sort_keys=True)
-    dtype = str(next(model.parameters()).dtype)
-    settings = json.dumps(config, sort_keys=True, default=str)
-    return digest("model", str(LAYOUT_VERSION), weights.hexdigest(), settings, words, dtype)
 
 
 def _refuse_unsupported(model: Any, name: str) -> None:

@@ -1,8 +1,8 @@
 """The engine: chunks and a question in, an answer out, token by token.
 
-One request: prompt → look-up → plan → partial prefill while the rest is loaded → decode; new captures go to the store in
-the background once the answer is out. Passes of concurrent requests take turns; each request owns its buffer, so none
-sees another's state.
+One request: prompt → look-up → resolve → prefill while the rest is loaded → decode; captures go to the store in the
+background once the answer is out. Concurrent requests compute one pass at a time, in the order of asking; each owns its
+buffer, so none sees another's state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import as_it_went, resolve
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.engine.background import BackgroundJobs
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.errands import Errands
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
 from cachecraft_rag.engine.request import Request, check_asked, stats_of
 from cachecraft_rag.engine.sampling import Sampler, SamplingParams, TextStream
@@ -43,7 +43,7 @@ from cachecraft_rag.planning.calibration import Calibration, load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.processes import HomeProcess
@@ -68,15 +68,15 @@ class AnswerOptions(TypedDict, total=False):
 class Generation(Iterator[str]):
     """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
 
-    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], errands: Errands) -> None:
-        self._pieces, self._stats, self._errands = pieces, stats, errands
+    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], background: BackgroundJobs) -> None:
+        self._pieces, self._stats, self._background = pieces, stats, background
         self.text = ""
 
     def __next__(self) -> str:
         try:
             piece = next(self._pieces)
         except StopIteration:
-            self._errands.wait()
+            self._background.wait()
             raise
         self.text += piece
         return piece
@@ -114,7 +114,7 @@ class ScoredAnswer:
     stats: RequestStats
 
 
-class Engine(Closing):
+class Engine(Closeable):
     """Answers questions over chunks with one model and one store.
 
     Args:
@@ -158,7 +158,7 @@ class Engine(Closing):
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self._opened = ExitStack()  # what `close` closes besides the captures
         self._home = HomeProcess("engine")
-        self._errands = Errands("cachecraft-endings")  # what answers leave behind
+        self._background = BackgroundJobs("cachecraft-endings")  # hands over the captures of ended answers
         self.write_back = WriteBackQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
         )
@@ -233,7 +233,7 @@ class Engine(Closing):
             question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
         )
         stats = partial(stats_of, request, self.decoder.layout.layers)
-        return Generation(self._pieces(request), stats, self._errands)
+        return Generation(self._pieces(request), stats, self._background)
 
     def score_answer(
         self,
@@ -286,7 +286,7 @@ class Engine(Closing):
         if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
             return
         with self._opened:
-            self._errands.close()
+            self._background.close()
             self.write_back.close()
 
     def _request(
@@ -318,17 +318,17 @@ class Engine(Closing):
         output = self._prefill(request)
         try:
             yield from self._decode(request, output)
-        finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `Errands`
+        finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `BackgroundJobs`
             request.finish = request.finish or "closed"
             request.ended_s = request.clock()
-            self._errands.add(partial(self._settle, request, output))
+            self._background.add(partial(self._settle, request, output))
 
     def _prefill(self, request: Request) -> Prefilled:
         """Look up, resolve, and prefill while what is not in memory is being loaded."""
         self._home.require()
         prompt, config, found = request.prompt, request.config, Found({})
         if config.reuse:
-            self._errands.wait()
+            self._background.wait()
             self.write_back.wait_for([segment.segment_id for segment in prompt.segments[:-1]])
             found = self.look_up(prompt.segments[:-1], session=request.session)
             request.remote = found.remote

@@ -1,17 +1,17 @@
-"""Whether the Hugging Face hub can be asked at all: its libraries find out by retrying each file for half a minute."""
+"""A quick check that the Hugging Face hub is reachable: its libraries retry each file for half a minute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 def require_hub(names: Sequence[str]) -> None:
-    """Raise OSError or ValueError where the hub cannot be reached, or has none of these models. Asks once for each.
+    """Raise OSError or ValueError if the hub cannot be reached or has none of these models; one request per name.
 
-    Anything else that may be wrong is left to whoever loads the model, who can say more about it. Where the libraries
-    were told to stay offline nothing is asked: they then give up at once.
+    Other errors are left to the loader of the model, which can say more about them. In offline mode no request is made:
+    the libraries then fail at once.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
@@ -20,15 +20,15 @@ def require_hub(names: Sequence[str]) -> None:
         return
     for name in names:
         try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE_S)
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_TIMEOUT_S)
             return
         except RepositoryNotFoundError as error:
             missing = error
-        except HfHubHTTPError:  # no such file in it, or not without a login
+        except HfHubHTTPError:  # the model has no such file, or requires a login
             return
-        except ValueError:  # no name the hub could have
+        except ValueError:  # not a valid name on the hub
             raise
-        except Exception as error:  # the client's own classes, which differ from version to version
+        except Exception as error:  # the HTTP client's own classes, which differ between versions
             raise ConnectionError(
                 f"the Hugging Face hub cannot be reached ({type(error).__name__}: {error})"
             ) from error

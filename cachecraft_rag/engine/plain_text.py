@@ -1,8 +1,8 @@
-"""Tokenises what anybody may have written, so that no word of it becomes a control token.
+"""Tokenises untrusted text without control tokens.
 
-A control token opens or closes a turn, a thought or a tool call. Most are *special* tokens of the tokenizer, but many
-models have some that are added tokens and not special (`<｜User｜>` of DeepSeek-R1's distillations), and transformers'
-`split_special_tokens` passes over those.
+A control token opens or closes a turn, a reasoning block or a tool call. Most are *special* tokens of the tokenizer,
+but many models have some that are added and not special (`<｜User｜>` of DeepSeek-R1's distillations), and
+transformers' `split_special_tokens` ignores those.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 
 class PlainTokenizer:
-    """Token ids of text in which nothing is a control token, whatever it looks like. Any thread may use it.
+    """Token ids of text; a control token's name in the text is tokenised as ordinary characters. Thread-safe.
 
-    Control tokens are all special tokens and all other added tokens but these: white space, which is text (Phi has
-    tokens for runs of spaces), and plain words that the chat template does not use (an application's own). Rejected:
-    only what the template uses; templates put names of roles together that no rendering shows.
+    Control tokens are all special tokens and all other added tokens, except white space (Phi has tokens for runs of
+    spaces) and plain words that do not occur in the chat template (an application's own). Rejected: only tokens in the
+    template; templates build role tokens from parts that appear in no rendering.
 
     Args:
         tokenizer: a transformers tokenizer; a copy is made.
-        template: text of the chat template, and what it makes of a conversation.
+        template: the chat template's text, followed by renderings of it.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -32,7 +32,7 @@ class PlainTokenizer:
             for number, token in tokenizer.added_tokens_decoder.items()
             if token.special or _controls(token.content, template)
         }
-        # A model's vocabulary may hold a control token as a piece of text, too; the unknown one stands for real text.
+        # Control tokens may also be entries of the ordinary vocabulary. The unknown token stands for real text.
         self._control = frozenset(control) - {tokenizer.unk_token_id}
         contents = sorted((re.escape(content) for content in control.values() if content), key=len, reverse=True)
         self._pattern = re.compile("|".join(contents)) if contents else None
@@ -42,13 +42,13 @@ class PlainTokenizer:
             self._slow = copy.deepcopy(tokenizer)
             return
         state = json.loads(backend.to_str())
-        for token in state["added_tokens"]:  # none may be left out: the ids of others follow from their places
+        for token in state["added_tokens"]:  # none may be left out: the ids depend on the order
             token["special"] = token["id"] in control
         self._backend = type(backend).from_str(json.dumps(state | {"padding": None, "truncation": None}))
         self._backend.encode_special_tokens = True
 
     def ids(self, text: str) -> list[int]:
-        """The ids of `text`, without anything added around it."""
+        """The ids of `text`, with nothing added before or after."""
         if self._slow is not None:
             return self._slow_ids(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
@@ -62,7 +62,7 @@ class PlainTokenizer:
         return [token for piece in pieces for token in self.ids(piece)]
 
     def _slow_ids(self, text: str) -> list[int]:
-        """The same for a tokenizer in Python, which splits all added tokens, but knows no offsets."""
+        """The same for a slow tokenizer, which splits all added tokens but has no offsets."""
         spans = [found.span() for found in self._pattern.finditer(text)] if self._pattern is not None else []
         found: list[int] = []
         for piece in _cut(text, spans):
@@ -71,7 +71,7 @@ class PlainTokenizer:
 
 
 def _controls(content: str, template: str) -> bool:
-    """Whether an added token that is not special may control the model."""
+    """Whether an added token that is not special may be a control token."""
     text = content.replace("\u2581", " ")  # as SentencePiece writes a space
     if not text.strip():
         return False
@@ -79,7 +79,7 @@ def _controls(content: str, template: str) -> bool:
 
 
 def _cut(text: str, spans: Iterable[tuple[int, int]]) -> list[str]:
-    """The text in pieces, cut in the middle of each span; a span of one character is left out."""
+    """The text in pieces, cut in the middle of each span; a span of one character is removed."""
     pieces, begin = [], 0
     for start, stop in spans:
         middle = (start + stop) // 2

@@ -33,7 +33,7 @@ class Primer:
     def prime(self, chunks: Sequence[Chunk]) -> int:
         """Capture one document's chunks in order; returns how many. They are in the store when this returns.
 
-        Chunks already captured behind these very neighbours are skipped, so an interrupted run resumes where it stopped.
+        What is stored behind these very neighbours is skipped, so an interrupted run resumes where it stopped.
 
         Raises:
             ContextLengthError: a single chunk is longer than the window.
@@ -47,7 +47,7 @@ class Primer:
         return len(self._engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
-        """Capture one chunk behind the given ones, and the instruction if it is missing; returns how many were captured.
+        """Capture one chunk behind the given ones, and the instruction if it is missing; returns how many in all.
 
         The chunks furthest from it are left out if they do not all fit the window. What is stored behind this very
         prefix is skipped. Errors as `prime`.

@@ -1,10 +1,10 @@
-"""The prompt as a row of segments: system | chunk … chunk | question.
+"""The prompt as a sequence of segments: system | chunk … chunk | question.
 
-The model's own chat template is rendered once with marks in the places of the chunks and the question and cut at the
-marks. Each segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its
-neighbours. But it is tokenised *as if* a line ended before it and a word followed, because that is what stands there:
-many tokenizers join a line's end with the next, or a space with the next word. Text from documents and users is
-tokenised with all control tokens split (`plain_text`), so that it cannot close a turn or open one.
+The model's chat template is rendered once with marks in place of the chunks and the question, and cut at the marks.
+Each segment is tokenised on its own and the ids are concatenated, so a chunk's token ids never depend on its
+neighbours. It is tokenised as if a line end preceded it and a word followed, as is the case in the prompt: many
+tokenizers merge consecutive line ends, or a space with the next word. Text from documents and users is tokenised with
+all control tokens split (`plain_text`), so that it cannot close or open a turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
 
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
-_LINE_END, _WORD = "\n", "The"  # what stands before and behind a segment, as far as its tokenisation goes
+_LINE_END, _WORD = "\n", "The"  # the assumed neighbours of a segment in tokenisation
 _CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
 
 Turn = tuple[Literal["user", "assistant"], str]
@@ -27,13 +27,12 @@ class PromptBuilder:
     """Turns a question and its chunks into a `Prompt` for one tokenizer.
 
     Args:
-        tokenizer: a transformers tokenizer; its chat template is used where it has one, a plain layout otherwise.
+        tokenizer: a transformers tokenizer; without a chat template a plain layout is used.
         context_length: most tokens of prompt and answer together.
-        system: the instruction; part of the system segment, so caches captured under another one are a miss for eq. 6.
-        private_system: True where `system` holds one user's text: what is captured behind it is then kept to the session.
-        best_last: chunks come ranked best first and are laid out with the best one nearest to the question, where
-            small models make most of it (on 18 questions about the sample handbook 15 answers were right, 12 with the
-            best one first).
+        system: the instruction. It is in the system segment, so chunk-caches captured behind another one do not match.
+        private_system: True if `system` holds one user's text; captures behind it are then private to the session.
+        best_last: put the best chunk (they come best first) nearest to the question, where small models use it best:
+            of 18 questions about the sample handbook 15 answers were right, 12 with the best one first.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class PromptBuilder:
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
-        # A copy: transformers keeps in the tokenizer whether special tokens are meant, so that of two threads with one
-        # tokenizer each would read the other's text the wrong way.
+        # It copies the tokenizer: transformers stores in it whether special tokens are split, so two threads that share
+        # one would change each other's setting.
         self._plain = PlainTokenizer(tokenizer, self._template_text())
         if private_system and self._ids(system, special=True) != self._ids(system, special=False):
             raise ConfigError(
@@ -66,7 +65,7 @@ class PromptBuilder:
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """The chunk as the model sees it: its text and an empty line.
 
-        Raises ConfigError where its id is not that of its text.
+        Raises ConfigError if its id is not that of its text.
         """
         if chunk.chunk_id != chunk_id_of(chunk.text):
             raise ConfigError(
@@ -82,12 +81,11 @@ class PromptBuilder:
     ) -> Prompt:
         """Lay out the prompt; `reserve` tokens are kept free for the answer.
 
-        History goes *behind* the chunks: the first user turn carries the context and the first question, later turns
-        follow. So no private text ever stands before a chunk, and every chunk-cache captured here may be shared.
+        The history follows the chunks: the first user turn holds the context and the first question. So no private text
+        precedes a chunk, and every chunk-cache captured here may be shared.
 
-        Where the context is too small, chunks are left out from the end (retrieval ranks the best first), each named in
-        `Prompt.trimmed`. A chunk too long to fit even alone is passed over, wherever it ranks, and takes no other with
-        it. A chunk that occurs twice is kept once.
+        If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
+        would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once.
 
         Raises:
             ContextLengthError: system, question and the reserve alone do not fit.
@@ -110,7 +108,7 @@ class PromptBuilder:
     def _fitting(
         self, chunks: Sequence[Chunk], room: int
     ) -> tuple[list[Segment], tuple[str, ...], tuple[tuple[str, int], ...]]:
-        """What is kept, what is left out, and which of that is too long for the whole room."""
+        """The segments kept, the ids dropped, and (id, tokens) of those longer than the whole room."""
         kept: list[Segment] = []
         trimmed: list[str] = []
         too_long: list[tuple[str, int]] = []
@@ -126,7 +124,7 @@ class PromptBuilder:
                 left -= length
                 continue
             else:
-                left = -1  # the prompt is full: what ranks lower is left out, even where it would fit
+                left = -1  # the prompt is full: lower ranks are dropped even if they would fit
             trimmed.append(chunk_id)
         return kept, tuple(trimmed), tuple(too_long)
 
@@ -147,9 +145,9 @@ class PromptBuilder:
         return Segment("question", name, tuple(ids), private=True, closing=len(closing))
 
     def _cut(self, turns: Sequence[str]) -> tuple[str, list[tuple[str, bool]]]:
-        """Render the template with marks; returns the text before the chunks and the pieces behind them.
+        """Render the template with marks; returns the text before the chunks and the pieces after them.
 
-        A piece is its text and whether special tokens in it are meant.
+        A piece is its text and whether its special tokens are control tokens (the template's own text).
         """
         texts = list(turns) or [""]
         marks = [f"{_QUESTION_MARK}{place}\u27e7" for place in range(len(texts))]
@@ -175,8 +173,8 @@ class PromptBuilder:
     def _renderings(self, turns: Sequence[str]) -> Iterator[str]:
         """The prompt's text with the instruction as a system turn, then with it in front of the first user turn.
 
-        The second is the only one where the template has no system role (Gemma-2 raises, others pass over it). It is
-        also right where a template puts the instruction in front of the *last* user turn (Mistral), behind the chunks.
+        The second is the only one if the template has no system role (Gemma-2 raises, others ignore it). It is also
+        needed if a template puts the instruction in front of the *last* user turn (Mistral), after the chunks.
         """
         roles = ["user", "assistant"] * (len(turns) // 2 + 1)
         messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
@@ -201,7 +199,7 @@ class PromptBuilder:
             raise ConfigError(f"the model's chat template refuses a plain conversation: {error}") from error
 
     def _template_text(self) -> str:
-        """The chat template, and what it makes of a conversation in which nothing is said."""
+        """The chat template, and its renderings of a conversation of marks only."""
         template = getattr(self._tokenizer, "chat_template", None)
         if not template:
             return ""
@@ -211,7 +209,7 @@ class PromptBuilder:
         for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
             try:
                 texts.append(self._apply([{"role": role, "content": _QUESTION_MARK} for role in roles]))
-            except TemplateError:  # it knows no system turns, or refuses all: `_cut` says so
+            except TemplateError:  # no system role, or no conversation at all: `_cut` reports it
                 continue
         return "\n".join(texts)
 
@@ -220,7 +218,7 @@ class PromptBuilder:
         return rendered
 
     def _encode(self, text: str, *, special: bool, before: str = "", after: str = "") -> tuple[int, ...]:
-        """The ids that `text` has between `before` and `after`; its ids alone where the tokenizer joins them up."""
+        """The ids of `text` between `before` and `after`; its ids alone if the tokenizer merges it with them."""
         # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
         text = text.encode("utf-8", "replace").decode()
         whole = self._ids(before + text + after, special=special)

@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib where it is installed, and files that can be written."""
+"""Shared by all figures: colours, loading matplotlib, and saving to a file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from cachecraft_rag.errors import ConfigError
 
-GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e3a857"  # RED is ours
+GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e3a857"  # RED is for our own method
 GREEN, VIOLET, BROWN, TEAL, PINK = "#6a9a5b", "#8e6bb0", "#8a6d4f", "#3f9c9c", "#d184ad"
 
 
 def pyplot(extra: str) -> Any:
-    """matplotlib's pyplot, drawing to files; `extra` of the package brings it, as the ConfigError says."""
+    """matplotlib's pyplot for drawing to files. If it is missing, the ConfigError names the extra to install."""
     try:
         import matplotlib
 
@@ -24,7 +24,7 @@ def pyplot(extra: str) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure in the format that the ending of `path` names, and close it; ConfigError where that fails."""
+    """Write the figure in the format of the suffix of `path`, and close it. Raises ConfigError if that fails."""
     from matplotlib import pyplot as found
 
     figure.tight_layout()

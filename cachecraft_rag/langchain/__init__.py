@@ -1,1 +1,17 @@
-"""LangChain: a chat model and a generator over the engine."""
+"""LangChain: a generator and a chat model that reuse the chunk-caches of the documents they are given.
+
+    chain = create_retrieval_chain(any_retriever, CacheCraftGenerator.from_pretrained("demo", store="chunk-caches"))
+
+Documents reach the model one by one and not joined into one text, so the engine can reuse each document's chunk-cache.
+Needs `langchain-core` and nothing else of LangChain: `pip install 'cachecraft-rag[langchain]'`.
+"""
+
+try:
+    import langchain_core  # noqa: F401  # imported here, so that one message serves both modules
+except ImportError as error:
+    raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
+
+from cachecraft_rag.langchain.chat_model import ChatCacheCraft, conversation
+from cachecraft_rag.langchain.generator import CacheCraftGenerator
+
+__all__ = ["CacheCraftGenerator", "ChatCacheCraft", "conversation"]

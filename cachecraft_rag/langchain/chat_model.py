@@ -1,16 +1,18 @@
-"""LangChain: a generator and a chat model that reuse the chunk-caches of the documents they are given.
-
-    chain = create_retrieval_chain(any_retriever, CacheCraftGenerator.from_pretrained("demo", store="chunk-caches"))
-
-Documents reach the model as documents and not as one long text, so the engine knows each by what the model sees of it.
-Needs `langchain-core` and nothing else of LangChain: `pip install 'cachecraft-rag[langchain]'`.
-"""
+"""LangChain's chat model over an engine; documents come with the call, as documents."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.documents import Document
+from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
+from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.async_bridge import iterate
@@ -20,56 +22,34 @@ from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
-try:
-    from langchain_core.callbacks import (
-        AsyncCallbackManagerForChainRun,
-        AsyncCallbackManagerForLLMRun,
-        CallbackManagerForChainRun,
-        CallbackManagerForLLMRun,
-    )
-    from langchain_core.documents import Document
-    from langchain_core.language_models.chat_models import (
-        BaseChatModel,
-        agenerate_from_stream,
-        generate_from_stream,
-    )
-    from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage, convert_to_messages
-    from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-    from langchain_core.outputs import ChatGenerationChunk, ChatResult
-    from langchain_core.prompts import BasePromptTemplate, format_document
-    from langchain_core.runnables import RunnableConfig, RunnableSerializable
-    from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
-except ImportError as error:
-    raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
-
-_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # as other chat models call it
-_OF_SERVERS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # no meaning for a model in process
+_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
+_SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # meaningless for a local model
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
-class ChatCacheCraft(Closing, BaseChatModel):
-    """A chat model of an engine. Documents to answer over come with the call and not in a message:
+class ChatCacheCraft(Closeable, BaseChatModel):
+    """A chat model over an engine. The documents to answer from are an argument of the call, not part of a message:
 
     >>> chat = ChatCacheCraft.from_pretrained("demo")  # doctest: +SKIP
     >>> chat.invoke("How do I descale the kettle?", documents=retriever.invoke("descale kettle"))  # doctest: +SKIP
 
-    `usage_metadata["input_token_details"]` tells the tokens taken from chunk-caches (`cache_read`) and those of
-    chunk-caches that were captured (`cache_creation`); `response_metadata["cachecraft"]` is `RequestStats.as_dict()` and,
-    under "documents", the `id` of each document, in the order given, with the `chunk_id` of what the model read of it.
+    `usage_metadata["input_token_details"]` counts prompt tokens reused from chunk-caches (`cache_read`) and those of
+    newly captured chunk-caches (`cache_creation`). `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus
+    "documents": the `id` of each document, in the order given, and the `chunk_id` of the text the model read of it.
 
-    The conversation stands behind the documents, so it shapes no chunk-cache. That goes for system messages too: they
-    may hold a user's text. What all requests share belongs in the engine's own instruction (`system=`).
+    The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
+    messages, because they may hold a user's text. An instruction for all requests belongs in the engine (`system=`).
 
-    engine       what answers; it stays the caller's to close unless it came from `from_pretrained`
+    engine       the caller closes it, unless it came from `from_pretrained`
     session      whose private chunk-caches may be used besides the shared ones (see `Engine`)
-    reuse        how caches are reused; None: as the engine does
+    reuse        how chunk-caches are reused; None: as the engine is configured
     max_tokens, temperature, top_p, seed, stop  see `SamplingParams`
 
-    All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for a setting that does not exist,
-    for messages that hold more than text and for a conversation that does not end with the user.
+    All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for an unknown setting, for
+    messages that hold more than text and for a conversation whose last message is not the user's.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -91,8 +71,8 @@ class ChatCacheCraft(Closing, BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _without_settings_of_servers(cls, values: Any) -> Any:
-        """Chat models are swapped for each other by name, and no timeout of a server must stop that."""
-        return {name: value for name, value in values.items() if name not in _OF_SERVERS}
+        """Ignore server settings (a timeout …), so that this model can replace a remote one in an application."""
+        return {name: value for name, value in values.items() if name not in _SERVER_SETTINGS}
 
     @classmethod
     def from_pretrained(
@@ -100,25 +80,31 @@ class ChatCacheCraft(Closing, BaseChatModel):
         model: str = "demo",
         *,
         store: PathLike = "chunk-caches",
+        config: EngineConfig | None = None,
         **settings: Any,
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
-        Retrieval stays with whatever the application has. `settings` are those of `EngineConfig` and the fields of
-        this class. Close the model when done (or use a `with` block): chunk-caches still being captured are then written.
-        Raises `ConfigError` for a setting that does not exist, before anything is loaded.
+        Close the chat model when done (or use a `with` block), so that pending captures are written.
+
+        Args:
+            config: how to open the engine.
+            settings: fields of this class, and options of `EngineConfig`, which override `config`.
+
+        Raises:
+            ConfigError: an unknown setting, before anything is loaded; others as `Engine.from_pretrained`.
         """
-        _check_names(settings, cls)
+        check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
         options: Any = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, **options))
+            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()
         return chat
 
     def close(self) -> None:
-        """Finish the captures under way and close what `from_pretrained` opened."""
+        """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
     @property
@@ -127,7 +113,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
-        """The model's own tokens, by which LangChain trims messages; its default would ask the hub for GPT-2's."""
+        """Token ids for trimming messages; LangChain's default would download GPT-2's tokenizer."""
         tokenizer = self.engine.decoder.tokenizer
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
         return ids
@@ -138,7 +124,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """All that an answer depends on: LangChain's own cache of answers serves by these and the messages."""
+        """Everything an answer depends on besides the messages; LangChain's own answer cache is keyed by it."""
         engine = self.engine
         return {
             "model_name": self.model_name,
@@ -157,18 +143,18 @@ class ChatCacheCraft(Closing, BaseChatModel):
     def _open(
         self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
     ) -> tuple[Generation, list[dict[str, str | None]]]:
-        """The engine's answer to a conversation, not begun yet, and which document is which chunk.
+        """The generation for a conversation, not started yet, and the chunk id of each document.
 
-        `given` are the call's own settings.
+        given  settings of this call
         """
         given = dict(given)
-        documents = _documents(given.pop("documents", None) or (), "documents")
+        documents = documents_of(given.pop("documents", None) or (), "documents")
         session = given.pop("session", self.session)
         if unknown := given.keys() - _SAMPLING:
             known = ", ".join(sorted({"documents", "session", "stop"} | _SAMPLING))
-            raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of this model's; a call may bring {known}")
+            raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of this model; a call may bring {known}")
         values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | given
-        chosen: Any = self.stop if stop is None else stop  # one string in place of a list is refused, not cut up
+        chosen: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
         sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, **values)
         history, question = conversation(messages)
         chunks = [Chunk(document.page_content) for document in documents]
@@ -192,7 +178,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        """Piece by piece; the last chunk is empty and carries the numbers. LangChain itself tells the callbacks."""
+        """Stream the answer; the last chunk has no text, only the statistics. LangChain itself calls the callbacks."""
         generation, read = self._open(messages, stop, kwargs)
         try:
             for piece in generation:
@@ -208,7 +194,7 @@ class ChatCacheCraft(Closing, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        """As `_stream`, tokenisation of the prompt included in what happens in threads."""
+        """`_stream` with every step in a thread, tokenisation of the prompt included."""
         async for chunk in iterate(self._stream(messages, stop, **kwargs)):
             yield chunk
 
@@ -228,14 +214,14 @@ class ChatCacheCraft(Closing, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        # Not in one thread from beginning to end, which is LangChain's default: a few answers would take all threads.
+        # LangChain's default runs the whole answer in one thread; a few answers would then occupy the whole pool.
         return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
 
     def _last(
         self, generation: Generation, read: list[dict[str, str | None]], *, session: str | None
     ) -> ChatGenerationChunk:
         stats, engine = generation.stats, self.engine
-        stored = (self.reuse or engine.config).captures and not (engine.prompts.system.private and session is None)
+        stored = (self.reuse or engine.config).capture and not (engine.prompts.system.private and session is None)
         captured = sum(chunk.tokens for chunk in stats.chunks if chunk.outcome == "computed") if stored else 0
         usage = UsageMetadata(
             input_tokens=stats.tokens_prompt,
@@ -253,154 +239,16 @@ class ChatCacheCraft(Closing, BaseChatModel):
         return ChatGenerationChunk(message=message)
 
 
-class CacheCraftGenerator(Closing, RunnableSerializable[dict[str, Any], str]):
-    """Documents and a question in, the answer's text out: in place of `create_stuff_documents_chain(llm, prompt)`.
-
-    The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
-    any form LangChain knows. Where an application has other names for these, say so (`input_key="question"`). Pieces,
-    callbacks and numbers are those of `llm`, which runs within: its tokens show in `astream_events`, its usage in
-    LangChain's `UsageMetadataCallbackHandler`.
-
-    document_prompt  how a document reads to the model; None: its text. What it says is part of the chunk's identity, so
-                     a document's chunk is another than its retriever's: "documents" among the numbers says which.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    llm: ChatCacheCraft
-    document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None  # langchain-core 1.0 cannot validate it
-    input_key: str = "input"
-    context_key: str = "context"
-    history_key: str = "chat_history"
-
-    def __init__(self, **settings: Any) -> None:
-        with config_errors():
-            super().__init__(**settings)
-
-    @classmethod
-    def from_pretrained(cls, model: str = "demo", **settings: Any) -> Self:
-        """A generator of `ChatCacheCraft.from_pretrained`; `settings` are those of that and this class's fields."""
-        _check_names(settings, cls, ChatCacheCraft)
-        names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
-        own = {name: settings.pop(name) for name in names & settings.keys()}
-        with ExitStack() as opened:
-            made = cls(llm=opened.enter_context(ChatCacheCraft.from_pretrained(model, **settings)), **own)
-            opened.pop_all()
-        return made
-
-    def close(self) -> None:
-        """Close the chat model."""
-        self.llm.close()
-
-    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
-        """The whole answer. `kwargs` are those of a call of `ChatCacheCraft`, here and below."""
-        return self._call_with_config(self._answer, input, config, **kwargs)
-
-    async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
-        """The whole answer, computed in threads."""
-        return await self._acall_with_config(self._aanswer, input, config, **kwargs)
-
-    def stream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[str]:
-        """The answer piece by piece."""
-        yield from self.transform(iter([input]), config, **kwargs)
-
-    async def astream(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[str]:
-        """The answer piece by piece, computed in threads."""
-
-        async def once() -> AsyncIterator[dict[str, Any]]:
-            yield input
-
-        async for piece in self.atransform(once(), config, **kwargs):
-            yield piece
-
-    def transform(
-        self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> Iterator[str]:
-        """As `stream`, for a chain whose earlier steps deliver the input in parts."""
-        yield from self._transform_stream_with_config(input, self._pieces, config, **kwargs)
-
-    async def atransform(
-        self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[str]:
-        """As `astream`, for a chain whose earlier steps deliver the input in parts."""
-        async for piece in self._atransform_stream_with_config(input, self._apieces, config, **kwargs):
-            yield piece
-
-    def _answer(
-        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
-    ) -> str:
-        messages, documents = self._read(input)
-        return self.llm.invoke(messages, config, documents=documents, **kwargs).text
-
-    async def _aanswer(
-        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
-    ) -> str:
-        messages, documents = self._read(input)
-        return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
-
-    def _pieces(
-        self,
-        parts: Iterator[dict[str, Any]],
-        run_manager: CallbackManagerForChainRun,
-        config: RunnableConfig,
-        **kwargs: Any,
-    ) -> Iterator[str]:
-        messages, documents = self._read(_joined(list(parts)))
-        for chunk in self.llm.stream(messages, config, documents=documents, **kwargs):
-            if chunk.text:
-                yield chunk.text
-
-    async def _apieces(
-        self,
-        parts: AsyncIterator[dict[str, Any]],
-        run_manager: AsyncCallbackManagerForChainRun,
-        config: RunnableConfig,
-        **kwargs: Any,
-    ) -> AsyncIterator[str]:
-        messages, documents = self._read(_joined([part async for part in parts]))
-        async for chunk in self.llm.astream(messages, config, documents=documents, **kwargs):
-            if chunk.text:
-                yield chunk.text
-
-    def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
-        """The conversation and the documents of an input."""
-        if not isinstance(input, Mapping):
-            raise ConfigError(
-                f"the input must be a dict with {self.input_key!r} and {self.context_key!r}, not {input!r}"
-            )
-        missing = [key for key in (self.input_key, self.context_key) if key not in input]
-        if missing:
-            raise ConfigError(
-                f"the input has no {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, input))}; "
-                "rename it, or set input_key and context_key"
-            )
-        question, history = input[self.input_key], input.get(self.history_key) or []
-        if not isinstance(question, str | list):  # a list: text in parts, as in a message
-            raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
-        # LangChain itself would make a message of every letter, of every key, of every field.
-        if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
-            raise ConfigError(
-                f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
-            )
-        documents = _documents(input[self.context_key], self.context_key)
-        if self.document_prompt is not None:
-            prompt = self.document_prompt
-            documents = [Document(format_document(document, prompt), id=document.id) for document in documents]
-        return [*convert_to_messages(history), *convert_to_messages([("human", question)])], documents
-
-
-def _check_names(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
-    """Refuse settings of `from_pretrained` that are neither the engine's nor a field of one of the classes."""
+def check_settings(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
+    """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
-    known = {"store"} | EngineConfig.option_names() | fields
-    if unknown := settings.keys() - known - _OF_SERVERS:
+    known = {"store", "config"} | EngineConfig.option_names() | fields
+    if unknown := settings.keys() - known - _SERVER_SETTINGS:
         raise ConfigError(f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}")
 
 
-def _documents(given: Any, name: str) -> list[Document]:
-    """What was given under that name, if these are documents."""
+def documents_of(given: Any, name: str) -> list[Document]:
+    """The documents passed as argument `name`; ConfigError for anything else."""
     documents = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not all(isinstance(document, Document) for document in documents):
         raise ConfigError(
@@ -410,18 +258,10 @@ def _documents(given: Any, name: str) -> list[Document]:
     return documents
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """An input from its parts, which LangChain lets be added."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole
-
-
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
-    """The earlier turns and the question. System messages open the first of them; messages of one role are joined.
+    """The earlier turns and the question. System messages open the first turn; neighbours of one role are joined.
 
-    Raises `ConfigError` for roles and contents that the model does not know, and where the user does not speak last.
+    Raises `ConfigError` for roles and contents that the model cannot read, and if the last message is not the user's.
     """
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]
@@ -448,7 +288,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _text(message: BaseMessage) -> str:
-    if isinstance(message.content, list) and message.type != "ai":  # of an answer, thoughts may be left out
+    if isinstance(message.content, list) and message.type != "ai":  # an answer's reasoning parts are left out
         kinds = {part.get("type") for part in message.content if isinstance(part, dict)} - {"text"}
         if kinds:
             raise ConfigError(f"the model reads text only, and a message holds {', '.join(sorted(map(str, kinds)))}")

@@ -6,12 +6,12 @@
     response = query_engine.query("How do I descale the kettle?")
     response.metadata["cachecraft"]["tokens_reused"]
 
-It takes the place of `index.as_query_engine()`. Retrieval stays as it is; in place of LlamaIndex's synthesizer and LLM
-stand `CacheCraftSynthesizer` and an `Engine`. Nothing here ever asks for `Settings.llm`, which would be OpenAI's.
+It replaces `index.as_query_engine()`. Retrieval stays as it is; `CacheCraftSynthesizer` and an `Engine` replace
+LlamaIndex's synthesizer and LLM. Nothing here uses `Settings.llm`, whose default is OpenAI's.
 """
 
 try:
-    import llama_index.core  # noqa: F401  # asked for here, so that one message serves all modules
+    import llama_index.core  # noqa: F401  # imported here, so that one message serves all modules
 except ImportError as error:
     raise ImportError(
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"

@@ -40,17 +40,17 @@ from cachecraft_rag.types import Chunk
 
 
 class CacheCraftLLM(CustomLLM):
-    """The engine as a LlamaIndex LLM, for `Settings.llm` and whatever asks for one.
+    """The engine as a LlamaIndex LLM, for `Settings.llm` and every component that takes an LLM.
 
-    A call may bring `documents`, texts to draw on, best first: each is a chunk, and its chunk-cache is reused. Text
-    that stands in the prompt itself is computed afresh each time and never stored. Earlier chat turns become the
-    history; what a system message says is put in front of the next user turn, because the engine's own instruction
-    stands before every chunk. The last response of a stream and every whole one has the numbers in `raw`:
-    `raw["usage"]`, which LlamaIndex counts tokens by, and `raw["cachecraft"]`.
+    A call may bring `documents`, texts to answer from, best first: each is a chunk, and its chunk-cache is reused. Text
+    in the prompt itself is computed each time and never stored. Earlier chat turns become the history; the text of a
+    system message is put in front of the next user turn, because the engine's own instruction precedes every chunk.
+    Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
+    tokens, and `raw["cachecraft"]`.
 
     Args:
-        engine: it stays yours to close.
-        sampling: how tokens are drawn, unless a call brings its own `sampling=`.
+        engine: you close it yourself.
+        sampling: how tokens are drawn, unless a call has its own `sampling=`.
         session: see `Engine.stream`.
     """
 
@@ -84,12 +84,12 @@ class CacheCraftLLM(CustomLLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name in events."""
+        """The class name in LlamaIndex's events."""
         return "CacheCraftLLM"
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex asks of a model."""
+        """The model's properties, for LlamaIndex."""
         return LLMMetadata(
             context_window=self.context_window,
             num_output=self.num_output,
@@ -107,9 +107,9 @@ class CacheCraftLLM(CustomLLM):
         config: ReuseConfig | None = None,
         **unknown: Any,
     ) -> Generation:
-        """The answer as the engine gives it, without LlamaIndex's events; the model runs on the first piece.
+        """The engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
-        Raises `ConfigError` for options that do not exist, and for `documents` that are not texts.
+        Raises `ConfigError` for unknown options, and for `documents` that are not texts.
         """
         if unknown:
             raise ConfigError(
@@ -182,7 +182,7 @@ class CacheCraftLLM(CustomLLM):
 
 
 def _turns(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
-    """(The last message, the turns before it), those of one side in a row joined."""
+    """(The last message, the turns before it); consecutive messages of one role are joined."""
     turns: list[Turn] = []
     for message in messages:
         role = (
@@ -204,7 +204,7 @@ def _raw(stats: RequestStats) -> dict[str, Any]:
 
 
 def responses_of(generation: Generation) -> CompletionResponseGen:
-    """A response per piece, and one without a piece but with the numbers at the end."""
+    """One response per piece, then one without a piece, with the statistics."""
     try:
         for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -214,7 +214,7 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
 
 async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
-    """`responses_of`, the model in threads."""
+    """`responses_of` with the model in threads."""
     async with aclosing(iterate(generation)) as pieces:
         async for piece in pieces:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -222,12 +222,12 @@ async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
 
 
 def last_of(responses: CompletionResponseGen) -> CompletionResponse:
-    """The response with the whole text and the numbers."""
+    """The response with the whole text and the statistics."""
     *_, last = responses
     return last
 
 
 async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
-    """`last_of`, of an asynchronous generator."""
+    """`last_of` for an asynchronous generator."""
     async with aclosing(responses):
         return [response async for response in responses][-1]

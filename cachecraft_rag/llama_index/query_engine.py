@@ -20,21 +20,22 @@ from cachecraft_rag.engine.engine import Engine, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 
-# Of `index.as_query_engine`, what would have another LLM or another prompt than the engine's answer.
+# Arguments of `index.as_query_engine` about LlamaIndex's own LLM and prompts; the engine has its own.
 _LLAMA_INDEX_ONLY = frozenset(
     {"chat_content_qa_template", "chat_content_refine_template", "llm", "multimodal", "output_cls", "refine_template"}
     | {"response_mode", "response_synthesizer", "simple_template", "summary_template", "text_qa_template", "use_async"}
 )
-# What `from_index` hands to `from_defaults` besides `EngineConfig`.
+# What `from_index` passes to `from_defaults`, besides the options of `EngineConfig`.
 _OWN_OPTIONS = frozenset(
-    {"engine", "streaming", "sampling", "session", "empty_response", "node_postprocessors", "callback_manager"}
+    {"callback_manager", "config", "empty_response", "engine", "node_postprocessors", "sampling", "session"}
+    | {"streaming"}
 )
 
 
 def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
-    """The index's retriever. LlamaIndex passes over options that it does not know; here they are an error."""
+    """The index's retriever. LlamaIndex ignores unknown options; here they are an error."""
     try:
         retriever = index.as_retriever(**options)
     except TypeError as error:
@@ -51,10 +52,10 @@ def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collectio
     return retriever
 
 
-class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
+class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
 
-    Close it at the end (or use it in a `with` block), or chunk-caches that are still being written may be lost.
+    Close it at the end (or use a `with` block); otherwise pending captures may be lost.
     """
 
     def __init__(
@@ -115,13 +116,14 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         empty_response: str | None = None,
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
         callback_manager: CallbackManager | None = None,
-        **opening: Any,
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> Self:
         """Over any LlamaIndex retriever.
 
         Args:
-            engine: one that is open already, in place of `model`, `store` and `opening`; it stays yours to close.
-            model, store, opening: as in `CacheCraft.from_pretrained`.
+            engine: an open one, instead of `model`, `store`, `config` and `options`; you close it yourself.
+            model, store, config, options: as in `Engine.from_pretrained`.
             streaming, sampling, session, empty_response: see `CacheCraftSynthesizer`.
             node_postprocessors, callback_manager: LlamaIndex's own.
 
@@ -132,8 +134,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
         check_kind("retriever", retriever, BaseRetriever, advice="index.as_retriever() makes one")
         check_kind("engine", engine, Engine, optional=True, advice="Engine.from_pretrained makes one")
-        named = {"model": model, "store": store}
-        to_open: dict[str, Any] = {name: value for name, value in named.items() if value is not None} | {**opening}
+        named = {"model": model, "store": store, "config": config}
+        to_open: dict[str, Any] = {name: value for name, value in named.items() if value is not None} | {**options}
         settings: dict[str, Any] = {"streaming": streaming, "sampling": sampling, "session": session}
         settings |= {"empty_response": empty_response, "callback_manager": callback_manager}
         if engine is not None:
@@ -146,7 +148,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
 
     @classmethod
     def from_args(cls, retriever: BaseRetriever, **options: Any) -> Self:  # type: ignore[override]
-        """`from_defaults`: LlamaIndex's own would ask for OpenAI."""
+        """`from_defaults`; LlamaIndex's own would require OpenAI."""
         return cls.from_defaults(retriever, **options)
 
     @property
@@ -163,14 +165,14 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closing):
         return await super()._aquery(query_bundle)
 
     def _check(self, query_bundle: QueryBundle) -> None:
-        """Let the engine refuse an empty question before retrievers do, which stumble over it in ways of their own."""
+        """Raise the engine's ConfigError for an empty question; retrievers fail on it in various other ways."""
         if not query_bundle.query_str.strip():
             self.engine.prompts.build(query_bundle.query_str, [])
 
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
-        """The same with another retriever; both share the engine."""
+        """A copy with another retriever; both share the engine."""
         return type(self)(retriever, self.synthesizer, self._node_postprocessors, self.callback_manager)
 
     def close(self) -> None:
-        """Finish the captures under way and close what was opened here; an engine that was given stays open."""
+        """Write pending captures and close what was opened here; an engine that was passed in stays open."""
         self.synthesizer.close()

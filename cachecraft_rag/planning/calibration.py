@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.planning.config import ReuseConfig
 
-CALIBRATION_FILE = "calibration.json"  # below the folder a user names as the store
+CALIBRATION_FILE = "calibration.json"  # inside the folder that a user names as the store
+_OLD_NAMES = {"births": "origin", "sharing": "budget_scope"}  # of fields, as versions before 0.2 wrote them
+_OLD_VALUES = {("budget_scope", "shared"): "prompt", ("selector", "craft"): "cache_craft"}
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -29,7 +32,7 @@ class Calibration:
     reached, low              the mean on the validation set, and the lower end of its interval
     recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
     dataset, questions        on which it was found
-    captures                    what the chunks were captured behind, a name of `evaluation.conditions`
+    origin                    what the chunks were captured behind, a name of `evaluation.quality.conditions`
     selector, budget_scope, drift  with which it was found
     """
 
@@ -41,7 +44,7 @@ class Calibration:
     recomputed: float
     dataset: str
     questions: int
-    captures: str
+    origin: str
     selector: str
     budget_scope: str
     drift: float
@@ -80,11 +83,11 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
     if found is None:
         return None
     try:
-        known = Calibration(**found)  # type: ignore[arg-type]  # JSON says nothing about types
+        known = Calibration(**_renamed(found))  # type: ignore[arg-type]  # JSON says nothing about types
         if not all(isinstance(number, int | float) for number in (known.alpha, known.quality, known.questions)):
             raise TypeError("a number is none")
         ReuseConfig(alpha=known.alpha)
-    except (TypeError, ValueError, ConfigError) as error:
+    except (TypeError, AttributeError, ValueError, ConfigError) as error:
         logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
         return None
     return known
@@ -94,6 +97,15 @@ def all_calibrations(store: Path) -> dict[str, Calibration]:
     """What was found for each model, by its fingerprint; what is damaged is left out, with a warning."""
     found = {fingerprint: load_calibration(store, fingerprint) for fingerprint in _known(store / CALIBRATION_FILE)}
     return {fingerprint: one for fingerprint, one in found.items() if one is not None}
+
+
+def _renamed(found: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a calibration under today's names and with today's values."""
+    fields = {_OLD_NAMES.get(name, name): value for name, value in found.items()}
+    return {
+        name: _OLD_VALUES.get((name, value), value) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
 
 
 def _known(path: Path) -> dict[str, dict[str, object]]:

@@ -35,18 +35,18 @@ class ReuseConfig:
                      (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing recomputed (SET-CACHE;
                      both of Cache-Craft §5.1.4)
     alpha            α of eq. 12. None = as `cachecraft calibrate` found it for this model and store, or else
-                     DEFAULT_ALPHA: a chunk whose original neighbours are all missing recomputes about 15 % of its tokens
+                     DEFAULT_ALPHA: a chunk whose origin prefix is gone altogether recomputes about 15 % of its tokens
     recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides. With a ratio, α
                      is ignored: CFO at DEFAULT_ALPHA only ranks the variants of a chunk
     selector         which tokens are recomputed, a name of `selectors.SELECTORS`
     probe_min_rows   a selector's probe runs only if at least this many rows will be computed: it reads half of the
                      weights once more, which takes too large a share of a small pass
-    budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added up and go
-                     to the best tokens of the whole prompt
+    budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added up and
+                     go to the best tokens of the whole prompt
     drift            how far the other tokens of a chunk follow the mean change of its recomputed tokens, see
                      `compute.drift_correction`; 0 = not at all, as in the paper
-    early_termination         of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (corrected) or "share"
-                              (a threshold on the attention share)
+    early_termination         of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (corrected) or
+                              "share" (a threshold on the attention share)
     early_termination_window  w of Algorithm 1
     loading          of what is not in memory: "cake" loads from the back while the front is computed; "layerwise"
                      computes nothing that is stored and loads each layer ahead of its use; "whole" loads, then computes

@@ -29,8 +29,8 @@ Outcome = Literal["exact", "reused", "computed"]
 class SegmentPlan:
     """What happens to one segment.
 
-    outcome      exact: behind its origin prefix and stored by a lossless codec, nothing to fix; reused: moved and partly
-                 recomputed, or behind its origin prefix but stored by a lossy codec; computed: afresh
+    outcome      exact: behind its origin prefix and stored by a lossless codec, nothing to fix; reused: moved and
+                 partly recomputed, or behind its origin prefix but stored by a lossy codec; computed: afresh
     reason, detail   why it was not simply reused, see `reasons.explain`
     variant      the chosen variant of a reused or exact segment
     beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
@@ -215,7 +215,7 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
     if origin[:1] == prefix[:1]:  # behind another instruction, nothing of the old context returns
         beta = prefix_overlap(variant.inter[1:], origin[1:], places)
         gamma = order_penalty(origin[1:], places)
-    # An inexact capture looked at neighbours that were approximations themselves: its overlap counts for the exact share.
+    # An inexact capture attended to neighbours that were approximations: its overlap counts for the exact share only.
     adjusted = 0.0 if "overlap" in config.ablate else adjusted_overlap(beta, gamma) * variant.exact_share
     fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
     alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
@@ -279,8 +279,8 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
 
     A chunk computed behind reused ones inherits their error (an inexact capture): reused segments count nothing, exact
-    ones all, and computed ones as much as their own context was exact. What a lossy codec kept as it was captured counts
-    nearly all: too little for anything behind it to be exact.
+    ones all, and computed ones as much as their own context was exact. What a lossy codec stored counts nearly all
+    behind its origin prefix: too little for anything behind it to be exact.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60

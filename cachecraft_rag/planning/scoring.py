@@ -1,8 +1,8 @@
 """The equations of Cache-Craft §3.1–3.2, one function each, on plain numbers.
 
 Prefixes here hold corpus chunks only. The system segment stands before every chunk of every prompt, so counting it
-would make the overlap of a chunk that was captured right behind it 1 behind anything; it is compared for equality instead
-(see `planner`).
+would give a chunk captured right behind it an overlap of 1 everywhere; it is compared for equality instead (see
+`planner`).
 """
 
 from __future__ import annotations
@@ -90,12 +90,3 @@ def fix_overhead(*, alpha: float, cci: float, adjusted: float) -> float:
     (0.3, 1.0)
     """
     return min(1.0, max(0.0, alpha * cci * (1.0 - adjusted)))
-
-
-def reuse_gain(cfo: float, tokens: int) -> float:
-    """What one use adds to f_r (§3.3): 1 / CFO, with CFO bounded below by one token of the chunk.
-
-    >>> reuse_gain(0.25, 100), reuse_gain(0.0, 100)
-    (4.0, 100.0)
-    """
-    return 1.0 / max(cfo, 1.0 / tokens)

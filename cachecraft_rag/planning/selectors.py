@@ -25,8 +25,8 @@ class TokenFacts:
 
     tokens       length of the chunk
     seed         for selectors that draw; differs from chunk to chunk, the same in every run
-    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None where there
-                 were none
+    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None where
+                 there were none
     probed       float32 `[tokens]`: what the selector's probe saw of each token, 1 on average over all reused chunks;
                  None where there was no probe
     received     float32 `[tokens]`: attention of the chunk's later tokens to each token at capture, added up; None when
@@ -93,8 +93,8 @@ def probed(facts: TokenFacts) -> np.ndarray | None:
 def question(facts: TokenFacts) -> np.ndarray:
     """How much the token attended to other chunks at capture, and how much the question attends to it now.
 
-    Eq. 14's score (`leading` where no chunk stood before it) plus a quarter of the question's attention, each divided by
-    its mean. The question alone is better on most questions and fails badly on some (docs/log.md).
+    Eq. 14's score (`leading` where no chunk stood before it) plus a quarter of the question's attention, each divided
+    by its mean. The question alone is better on most questions and fails badly on some (docs/log.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
@@ -138,7 +138,7 @@ def select(
 
     Args:
         facts, budgets: for each chunk, what is known of it and how many of its tokens are to be recomputed.
-        budget_scope: "chunk" keeps to each chunk's budget. "prompt" puts the budgets together and spends them on the best
+        budget_scope: "chunk" keeps to each chunk's budget. "prompt" adds the budgets up and spends them on the best
             tokens of all chunks; a chunk's scores count in proportion to its budget per token (for eq. 14's budgets:
             to its CFO), so a chunk that needs no fixing gets none. Chunks of which the selector has nothing to say
             keep their own.

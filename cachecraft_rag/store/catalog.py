@@ -4,7 +4,7 @@ What makes it fit for its two hard duties:
 
 * *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
   and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
-  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of a capture prefix
+  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of an origin prefix
   are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
   their own.
 * *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
@@ -25,15 +25,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from cachecraft_rag.checks import check_kind, check_number, check_text
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
     NOTHING,
-    Row,
-    columns_of,
+    CatalogRow,
     packed,
+    row_of,
     scores_of_row,
     sum_of,
     sum_of_scores,
@@ -41,34 +42,28 @@ from cachecraft_rag.store.catalog_rows import (
 )
 from cachecraft_rag.store.catalog_rows import pack_ids as pack_ids
 from cachecraft_rag.store.catalog_rows import unpack_ids as unpack_ids
-from cachecraft_rag.store.database import Database, fetched
+from cachecraft_rag.store.database import Database, fetched, kind_of_cache
+from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.store.expected import unsound, unsound_scores
-from cachecraft_rag.types import Payload, TokenScores, Variant
+from cachecraft_rag.types import IDENTITY_VERSION, Payload, TokenScores, Variant, identity_version
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
 _MOST_USES = 1e15
 
-# A variant's worth decides who leaves first. The factor 1 + f_r instead of f_r, because with the plain product every
-# unused variant is worth 0 and exact captures could not be preferred among them; the smallest possible use adds 1, so a
-# variant used once outranks an unused one of the same capture. The factor 1 + exact_share instead of exact_share, because
-# a capture without any exact context would stay at 0 however often it serves; like this an inexact capture needs at most
-# twice the use.
-_WORTH = "(1.0 + reuse_frequency) * (1.0 + exact_share)"
-
-# See `Database`: append-only.
+# See `Database`: append-only, so the first ones speak of what is now called otherwise.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE scopes (
              scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
              UNIQUE (namespace, fingerprint))""",
-        f"""CREATE TABLE variants (
+        """CREATE TABLE variants (
              scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
-             origin_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
+             birth_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
              inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
              session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
              reuse_frequency REAL NOT NULL, created REAL NOT NULL,
-             worth REAL GENERATED ALWAYS AS ({_WORTH}) VIRTUAL,
+             worth REAL GENERATED ALWAYS AS ((1.0 + reuse_frequency) * (1.0 + exact_share)) VIRTUAL,
              PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
         "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
         "CREATE INDEX variants_by_worth ON variants (worth, created)",
@@ -86,8 +81,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
              UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
              DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
     ),
-    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk captured first
-    # lacks, and a process that still runs the version before would fail to insert.
+    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk without
+    # an origin prefix lacks, and a process that still runs the version before would fail to insert.
     (
         "CREATE TABLE token_received (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
         "DROP TRIGGER variant_removed",
@@ -104,6 +99,16 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE variants ADD COLUMN scores_sum INTEGER",
         "CREATE INDEX variants_without_sum ON variants (variant_id) WHERE row_sum IS NULL",
     ),
+    # The eviction score as a plain column, so that it may depend on more than its own row. Not NOT NULL: of a damaged
+    # row it may be no number.
+    (
+        "ALTER TABLE variants RENAME COLUMN birth_prefix TO origin_prefix",
+        "DROP INDEX variants_by_worth",
+        "ALTER TABLE variants DROP COLUMN worth",
+        "ALTER TABLE variants ADD COLUMN score REAL",
+        "UPDATE variants SET score = (1.0 + reuse_frequency) * (1.0 + exact_share)",
+        "CREATE INDEX variants_by_score ON variants (score, created)",
+    ),
 )
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
@@ -111,8 +116,10 @@ _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
-_INSERT = f"""INSERT INTO variants (scope, {COLUMNS.replace("v.", "")}, scores_sum)
-    VALUES ({",".join("?" * 19)})"""
+_INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "score")
+_INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join(f':{name}' for name in _INSERTED)})"
+_OLDER = """SELECT chunk_id, session, variant_id, created, file_bytes FROM variants
+  WHERE scope IN (SELECT value FROM json_each(?1)) AND chunk_id IN (SELECT value FROM json_each(?2))"""
 _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM json_each(?) AS asked
     LEFT JOIN variants AS v ON v.variant_id = asked.value
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value
@@ -140,11 +147,24 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class DamagedRow:
-    """A row that is not as it was written: what is known of its file, and what is wrong."""
+    """A row that is not as it was written: what is known of its file, and what is wrong.
+
+    newer   it is of a newer version of the package, which may read it: it is to be left alone
+    """
 
     file: FileRef
     chunk_id: str
     reason: str
+    newer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OlderRow:
+    """A row that an older version stored; `visible`: the session that asks may know of it."""
+
+    file: FileRef
+    chunk_id: str
+    visible: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +231,7 @@ class Catalog:
     def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
-        self._db = Database(path, migrations=_MIGRATIONS, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        self._db = Database(path, kind=kind_of_cache(_MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
         if read_only:
             return
         try:
@@ -233,9 +253,9 @@ class Catalog:
 
         Every asked chunk id is a key of the answer, with an empty list where nothing is stored.
         """
-        return self.examine(namespace, fingerprint, chunk_ids, session=session)[0]
+        return self.find(namespace, fingerprint, chunk_ids, session=session)[0]
 
-    def examine(
+    def find(
         self,
         namespace: str,
         fingerprint: str,
@@ -251,23 +271,43 @@ class Catalog:
         with self._db.reading() as connection:
             rows = fetched(connection, _LOOKUP, parameters)
         for row in rows:
-            variant = _read(namespace, fingerprint, row, payload)
+            variant = _read(namespace, fingerprint, CatalogRow(*row), payload)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
             else:
                 found[variant.key.chunk_id].append(variant)
         return found, damaged
 
+    def of_older_versions(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+    ) -> list[OlderRow]:
+        """The rows of these chunks that an older version of the package stored, for any model: they serve nobody."""
+        newest = identity_version(fingerprint) or 0
+        with self._db.reading() as connection:
+            query = "SELECT scope, fingerprint FROM scopes WHERE namespace = ?"
+            scopes = [
+                scope
+                for scope, found in fetched(connection, query, (namespace,))
+                if (version := identity_version(str(found))) is not None and version < newest
+            ]
+            if not scopes:
+                return []
+            rows = fetched(connection, _OLDER, (json.dumps(scopes), json.dumps(list(chunk_ids))))
+        return [OlderRow(_file(file), chunk_id, owner in (None, session)) for chunk_id, owner, *file in rows]
+
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
         with self._db.reading() as connection:
             rows = fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
-        return {variant_id: _read_scores(row) for variant_id, *row in rows}
+        return {
+            variant_id: _read_scores(tokens, told=told, inter=inter, received=received)
+            for variant_id, tokens, told, inter, received in rows
+        }
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
-        """A page of rows, the most worthy first; without those that are damaged."""
+        """A page of rows, the highest eviction score first; without those that are damaged."""
         condition, parameters = chosen.as_sql()
-        query = f"{_LISTED} WHERE {condition} ORDER BY v.worth DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
+        query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
         return [row for row in self._listed(query, (*parameters, limit, offset)) if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
@@ -282,8 +322,12 @@ class Catalog:
     def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
         with self._db.reading() as connection:
             rows = fetched(connection, query, parameters)
-        read = [(_read(namespace, fingerprint, row), row[-2]) for namespace, fingerprint, *row in rows]
-        return [one if isinstance(one, DamagedRow) else Listed(one, file_bytes) for one, file_bytes in read]
+        found: list[Listed | DamagedRow] = []
+        for namespace, fingerprint, *columns in rows:
+            row = CatalogRow(*columns)
+            read = _read(namespace, fingerprint, row)
+            found.append(read if isinstance(read, DamagedRow) else Listed(read, row.file_bytes))
+        return found
 
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
@@ -373,10 +417,10 @@ class Catalog:
             return _remove(connection, [_file(row) for row in found if row is not None], writer)
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Remove the chosen rows, least worthy first: all, or until all files together have at most `down_to_bytes`."""
+        """Remove the chosen rows, lowest eviction score first: all, or until all files have `down_to_bytes` at most."""
         condition, parameters = chosen.as_sql()
         query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
-            WHERE {condition} ORDER BY v.worth, v.created"""
+            WHERE {condition} ORDER BY v.score, v.created"""
         with self._db.writing() as connection:
             excess = float("inf")
             if down_to_bytes is not None:
@@ -402,10 +446,15 @@ class Catalog:
     def raise_frequencies(self, gains: dict[str, float]) -> None:
         """f_r += gain, for each variant id; ids that are gone are passed over."""
         with self._db.writing() as connection:
-            connection.executemany(
-                "UPDATE variants SET reuse_frequency = reuse_frequency + ? WHERE variant_id = ?",
-                [(gain, variant_id) for variant_id, gain in gains.items()],
-            )
+            for variant_id, gain in gains.items():
+                query = "SELECT reuse_frequency, exact_share FROM variants WHERE variant_id = ?"
+                frequency, share = connection.execute(query, (variant_id,)).fetchone() or (None, None)
+                if isinstance(frequency, float) and isinstance(share, float):  # neither gone nor damaged
+                    score = eviction_score(reuse_frequency=frequency + gain, exact_share=share)
+                    connection.execute(
+                        "UPDATE variants SET reuse_frequency = ?, score = ? WHERE variant_id = ?",
+                        (frequency + gain, score, variant_id),
+                    )
 
     def _add_sums(self, page: int = 1000) -> None:
         """Add the checksums that rows of before lack, where their fields are sound; what is not is a miss anyhow."""
@@ -416,9 +465,12 @@ class Catalog:
                 rows = fetched(connection, query, (after, page))
             if not rows:
                 return
-            after = rows[-1][3]
-            sound = [row for row in rows if isinstance(_read(row[0], row[1], row[2:]), Variant)]
-            sums = [(sum_of(row[0], row[1], row[2:]), row[3], row[15]) for row in sound]
+            sums = []
+            for namespace, fingerprint, *columns in rows:
+                row = CatalogRow(*columns)
+                after = row.variant_id
+                if isinstance(_read(namespace, fingerprint, row), Variant):
+                    sums.append((sum_of(namespace, fingerprint, row), row.variant_id, row.created))
             with self._db.writing() as connection:
                 update = "UPDATE variants SET row_sum = ? WHERE variant_id = ? AND created = ? AND row_sum IS NULL"
                 connection.executemany(update, sums)
@@ -438,7 +490,7 @@ def _excess_bytes(connection: sqlite3.Connection, incoming: int, limits: Limits)
 def _lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[FileRef]:
     if excess <= 0:
         return []
-    return _until(connection.execute(f"{_FILES} ORDER BY worth, created"), excess)
+    return _until(connection.execute(f"{_FILES} ORDER BY score, created"), excess)
 
 
 def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
@@ -453,17 +505,17 @@ def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
 
 def _lowest_scored_over(connection: sqlite3.Connection, limits: Limits, *, spared: str) -> list[FileRef]:
     over = int(connection.execute("SELECT variants FROM totals").fetchone()[0]) - limits.max_variants
-    query = f"{_FILES} WHERE variant_id != ? ORDER BY worth, created LIMIT ?"
+    query = f"{_FILES} WHERE variant_id != ? ORDER BY score, created LIMIT ?"
     return [_file(row) for row in connection.execute(query, (spared, max(0, over)))]
 
 
 def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
-    """The least worthy variants of the newest one's chunk that are too many.
+    """The variants of the newest one's chunk that are too many, lowest eviction score first.
 
-    The newest is spared although it is unused and so worth least: otherwise a full store would never learn anything
+    The newest is spared although it is unused and so scores lowest: otherwise a full store would never learn anything
     new.
     """
-    query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY worth, created"
+    query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY score, created"
     rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()
     return [_file(row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
 
@@ -491,12 +543,13 @@ def _insert(
     scope: int = connection.execute(
         "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?", names
     ).fetchone()[0]
-    row = columns_of(variant, file_bytes=file_bytes, frequency=frequency)
-    connection.execute(_INSERT, (scope, *row, scores_sum))
+    row = row_of(variant, file_bytes=file_bytes, frequency=frequency)
+    score = eviction_score(reuse_frequency=frequency, exact_share=variant.exact_share)
+    connection.execute(_INSERT, row._asdict() | {"scope": scope, "scores_sum": scores_sum, "score": score})
     return scope
 
 
-def _read(namespace: str, fingerprint: str, row: Row, payload: Payload = NOTHING) -> Variant | DamagedRow:
+def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant | DamagedRow:
     """The variant of a row, or what is wrong with it."""
     try:
         variant = variant_of_row(namespace, fingerprint, row, payload)
@@ -505,14 +558,15 @@ def _read(namespace: str, fingerprint: str, row: Row, payload: Payload = NOTHING
         reason = f"its row in the catalog is damaged: {flaw}"
     except ValueError as error:
         reason = str(error)
-    return DamagedRow(_file((row[1], row[13], row[15])), row[0], reason)
+    newer = (identity_version(str(fingerprint)) or 0) > IDENTITY_VERSION
+    return DamagedRow(_file((row.variant_id, row.created, row.file_bytes)), row.chunk_id, reason, newer)
 
 
-def _read_scores(row: Row) -> TokenScores:
+def _read_scores(tokens: Any, *, told: Any, inter: Any, received: Any) -> TokenScores:
     """Token scores; none where they are damaged: then the choice of tokens is what it is without."""
     try:
-        scores = scores_of_row(row, _MOST_TOKENS)
-        if row[0] is None or not unsound_scores(scores, row[0]):
+        scores = scores_of_row(told=told, inter=inter, received=received, most=_MOST_TOKENS)
+        if tokens is None or not unsound_scores(scores, tokens):
             return scores
         problem = "they do not fit its tokens"
     except (ValueError, TypeError) as error:
@@ -521,7 +575,7 @@ def _read_scores(row: Row) -> TokenScores:
     return TokenScores()
 
 
-def _file(row: Row) -> FileRef:
+def _file(row: Sequence[Any]) -> FileRef:
     """The file of a row, id and time as they lie there, so that the row can be named again."""
     variant_id, created, file_bytes = row
     sound = type(file_bytes) is int and file_bytes > 0

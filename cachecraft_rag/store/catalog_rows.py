@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -22,10 +22,30 @@ _NUMBERS = struct.Struct("<4q4d2q?")
 _HALF = 1 << 63  # SQLite's integers have a sign
 _WRONG = (TypeError, AttributeError, LookupError, OverflowError, RecursionError, ValueError, struct.error)
 
-COLUMNS = """v.chunk_id, v.variant_id, v.origin_prefix, v.tokens, v.tokens_digest, v.inter, v.intra, v.cci,
-              v.exact_share, v.session, v.codec, v.nbytes, v.reuse_frequency, v.created, v.primed, v.file_bytes,
-              v.row_sum"""
-Row = Sequence[Any]  # as `COLUMNS` says, if all is well
+
+class CatalogRow(NamedTuple):
+    """The columns of a variant by their names, in the order in which queries name them; any of them may be damaged."""
+
+    chunk_id: Any
+    variant_id: Any
+    origin_prefix: Any
+    tokens: Any
+    tokens_digest: Any
+    inter: Any
+    intra: Any
+    cci: Any
+    exact_share: Any
+    session: Any
+    codec: Any
+    nbytes: Any
+    reuse_frequency: Any
+    created: Any
+    primed: Any
+    file_bytes: Any
+    row_sum: Any = None
+
+
+COLUMNS = ", ".join(f"v.{name}" for name in CatalogRow._fields)
 
 
 def pack_ids(ids: Sequence[str]) -> bytes | str:
@@ -52,29 +72,41 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
     return tuple([text[start : start + 2 * _ID_BYTES] for start in range(0, len(text), 2 * _ID_BYTES)])
 
 
-def columns_of(variant: Variant, *, file_bytes: int, frequency: float) -> list[Any]:
-    """The row of a variant in the order of `COLUMNS`."""
+def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
+    """The row of a variant."""
     key = variant.key
-    identity = (key.chunk_id, variant.variant_id, pack_ids(key.origin_prefix), variant.tokens, variant.tokens_digest)
-    inter = struct.pack(f"<{len(variant.inter)}f", *variant.inter)
-    # + 0.0: SQLite keeps no negative zero.
-    scores = (inter, variant.intra + 0.0, variant.cci + 0.0, variant.exact_share + 0.0)
-    rest = (variant.session, variant.codec, variant.nbytes, frequency, variant.created + 0.0, int(variant.primed))
-    row = [*identity, *scores, *rest, file_bytes]
-    return [*row, sum_of(key.namespace, key.fingerprint, row)]
-
-
-def sum_of(namespace: str, fingerprint: str, row: Row) -> int:
-    """xxh3 of all that never changes in a row, as SQLite's signed integer. Raises what wrong types raise."""
-    chunk_id, variant_id, ids, tokens, tokens_digest, inter, intra, cci, exact_share, session, codec, nbytes = row[:12]
-    created, primed, file_bytes = row[13:16]
-    owner = "shared" if session is None else "of " + session
-    text = "\0".join((namespace, fingerprint, chunk_id, variant_id, tokens_digest, codec, owner)).encode()
-    numbers = _NUMBERS.pack(
-        tokens, nbytes, primed, file_bytes, intra, cci, exact_share, created, len(text), len(ids), type(ids) is str
+    row = CatalogRow(
+        chunk_id=key.chunk_id,
+        variant_id=variant.variant_id,
+        origin_prefix=pack_ids(key.origin_prefix),
+        tokens=variant.tokens,
+        tokens_digest=variant.tokens_digest,
+        inter=struct.pack(f"<{len(variant.inter)}f", *variant.inter),
+        intra=variant.intra + 0.0,  # SQLite keeps no negative zero
+        cci=variant.cci + 0.0,
+        exact_share=variant.exact_share + 0.0,
+        session=variant.session,
+        codec=variant.codec,
+        nbytes=variant.nbytes,
+        reuse_frequency=frequency,
+        created=variant.created + 0.0,
+        primed=int(variant.primed),
+        file_bytes=file_bytes,
     )
+    return row._replace(row_sum=sum_of(key.namespace, key.fingerprint, row))
+
+
+def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
+    """xxh3 of all that never changes in a row, as SQLite's signed integer. Raises what wrong types raise."""
+    ids = row.origin_prefix
+    owner = "shared" if row.session is None else "of " + row.session
+    names = (namespace, fingerprint, row.chunk_id, row.variant_id, row.tokens_digest, row.codec, owner)
+    text = "\0".join(names).encode()
+    counts = (row.tokens, row.nbytes, row.primed, row.file_bytes)
+    measures = (row.intra, row.cci, row.exact_share, row.created)
+    numbers = _NUMBERS.pack(*counts, *measures, len(text), len(ids), type(ids) is str)
     packed_ids = ids.encode() if type(ids) is str else ids
-    return xxhash.xxh3_64_intdigest(b"".join((numbers, text, packed_ids, inter))) - _HALF
+    return xxhash.xxh3_64_intdigest(b"".join((numbers, text, packed_ids, row.inter))) - _HALF
 
 
 def sum_of_scores(inter: bytes | None, received: bytes | None) -> int:
@@ -83,19 +115,36 @@ def sum_of_scores(inter: bytes | None, received: bytes | None) -> int:
     return xxhash.xxh3_64_intdigest(lengths + (inter or b"") + (received or b"")) - _HALF
 
 
-def variant_of_row(namespace: str, fingerprint: str, row: Row, payload: Payload = NOTHING) -> Variant:
+def variant_of_row(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant:
     """The variant of a row; `payload` is what the look-up knows of its bytes.
 
-    Raises ValueError when the row is not as it was written; rows of before have no checksum.
+    Raises ValueError when the row is not as it was written; the oldest rows have no checksum.
     """
     try:
-        chunk_id, variant_id, prefix, tokens, tokens_digest, inter, *rest, primed, _file_bytes, row_sum = row
-        if row_sum is not None and row_sum != sum_of(namespace, fingerprint, row):
+        if row.row_sum is not None and row.row_sum != sum_of(namespace, fingerprint, row):
             raise ValueError("its checksum is wrong")
-        key = VariantKey(namespace, fingerprint, chunk_id, unpack_ids(prefix))
-        scores: tuple[float, ...] = struct.unpack(f"<{len(inter) // 4}f", inter)
-        known = (key, variant_id, tokens, tokens_digest, scores, *rest)  # 8 more columns, in order
-        return Variant(*known, primed=bool(primed), payload=payload)  # type: ignore[misc]
+        return Variant(
+            key=VariantKey(
+                namespace=namespace,
+                fingerprint=fingerprint,
+                chunk_id=row.chunk_id,
+                origin_prefix=unpack_ids(row.origin_prefix),
+            ),
+            variant_id=row.variant_id,
+            tokens=row.tokens,
+            tokens_digest=row.tokens_digest,
+            inter=struct.unpack(f"<{len(row.inter) // 4}f", row.inter),
+            intra=row.intra,
+            cci=row.cci,
+            exact_share=row.exact_share,
+            session=row.session,
+            codec=row.codec,
+            nbytes=row.nbytes,
+            reuse_frequency=row.reuse_frequency,
+            created=row.created,
+            primed=bool(row.primed),
+            payload=payload,
+        )
     except _WRONG as error:
         raise ValueError(f"its row in the catalog is damaged: {error}") from error
 
@@ -110,12 +159,11 @@ def packed(scores: np.ndarray | None) -> bytes | None:
     return None if scores is None else np.ascontiguousarray(scores, dtype="<f4").tobytes()
 
 
-def scores_of_row(row: Row, most: int) -> TokenScores:
-    """Token scores from (tokens, checksum, inter, received); those of before have no checksum.
+def scores_of_row(*, told: Any, inter: Any, received: Any, most: int) -> TokenScores:
+    """Token scores from their columns; `told` is their checksum, which the oldest rows lack.
 
-    Raises ValueError or TypeError for what is damaged. `most` tokens are believed.
+    Raises ValueError or TypeError for what is damaged. More than `most` tokens are not believed.
     """
-    _, told, inter, received = row
     if told is not None and told != sum_of_scores(inter, received):
         raise ValueError("checksum")
     if any(one is not None and len(one) > 4 * most for one in (inter, received)):

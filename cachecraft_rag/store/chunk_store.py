@@ -24,26 +24,26 @@ from cachecraft_rag.checks import (
     check_whole,
 )
 from cachecraft_rag.errors import ConfigError, StoreError
-from cachecraft_rag.planning.scoring import reuse_gain
 from cachecraft_rag.store.catalog import FileRef, Limits, Listed, RowFilter, Totals
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.eviction import reuse_gain
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, encode, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
+from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.store.writer import flaw_of, variant_of
-from cachecraft_rag.types import Capture, Damaged, LoadedVariant, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Capture, Damaged, LoadedVariant, Progress, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
 
 
-class ChunkCacheStore(Closing):
+class ChunkCacheStore(Closeable):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
@@ -266,7 +266,7 @@ class ChunkCacheStore(Closing):
         return future
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use: f_r grows by `scoring.reuse_gain`. Written in the background, in batches."""
+        """Record a use: f_r grows by `eviction.reuse_gain`. Written in the background, in batches."""
         self._home.require()
         # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
         gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)
@@ -328,11 +328,11 @@ class ChunkCacheStore(Closing):
         catalog = self._durable.catalog
         return self._durable.evict(lambda writer: catalog.evict(chosen, writer=writer, down_to_bytes=down_to_bytes))
 
-    def check(self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None) -> CheckReport:
+    def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
         """Compare rows and files, read every byte, and report what is wrong; with `repair` put it right.
 
-        Safe while other processes read and write: what a living writer is busy with is left alone. `progress` gets
-        (rows done, rows in all). Raises StoreError when the catalog or the folder cannot be read.
+        Safe while other processes read and write: what a living writer is busy with is left alone. `progress` is told
+        after each row. Raises StoreError when the catalog or the folder cannot be read.
         """
         self._require_folder()
         try:

@@ -1,4 +1,4 @@
-"""What everything has in common that must be closed: `close`, and a `with` block that does it."""
+"""Base class of everything that must be closed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
-    """Base of what holds threads, files or locks. Leaving a `with` block closes it, also on an error."""
+class Closeable(ABC):
+    """Holds threads, files or locks until `close`; leaving a `with` block closes it, also on an error."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """One SQLite file shared by threads and processes: connections, transactions, migrations, errors that say what to do.
 
-WAL, `BEGIN IMMEDIATE` and a busy timeout let several processes use it. Within a process one connection reads and
-another writes, each behind its own lock: a reader never waits for a write. WAL with `synchronous=NORMAL` never
-corrupts; after a power cut the last commits may be gone, which costs a cache an entry and never gives it a wrong one.
+The catalog of chunk-caches and the retrieval index are such files. WAL, `BEGIN IMMEDIATE` and a busy timeout let
+several processes use one. Within a process one connection reads and another writes, each behind its own lock: a reader
+never waits for a write.
 """
 
 from __future__ import annotations
@@ -13,42 +13,59 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.errors import StoreError
+from cachecraft_rag.errors import CacheCraftError, StoreError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one kind of file has of its own.
+
+    migrations  statements that bring a file from version n to n + 1, numbered by position. Append-only: a released
+                migration never changes, a new one is added behind it
+    pragmas     what a connection that writes is set to, besides WAL
+    error       of every failure
+    what        how messages call the file at this path
+    message     what an error of SQLite means, and what to do about it
+    """
+
+    migrations: Sequence[Sequence[str]]
+    pragmas: Sequence[str]
+    error: type[CacheCraftError]
+    what: Callable[[Path], str]
+    message: Callable[[Path, sqlite3.Error], str]
 
 
 class Database:
-    """A SQLite file. Any thread may call any method; every failure of SQLite is a `StoreError`.
+    """A SQLite file. Any thread may call any method; every failure of SQLite is the error of its kind.
 
     Args:
         path: the file, made if it is not there.
-        migrations: statements that bring a file from version n to n + 1, numbered by position. Append-only: a released
-            migration never changes, a new one is added behind it.
+        kind: what it is.
         busy_timeout_s: how long to wait for another process's transaction.
     """
 
-    def __init__(
-        self, path: Path, *, migrations: Sequence[Sequence[str]], busy_timeout_s: float, read_only: bool = False
-    ) -> None:
-        """Open or create it and bring its schema up to date, or `read_only`, open it as it is. Raises StoreError."""
+    def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float, read_only: bool = False) -> None:
+        """Open or create it and update its schema; `read_only`: open it as it is. Raises the kind's error."""
         self.path = path
         self.read_only = read_only
-        self._migrations = migrations
+        self._kind = kind
         self._busy_timeout_s = busy_timeout_s
-        self._read_lock = threading.Lock()
-        self._write_lock = threading.Lock()
+        self._read_lock = threading.RLock()  # a second transaction in the same thread is an error, and no standstill
+        self._write_lock = threading.RLock()
         self._writer = self._connect()
         try:
             self._when_free(self._compare if read_only else self._prepare)
             self._reader = self._connect()
-        except StoreError:
+        except CacheCraftError:
             self._writer.close()
             raise
 
     def close(self) -> None:
-        """Close both connections; any later call raises StoreError."""
+        """Close both connections; any later call raises the kind's error."""
         with self._read_lock:
             self._reader.close()
         with self._write_lock:
@@ -61,13 +78,24 @@ class Database:
             yield self._reader
 
     @contextmanager
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
+        """As `reading`, in one transaction: all that is read in the block is of one moment."""
+        with self.reading() as connection:
+            connection.execute("BEGIN DEFERRED")
+            try:
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """The connection that writes, in a transaction that is committed at the end or rolled back on any error.
 
         No other writer, in any process, gets in between.
         """
         if self.read_only:
-            raise StoreError(f"{self.path} cannot be written. Make its folder writable for this user to change it.")
+            raise self._error("cannot be written. Make its folder writable for this user to change it")
         with self._errors(), self._transaction() as connection:
             yield connection
 
@@ -100,28 +128,27 @@ class Database:
 
     def _prepare(self) -> None:
         """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
-        # 8 KiB pages: a row of the catalog has some 600 bytes, and a page should hold more than a handful of them.
-        for mode in ("page_size = 8192", "journal_mode = WAL", "synchronous = NORMAL", "journal_size_limit = 16777216"):
+        for mode in (*self._kind.pragmas, "journal_mode = WAL"):
             self._writer.execute(f"PRAGMA {mode}")
-        newest = len(self._migrations)
+        newest = len(self._kind.migrations)
         with self._transaction() as connection:
             version: int = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > newest:
-                raise StoreError(
-                    f"{self.path} was made by a newer version of cachecraft-rag (schema {version}, this one knows "
-                    f"{newest}). Upgrade the package or choose another folder for the store."
+                raise self._error(
+                    f"was made by a newer version of cachecraft-rag (schema {version}, this one knows {newest}). "
+                    "Upgrade the package or choose another folder"
                 )
-            for statement in (line for migration in self._migrations[version:] for line in migration):
+            for statement in (line for migration in self._kind.migrations[version:] for line in migration):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {newest}")
 
     def _compare(self) -> None:
         """See that a file which cannot be changed has this version's schema."""
         version: int = self._writer.execute("PRAGMA user_version").fetchone()[0]
-        if version != len(self._migrations):
-            raise StoreError(
-                f"{self.path} was made by another version of cachecraft-rag (schema {version}, this one knows "
-                f"{len(self._migrations)}) and cannot be written. Open it once where it can be, or use that version."
+        if version != len(self._kind.migrations):
+            raise self._error(
+                f"was made by another version of cachecraft-rag (schema {version}, this one knows "
+                f"{len(self._kind.migrations)}) and cannot be written. Open it once where it can be, or use that one"
             )
 
     @contextmanager
@@ -140,11 +167,14 @@ class Database:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn every error of SQLite into a StoreError that says what to do."""
+        """Turn every error of SQLite into the error of our kind, which says what to do."""
         try:
             yield
         except sqlite3.Error as error:
-            raise StoreError(_advice(self.path, error)) from error
+            raise self._kind.error(self._kind.message(self.path, error)) from error
+
+    def _error(self, text: str) -> CacheCraftError:
+        return self._kind.error(f"{self._kind.what(self.path)} {text}.")
 
 
 def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
@@ -190,7 +220,7 @@ def fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object
         connection.text_factory = str
 
 
-def _advice(path: Path, error: sqlite3.Error) -> str:
+def _message(path: Path, error: sqlite3.Error) -> str:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
@@ -210,3 +240,19 @@ def _advice(path: Path, error: sqlite3.Error) -> str:
     else:
         advice = "cannot be used. Check the disk, then try `store check`"
     return f"{path} {advice} ({type(error).__name__}: {error})."
+
+
+def kind_of_cache(migrations: Sequence[Sequence[str]]) -> Kind:
+    """A file that indexes a cache.
+
+    `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
+    entry and never gives it a wrong one. 8 KiB pages: a row of the catalog has some 600 bytes, and a page should hold
+    more than a handful of them.
+    """
+    return Kind(
+        migrations=migrations,
+        pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216"),
+        error=StoreError,
+        what=str,
+        message=_message,
+    )

@@ -21,10 +21,10 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
 from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, FoundFile
-from cachecraft_rag.store.layout import Encoded
+from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
+from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.store.writers import Presence
-from cachecraft_rag.types import Damaged, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Damaged, Progress, TokenScores, Unavailable, Variant
 
 FindingKind = Literal[
     "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
@@ -171,7 +171,8 @@ class DurableVariants:
         gone = self.catalog.remove([file], writer=self._presence.token)
         if gone:
             path = self.disk.path(file.variant_id, file.created)
-            logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
+            level = logging.INFO if reason == STORED_BY_OLDER else logging.WARNING  # after an upgrade there are many
+            logger.log(level, "Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
         self.delete(gone)
 
     def evict(self, take: Callable[[str], list[FileRef]]) -> Evicted:
@@ -202,7 +203,7 @@ class DurableVariants:
             with self._lock:
                 self._unsettled += settled
 
-    def check(self, *, repair: bool, progress: Callable[[int, int], None] | None) -> CheckReport:
+    def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; see `ChunkCacheStore.check`. Raises StoreError, OSError."""
         if repair and self.read_only:
             raise StoreError(
@@ -218,7 +219,7 @@ class DurableVariants:
         for rows, row in enumerate(self.catalog.scan(), start=1):
             findings += self._check_row(row, repair=repair)
             if progress is not None:
-                progress(rows, max(total, rows))
+                progress(Progress(rows, max(total, rows), ""))
         reported = {finding.path for finding in findings}
         for file in files:
             if file.path not in reported:
@@ -246,6 +247,8 @@ class DurableVariants:
 
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
         if isinstance(row, DamagedRow):
+            if row.newer:
+                return []  # of a newer version of the package: that one can tell what is wrong
             path = self.disk.path(row.file.variant_id, row.file.created)
             if repair:
                 self.delete(self.catalog.remove([row.file], writer=self._presence.token))

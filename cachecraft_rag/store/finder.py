@@ -9,6 +9,7 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import FileRef
 from cachecraft_rag.store.durable import DurableVariants
 from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.layout import STORED_BY_OLDER
 from cachecraft_rag.store.remote import RemoteTier
 from cachecraft_rag.types import Payload
 
@@ -45,16 +46,40 @@ class Finder:
         """See `ChunkCacheStore.find`; `gone`: there is no catalog any more."""
         nothing = Found({chunk_id: [] for chunk_id in chunk_ids})
         found = nothing if gone else self._here(namespace, fingerprint, chunk_ids, session=session, expected=expected)
-        if self._remote is None:
-            return found
+        found = (
+            found if self._remote is None else self._with_remote(self._remote, found, namespace, fingerprint, expected)
+        )
+        missing = [name for name, offers in found.variants.items() if not offers]
+        if missing and not gone:
+            self._tidy_older(found, namespace, fingerprint, missing, session=session)
+        return found
+
+    @staticmethod
+    def _with_remote(
+        remote: RemoteTier, found: Found, namespace: str, fingerprint: str, expected: Expected | None
+    ) -> Found:
+        """What was found here, and on the remote where that was little."""
         # After the catalog, not beside it: the catalog takes a millisecond, and what it has need not be asked for.
-        few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
-        there = self._remote.find(namespace, fingerprint, few, expected) if few else Found({})
+        few = [name for name, here in found.variants.items() if len(here) < remote.config.ask_below]
+        there = remote.find(namespace, fingerprint, few, expected) if few else Found({})
         for chunk_id, offers in there.variants.items():  # a variant that is here too stays as it is
             here = {variant.variant_id for variant in found.variants[chunk_id]}
             found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
         found.refused.update(there.refused)
-        return replace(found, remote=self._remote.last_outcome if few else None)
+        return replace(found, remote=remote.last_outcome if few else None)
+
+    def _tidy_older(
+        self, found: Found, namespace: str, fingerprint: str, missing: Sequence[str], *, session: str | None
+    ) -> None:
+        """Discard what an older version of the package stored of these chunks, and name that as the reason."""
+        try:
+            older = self._durable.catalog.of_older_versions(namespace, fingerprint, missing, session=session)
+        except StoreError:  # the look-up before has said so
+            return
+        for row in older:
+            self._discard(row.file, row.chunk_id, STORED_BY_OLDER)
+            if row.visible:
+                found.refused.setdefault(row.chunk_id, STORED_BY_OLDER)
 
     def _here(
         self,
@@ -68,7 +93,7 @@ class Finder:
         """What the catalog has. Where it cannot be read: nothing, and one warning."""
         payload = Payload(expected.layout if expected is not None else None)
         try:
-            variants, damaged = self._durable.catalog.examine(
+            variants, damaged = self._durable.catalog.find(
                 namespace, fingerprint, chunk_ids, session=session, payload=payload
             )
         except StoreError as error:

@@ -1,4 +1,4 @@
-"""Layout v2 of a stored chunk-cache: one safetensors file per variant, the same bytes on disk and in a remote store.
+"""Layout v3 of a stored chunk-cache: one safetensors file per variant, the same bytes on disk and in a remote store.
 
 The file is a plain safetensors file: the library opens it. Its data section is one block per layer, in layer order and
 without gaps, so a layer is one contiguous read. What a block is, the codec says:
@@ -10,15 +10,19 @@ without gaps, so a layer is one contiguous read. What a block is, the codec says
   which the header's fields then say.
 
 Names are zero-padded because safetensors sorts them. The header ends on a multiple of 4096 bytes, so that the data is
-page-aligned. It carries the full identity, the codec, a checksum over its own fields, and one for each run of
-`EXTENT_TOKENS` tokens of each layer: that is the smallest piece that can be read and verified alone. Version 1 had one
-checksum per layer, so half a chunk could not be read; a block that only decodes as a whole is one run.
+page-aligned. It carries the full identity, the codec, a checksum over its own fields, and one for each extent: the
+`EXTENT_TOKENS` tokens of a layer that are the smallest piece which can be read and verified alone. Version 1 had one
+checksum per layer, so half a chunk could not be read. A block that only decodes as a whole is one extent. Version 3
+names its fields one by one (`Header.encode`), frozen by a test.
+
+Every later version keeps `fields` (JSON text that begins with `layout_version`) and `fields_xxh3` in the metadata, so
+that any version tells what is newer from what is damaged. A field that is not known is ignored.
 
 Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
 copies of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
 
-A header is a pure function of its fields. A reader rebuilds it from what it parsed and compares all bytes, so a change
-of any byte is noticed, also one in an offset or in the padding that no checksum covers.
+A header is a pure function of the text of its fields. A reader rebuilds it from what it parsed and compares all bytes,
+so a change of any byte is noticed, also one in an offset or in the padding that no checksum covers.
 """
 
 from __future__ import annotations
@@ -27,9 +31,9 @@ import errno
 import itertools
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,14 +51,35 @@ _ALIGNMENT = 4096
 _LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
 _MOST_GROWTH = 256  # bytes in memory per byte of a file, where no model says how many there must be
 _LARGEST = 1e9  # of a key or value: what is larger is no model's, and would make scores infinite and logits NaN
+STORED_BY_OLDER = "stored by an older version of cachecraft-rag; computed again"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class OlderVersionError(ValueError):
+    """It was stored by an older version of the package: it is of no use any more, and nothing is wrong with it."""
+
+
+class NewerVersionError(ConfigError):
+    """It was stored by a newer version of the package: that one can read it, so it is left as it is."""
+
+
+def require_version(version: object) -> None:
+    """Raise unless a stored chunk-cache is of our layout: OlderVersionError or NewerVersionError."""
+    if type(version) is not int:
+        raise ValueError("layout version")
+    if version < LAYOUT_VERSION:
+        raise OlderVersionError(STORED_BY_OLDER)
+    if version > LAYOUT_VERSION:
+        raise NewerVersionError(
+            f"stored by a newer version of cachecraft-rag (layout {version}, this one knows {LAYOUT_VERSION})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a file says of itself.
 
-    run_sums     xxh3 (64 bit) of each run of each layer, see `extents`
+    extent_sums  xxh3 (64 bit) of each extent of each layer, see `extents`
     block_sizes  bytes of each layer's block, where the codec cannot tell without the values
     """
 
@@ -63,7 +88,7 @@ class Header:
     tokens: int
     tokens_digest: str
     codec: str
-    run_sums: tuple[tuple[int, ...], ...]
+    extent_sums: tuple[tuple[int, ...], ...]
     block_sizes: tuple[int, ...] = ()
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -93,13 +118,43 @@ class Header:
             raise ValueError("block sizes of no layer")
         whole = not codec_named(self.codec).run(layout, self.tokens, 0, self.tokens)
         wanted = 1 if whole else -(-self.tokens // EXTENT_TOKENS)
-        if len(self.run_sums) != layout.layers or any(len(sums) != wanted for sums in self.run_sums):
+        if len(self.extent_sums) != layout.layers or any(len(sums) != wanted for sums in self.extent_sums):
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
         """The first bytes of the file, up to its data: length, JSON, padding."""
+        return self._around(json.dumps(self._fields(), separators=(",", ":")))
+
+    def _fields(self) -> dict[str, object]:
+        layout = self.layout
+        fields: dict[str, object] = {
+            "layout_version": LAYOUT_VERSION,
+            "namespace": self.key.namespace,
+            "fingerprint": self.key.fingerprint,
+            "chunk_id": self.key.chunk_id,
+            "origin_prefix": self.key.origin_prefix,
+            "layers": layout.layers,
+            "kv_heads": layout.kv_heads,
+            "head_dim": layout.head_dim,
+            "dtype": layout.dtype,
+            "tokens": self.tokens,
+            "tokens_digest": self.tokens_digest,
+            "codec": self.codec,
+            "extent_xxh3": ["".join(f"{value:016x}" for value in sums) for sums in self.extent_sums],
+        }
+        if self.block_sizes:
+            fields["block_sizes"] = self.block_sizes
+        return fields
+
+    def _around(self, fields: str) -> bytes:
+        """The header that has these fields, as JSON text."""
         codec = codec_named(self.codec)
-        entries: dict[str, object] = {"__metadata__": self._metadata()}
+        metadata = {
+            "format": "cachecraft chunk-cache",
+            "fields": fields,
+            "fields_xxh3": xxhash.xxh3_64_hexdigest(fields.encode("ascii")),
+        }
+        entries: dict[str, object] = {"__metadata__": metadata}
         for layer, (begin, nbytes) in enumerate(self.blocks()):
             for part in codec.parts(self.layout, self.tokens, nbytes):
                 end = begin + part.nbytes
@@ -110,48 +165,53 @@ class Header:
         padded = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
         return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
-    def _metadata(self) -> dict[str, str]:
-        fields: dict[str, object] = {
-            **asdict(self.key),
-            "layout": asdict(self.layout),
-            "tokens": self.tokens,
-            "tokens_digest": self.tokens_digest,
-            "codec": self.codec,
-            "run_xxh3": ["".join(f"{value:016x}" for value in sums) for sums in self.run_sums],
-        }
-        if self.block_sizes:
-            fields["block_sizes"] = self.block_sizes
-        text = json.dumps(fields, separators=(",", ":"))
-        return {
-            "format": "cachecraft chunk-cache",
-            "layout_version": str(LAYOUT_VERSION),
-            "fields": text,
-            "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode("ascii")),
-        }
-
     @classmethod
     def decode(cls, raw: bytes) -> Header:
-        """The inverse of `encode`. Raises ValueError with the reason unless `raw` is exactly what `encode` gives."""
+        """The inverse of `encode`; unknown fields are ignored.
+
+        Raises ValueError with the reason unless `raw` is exactly what somebody encoded; OlderVersionError (a
+        ValueError) or NewerVersionError when that was an older or a newer version.
+        """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
-            version = metadata["layout_version"]
+            text = metadata["fields"]
             # Before anything is built from the fields: a damaged number of layers could ask for billions of entries.
-            if xxhash.xxh3_64_hexdigest(metadata["fields"].encode("ascii")) != metadata["fields_xxh3"]:
+            if xxhash.xxh3_64_hexdigest(text.encode("ascii")) != metadata["fields_xxh3"]:
                 raise ValueError("checksum of the fields")
-            fields = json.loads(metadata["fields"])
-            parts = (fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["origin_prefix"]))
-            sums = tuple(tuple(_sums(text)) for text in fields["run_xxh3"])
-            sizes = tuple(fields.get("block_sizes", ()))
-            rest = (fields["tokens"], fields["tokens_digest"], fields["codec"], sums, sizes)
-            header = cls(VariantKey(*parts), KVLayout(**fields["layout"]), *rest)
-            rebuilt = header.encode()
+            fields = json.loads(text)
+            # Up to version 2 it stood outside the fields, as text.
+            require_version(fields["layout_version"] if "layout_version" in fields else int(metadata["layout_version"]))
+            header = cls._of(fields)
+            rebuilt = header._around(text)
+        except (OlderVersionError, NewerVersionError):
+            raise
         except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"header damaged: {type(error).__name__}") from error
-        if version != str(LAYOUT_VERSION):
-            raise ValueError(f"layout version unknown: {version}")
         if rebuilt != raw:
             raise ValueError("header damaged: not as it was written")
         return header
+
+    @classmethod
+    def _of(cls, fields: Mapping[str, Any]) -> Header:
+        return cls(
+            key=VariantKey(
+                namespace=fields["namespace"],
+                fingerprint=fields["fingerprint"],
+                chunk_id=fields["chunk_id"],
+                origin_prefix=tuple(fields["origin_prefix"]),
+            ),
+            layout=KVLayout(
+                layers=fields["layers"],
+                kv_heads=fields["kv_heads"],
+                head_dim=fields["head_dim"],
+                dtype=fields["dtype"],
+            ),
+            tokens=fields["tokens"],
+            tokens_digest=fields["tokens_digest"],
+            codec=fields["codec"],
+            extent_sums=tuple(tuple(_sums(text)) for text in fields["extent_xxh3"]),
+            block_sizes=tuple(fields.get("block_sizes", ())),
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +340,7 @@ class StoredVariant:
             parts = _cut(memory_of(block), slices)
         for part, where in zip(parts, slices, strict=True):
             self.source.read(part, self._begin + offset + where.start)
-        for (first, last), wanted in zip(self._pieces, self._header.run_sums[layer], strict=True):
+        for (first, last), wanted in zip(self._pieces, self._header.extent_sums[layer], strict=True):
             if start <= first < stop:
                 found = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
                 if found != wanted:

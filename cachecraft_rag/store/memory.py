@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
 
 
@@ -23,11 +24,15 @@ class _Held:
     frequency: float
     stamp: int = -1
 
+    @property
+    def score(self) -> float:
+        return eviction_score(reuse_frequency=self.frequency, exact_share=self.variant.exact_share)
+
 
 class MemoryTier:
-    """Tensors in memory, within a budget. When a new one does not fit, those with the lowest reuse frequency leave.
+    """Tensors in memory, within a budget. When a new one does not fit, those with the lowest eviction score leave.
 
-    Among equals the one whose frequency was not raised for the longest time goes. Leaving costs nothing but a later
+    Among equals the one whose score was not raised for the longest time goes. Leaving costs nothing but a later
     read from farther away. The tensor that has just come is spared: it is about to be used.
 
     Args:
@@ -48,7 +53,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._used_bytes = 0
-        # A heap with void entries instead of a sorted structure: raising a frequency is a push, demotion pops until it
+        # A heap with void entries instead of a sorted structure: raising a score is a push, demotion pops until it
         # finds a valid entry. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000
         # tensors.
         self._heap: list[tuple[float, int, str]] = []
@@ -117,9 +122,9 @@ class MemoryTier:
 
     def _push(self, variant_id: str, held: _Held) -> None:
         held.stamp = next(self._stamps)
-        heapq.heappush(self._heap, (held.frequency, held.stamp, variant_id))
+        heapq.heappush(self._heap, (held.score, held.stamp, variant_id))
         if len(self._heap) > 2 * len(self._held) + 64:  # mostly void entries: start afresh, amortised O(1)
-            self._heap = [(held.frequency, held.stamp, name) for name, held in self._held.items()]
+            self._heap = [(held.score, held.stamp, name) for name, held in self._held.items()]
             heapq.heapify(self._heap)
 
     def _pop_lowest(self) -> _Held:

@@ -290,7 +290,8 @@ def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> Non
         (["store", "check", "--store", "x" * 300], "holds no chunk-caches"),  # too long stands for out of reach
         (["ask", "What?", "--store", "x" * 300], "holds no documents yet"),
         (["index", "nowhere"], "nowhere"),
-        (["ask", "What?", "--focus", "sharp"], "focus must be off"),
+        (["ask", "What?", "--early-termination", "sharp"], "early_termination must be off"),
+        (["ask", "What?", "--focus", "sharp"], "early_termination must be off"),  # the option's old name,
         (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
         (["bench", "cake", "--bandwidths", "fast"], "no list of numbers"),
         (["bench", "cake", "--tokens", "100"], "at least 256 tokens"),
@@ -357,7 +358,7 @@ def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second
 ) -> None:
     first = run("demo", "--questions", "1", "--top-k", "3", "--threads", "2", cwd=tmp_path)
     assert "chunk-caches computed" in first.stderr
-    assert "times sooner" in first.stdout
+    assert "times faster to the first token" in first.stdout
     (second,) = last_json(run("demo", "--questions", "1", "--top-k", "3", "--json", cwd=tmp_path))
     stats = second["answer"]["stats"]
     assert {chunk["tier"] for chunk in stats["chunks"]} <= {"disk", "host"}

@@ -86,7 +86,7 @@ def last_json(shown: str) -> Any:
     return json.loads(shown.strip().splitlines()[-1])
 
 
-def test_the_next_engine_takes_it_up(home: Path) -> None:
+def test_the_next_engine_uses_it(home: Path) -> None:
     store = home / "kept"
     chunks = [Chunk("One thing is written here."), Chunk("Another thing is written there.")]
 
@@ -147,7 +147,7 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
     )
     assert "6 questions are few" in shown
     assert f"written to {home / 'table' / 'calibration.json'}" in shown
-    assert "ReuseConfig(alpha=…) goes before it" in shown
+    assert "ReuseConfig(alpha=…) overrides it" in shown
 
 
 def test_the_other_half_checks_the_promise(home: Path) -> None:
@@ -173,8 +173,8 @@ def test_another_quality_replaces_the_first(home: Path) -> None:
     [
         (("--metric", "bleu"), "unknown metric 'bleu'; choose one of"),
         (("--quality", "95"), "quality must lie between 0 and 1"),
-        (("--captures", "stream"), "choose one of unrelated"),
-        (("--limit", "1", "--check"), "2 questions or more with --limit"),
+        (("--origin", "stream"), "choose one of unrelated"),
+        (("--limit", "1", "--check"), "2 questions or more: raise --limit"),
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )

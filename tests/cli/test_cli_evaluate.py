@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from cachecraft_rag.cli.evaluate import evaluate
+from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 
@@ -61,9 +60,12 @@ def arguments_of(home: Path, *arguments: str | Path) -> list[str]:
 
 def run(home: Path, *arguments: str | Path) -> str:
     """What the command prints. In this process: a new one takes four seconds to begin."""
-    app = typer.Typer()
-    app.command()(evaluate)
-    done = CliRunner().invoke(app, arguments_of(home, *arguments), catch_exceptions=False, env={"COLUMNS": "200"})
+    return invoke("eval", *arguments_of(home, *arguments))
+
+
+def invoke(*arguments: str) -> str:
+    """What `cachecraft` prints with these arguments."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -142,7 +144,7 @@ def test_other_settings_are_refused_and_restart_begins_again(home: Path) -> None
 
 
 def test_the_stream_is_warmed_up_first(home: Path) -> None:
-    arguments = ("--captures", "stream", "--methods", "full_cache", "--out", home / "stream")
+    arguments = ("--origin", "stream", "--methods", "full_cache", "--out", home / "stream")
     with pytest.raises(ConfigError, match="lower --warmup"):
         run(home, *arguments)
     assert last_json(run(home, *arguments, "--warmup", "4", "--json"))["questions"] == 2
@@ -167,7 +169,29 @@ def test_smaller_chunks_are_other_data(home: Path) -> None:
     with pytest.raises(ConfigError, match="data_digest"):
         run(home, *out, "--chunk-tokens", "16")
     with pytest.raises(ConfigError, match="name it with --data"):
-        evaluate(chunk_tokens=16)
+        invoke("eval", "--chunk-tokens", "16")
+
+
+def test_the_old_spelling_of_an_option_works_and_is_not_shown(home: Path) -> None:
+    few = ("--methods", "full_cache", "--limit", "1", "--json")
+    old = last_json(run(home, "--births", "alone", *few, "--out", home / "births"))
+    assert untimed(old) == untimed(last_json(run(home, "--origin", "alone", *few, "--out", home / "origin")))
+    assert json.loads((home / "births" / "records.jsonl").read_text().splitlines()[0])["settings"]["origin"] == "alone"
+    assert "--births" not in invoke("eval", "--help")
+    assert "--origin" in invoke("eval", "--help")
+
+
+def test_early_termination_is_a_subcommand_and_has_its_old_name_too(home: Path) -> None:
+    arguments = arguments_of(home, "--limit", "1", "--passages", "2", "--json")
+    report = last_json(invoke("eval", "early-termination", *arguments))
+    assert (report["questions"], report["passages"]) == (1, 2)
+    assert {one["rule"] for one in report["rules"]} == {"printed", "gap", "share"}
+    assert last_json(invoke("judge-focus", *arguments)) == report
+    assert "judge-focus" not in invoke("--help")
+    with pytest.raises(ConfigError, match="write options behind the subcommand: cachecraft eval early-termination"):
+        invoke("eval", "--limit", "1", "early-termination", *arguments)
+    with pytest.raises(ConfigError, match="an origin that does not change"):
+        invoke("eval", "early-termination", *arguments, "--origin", "stream")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +201,7 @@ def test_smaller_chunks_are_other_data(home: Path) -> None:
         (("--methods", "lingua2"), "--lingua2-model"),
         (("--ratios", "much"), "is no list of numbers"),
         (("--ratios", "0,0.1"), "a ratio must lie above 0"),
-        (("--captures", "somehow"), "unknown captures"),
+        (("--origin", "somehow"), "unknown origin condition"),
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )
@@ -189,7 +213,7 @@ def test_what_is_wrong_is_said_with_what_to_do(home: Path, arguments: tuple[str,
 @pytest.mark.slow
 def test_the_demo_model_on_the_sample_handbook(demo_model: Path, tmp_path: Path) -> None:
     methods = "full_recompute,prefix_cache,full_cache,craft"
-    arguments = ("--limit", "1", "--methods", methods, "--ratios", "0.15", "--captures", "similar", "--threads", "1")
+    arguments = ("--limit", "1", "--methods", methods, "--ratios", "0.15", "--origin", "similar", "--threads", "1")
     done = subprocess.run(
         [COMMAND, "eval", *arguments, "--out", str(tmp_path), "--json"],
         capture_output=True,

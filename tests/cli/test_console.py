@@ -21,12 +21,12 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from cachecraft_rag.cli import app as command
-from cachecraft_rag.cli import chat, options, store
+from cachecraft_rag.cli import ask, chat, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
 from cachecraft_rag.engine.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey
+from cachecraft_rag.types import Capture, KVLayout, Progress, TokenScores, VariantKey
 
 EVIL = "[/] [bold]x[/nothing] :smile: \x1b[2J\x1b]0;title\x07 \x9b1m \x00\r \udc80"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -93,9 +93,8 @@ def test_errors_spinners_and_log_messages_are_text(screen: io.StringIO) -> None:
     options.print_error(CacheCraftError(EVIL), EVIL)
     assert harmless(screen.getvalue())
     screen.seek(screen.truncate(0))
-    with options.waiting(EVIL) as say, options.progress_bar(EVIL) as move:
-        say(EVIL)
-        move(1, 2, EVIL)
+    with options.waiting(EVIL), options.progress_bar(EVIL) as show:
+        show(Progress(1, 2, EVIL))
     assert STEERS.search(screen.getvalue()) is None
     handler = RichHandler(console=options.err, show_path=False)
     handler.emit(logging.LogRecord("x", logging.WARNING, "x", 1, "%s", (EVIL,), None))

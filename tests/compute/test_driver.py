@@ -75,8 +75,9 @@ def test_computed_rows_replace_what_was_stored(decoder: Decoder, caches: list[Re
 # -- the steps --------------------------------------------------------------------------------------------------------
 
 
-def taken(stack: Decoder, steps: Steps) -> tuple[list[Step], PrefillResult]:
-    """Take all steps, as the simplest driver would."""
+def taken(stack: Decoder, steps: Steps, positions: list[list[int]] | None = None) -> tuple[list[Step], PrefillResult]:
+    """Take all steps, as the simplest driver would; `positions` fills with those of each layer's rows."""
+    positions = [] if positions is None else positions
     seen: list[Step] = []
     came: Any = None
     while True:
@@ -87,8 +88,10 @@ def taken(stack: Decoder, steps: Steps) -> tuple[list[Step], PrefillResult]:
         seen.append(step)
         came = step.loads.wait(step.ready, step.timeout_s) if isinstance(step, Wait) else True
         if isinstance(step, Forward):
-            assert step.row_pass.layer == sum(isinstance(one, Forward) for one in seen[:-1]) % LAYERS
+            before = step.row_pass.layer
+            positions.append(step.row_pass.positions.tolist())
             advance(stack, [step.row_pass])
+            assert step.row_pass.layer == before + 1
 
 
 @pytest.mark.parametrize(("loading", "looks"), [("cake", 1), ("layerwise", 0), ("whole", 0)])
@@ -125,20 +128,10 @@ def test_a_probe_runs_its_layers_before_the_last_pass_does(decoder: Decoder, cac
         reused=(1, 2),
         probe=ProbeRequest("question", QUESTION, lambda seen, rows: plan),
     )
-    steps = steps_of(decoder, job)
-    forwards: list[list[int]] = []
-    came: Any = None
-    while True:
-        try:
-            step = steps.send(came)
-        except StopIteration as end:
-            assert end.value.plan is plan
-            break
-        if isinstance(step, Forward):
-            forwards.append(step.row_pass.positions.tolist())
-            advance(decoder, [step.row_pass])
-        came = True
-    assert forwards == [list(QUESTION)] * 2 + [[13, 43, *QUESTION]] * LAYERS
+    steps, result = taken(decoder, steps_of(decoder, job), positions := [])
+    assert [type(step) for step in steps] == [Wait, Wait, *[Forward] * (2 + LAYERS)]
+    assert positions == [list(QUESTION)] * 2 + [[13, 43, *QUESTION]] * LAYERS
+    assert result.plan is plan
 
 
 # -- the lock ---------------------------------------------------------------------------------------------------------

@@ -530,6 +530,95 @@ def test_a_capture_of_which_only_some_layers_were_computed_is_none(
     assert_exact(result)
 
 
+@pytest.mark.parametrize(
+    ("ends_early", "probed", "shared_until", "kept"),
+    [
+        (False, None, 0, True),
+        (True, None, 0, False),
+        (False, "question", 0, False),
+        (False, "values", 0, True),  # of values, the question has no say
+        (True, None, 170, True),  # what the question may shape stands behind it
+    ],
+)
+def test_what_the_question_has_shaped_is_not_captured_for_everybody(
+    decoder: Decoder,
+    disk: Disk,
+    losing: Callable[..., PendingLoads],
+    ends_early: bool,
+    probed: str | None,
+    shared_until: int,
+    kept: bool,
+) -> None:
+    """A chunk that had to be computed after all, behind one whose recomputed tokens go by the question."""
+    reused = (1, 2, 3) if probed else (1,)
+    result = prefilled(
+        decoder,
+        losing(PendingLoads.of_nothing(6), range(170, 320), before=0, spoilt=math.nan),
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=[30, 40, 50]),
+        resident=[ResidentKV(capture.start, capture.kv) for capture in disk.captures],
+        captures=[2],
+        reused=reused,
+        shared_until=shared_until,
+        early_termination=EarlyTermination("share", 1) if ends_early else None,
+        probe=None if probed is None else probe_of(probed),
+    )
+    assert set(range(170, 320)) <= set(not_loaded(result))
+    assert [capture.segment for capture in result.recorder.captures] == [2] * kept
+
+
+def test_what_an_earlier_pass_captured_is_kept_whatever_the_question_shapes_later(
+    decoder: Decoder, disk: Disk, on_ranks: Callable[[Decoder, Ranks], Decoder]
+) -> None:
+    loads = disk.loads([1], readers=0)
+
+    def decisions() -> Iterator[tuple[float, bool]]:
+        yield 150, False
+        yield 0, True
+
+    others = [ResidentKV(capture.start, capture.kv) for capture in disk.captures if capture.segment != 1]
+    result = prefilled(
+        on_ranks(decoder, Led(decisions())),
+        loads,
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=[5, 6]),
+        resident=others,
+        captures=[1],
+        reused=(0, 2, 3),
+        early_termination=EarlyTermination("share", 1),
+    )
+    assert [capture.segment for capture in result.recorder.captures] == [1]
+
+
+def test_what_a_front_piece_has_computed_is_not_overwritten_by_what_was_stored(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, on_ranks: Callable[[Decoder, Ranks], Decoder]
+) -> None:
+    loads = disk.loads([1, 2, 3], readers=0)
+
+    def decisions() -> Iterator[tuple[float, bool]]:
+        yield 150, False
+        loads.read()
+        yield 0, True
+
+    wrong = ResidentKV(0, torch.zeros_like(disk.captures[0].kv))
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=range(20))
+    assert_exact(prefilled(on_ranks(decoder, Led(decisions())), loads, rows=rows, resident=[wrong]))
+
+
+@pytest.mark.parametrize("layer", range(1, 6))
+def test_a_running_row_whose_stored_values_did_not_come_is_no_evidence_of_drift(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, losing: Callable[..., PendingLoads], layer: int
+) -> None:
+    result = prefilled(
+        decoder,
+        losing(PendingLoads.of_nothing(6), [40], before=layer, spoilt=math.nan),
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=[30, 40, 50, 60]),
+        resident=[ResidentKV(capture.start, capture.kv) for capture in disk.captures],
+        reused=(1, 2, 3),
+        drift=1.0,
+    )
+    assert_exact(result)
+    assert result.row_layers == (len(QUESTION) + 4) * 6  # it ran already
+
+
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 

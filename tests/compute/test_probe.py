@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
-from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.probe import PROBES
 from cachecraft_rag.compute.rows import RowReason, Rows
@@ -201,3 +201,11 @@ def test_what_a_probe_saw_is_the_mean_over_the_ranks(
         assert ranks.asked[0][1] == torch.float32
         assert recomputed_in(result.rows) == wanted
         assert np.concatenate(list(chooser.seen.values())).mean() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_value_probe_runs_what_is_neither_done_nor_exact(decoder: Decoder) -> None:
+    rows = rows_of(new=[70], recomputed=[3, 13, 14]).finish([3, 13, 70])
+    probe = PROBES["values"](rows, QUESTION, KVBuffer(decoder, 110), 5)
+    assert probe.positions.tolist() == [p for p in range(12, 110) if p not in (13, 70)]
+    rows = rows.mark([4], RowReason.NOT_LOADED)  # of an exact chunk, but it did not come
+    assert PROBES["values"](rows, QUESTION, KVBuffer(decoder, 110), 5).positions.tolist()[:2] == [4, 12]

@@ -98,7 +98,7 @@ def test_a_cancelled_consumer_waits_for_the_step_under_way(cancellations: int) -
             await task
         assert steps.closed == 1
         await asyncio.sleep(0.02)
-        assert steps.at == 1  # nobody goes on
+        assert steps.at == 1  # no further step
 
     asyncio.run(cancel(Steps()))
 

@@ -21,6 +21,7 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint
 from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
@@ -216,10 +217,16 @@ def test_the_fingerprint_is_the_same_in_another_process_and_folder(
         [sys.executable, "-c", code, str(elsewhere)], check=True, capture_output=True, text=True, env=env
     )
     decoder = Decoder.load(str(elsewhere), dtype="float32")
+    assert there.stdout.strip() == decoder.fingerprint
+    assert decoder.fingerprint == checkpoint_fingerprint(elsewhere, dtype="float32")
+
+
+def test_the_fingerprint_of_a_model_given_as_an_object_is_that_of_its_tensors(saved: Path) -> None:
+    decoder = Decoder.load(str(saved), dtype="float32")
+    first = Decoder(decoder.model, decoder.tokenizer, name="one name").fingerprint
     with decoder.stock():
         pass
-    again = Decoder(decoder.model, decoder.tokenizer, name="another name")
-    assert there.stdout.strip() == decoder.fingerprint == again.fingerprint
+    assert Decoder(decoder.model, decoder.tokenizer, name="another name").fingerprint == first
 
 
 def one_weight(model: Any, _: Any) -> Any:

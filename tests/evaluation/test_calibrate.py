@@ -26,6 +26,7 @@ from cachecraft_rag.evaluation.quality.calibrate import (
 from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
 from cachecraft_rag.evaluation.quality.intervals import mean_interval
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Progress
 
 SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5)
 # A way of choosing under which the tiny model's quality falls below 1 wherever anything is reused.
@@ -120,7 +121,9 @@ def test_a_point_is_what_the_engine_does_with_that_alpha(evaluation_engine: Engi
             question.text, question.passages, **how, config=ReuseConfig(reuse=False, capture=False)
         )
         config = ReuseConfig(alpha=0.5, capture=False)
-        ours = evaluation_engine.score_answer(question.text, question.passages, **how, along=full.tokens, config=config)
+        ours = evaluation_engine.score_answer(
+            question.text, question.passages, **how, target=full.tokens, config=config
+        )
         tops.append(float((ours.logits.argmax(-1) == full.logits.argmax(-1)).double().mean()))
         chunks = ours.stats.chunks
         shares.append(sum(one.recomputed + one.computed for one in chunks) / sum(one.tokens for one in chunks))
@@ -142,12 +145,12 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engin
 
 def test_the_births_decide_how_much_is_recomputed(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     strangers = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)).calibration
-    captures = origins_of(condition_named("neighbours"), evaluation_engine, town_dataset, seed=0, answer_tokens=1)
+    origins = origins_of(condition_named("neighbours"), evaluation_engine, town_dataset, seed=0, answer_tokens=1)
     for question in town_dataset.questions:
-        captures.before(question)
+        origins.before(question)
     variants = evaluation_engine.store.stats().variants
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, captures="neighbours", quality=0.0))
-    assert evaluation_engine.store.stats().variants == variants  # the same captures, and no others while measuring
+    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, origin="neighbours", quality=0.0))
+    assert evaluation_engine.store.stats().variants == variants  # captured once, and nothing else while measuring
     # Some chunks come back behind what they were captured behind, unlike those captured behind strangers.
     assert found.calibration.recomputed < 0.7 * strangers.recomputed
 
@@ -186,21 +189,21 @@ def test_a_check_sees_other_questions(evaluation_engine: Engine, town_dataset: D
     assert {one.question_id for part in (first, second) for one in part.questions} == {f"q{i}" for i in range(6)}
     assert first.documents == second.documents == town_dataset.documents
     assert halves(town_dataset, seed=1) == (first, second) != halves(town_dataset, seed=2)
-    told: list[tuple[int, int, str]] = []
-    point = check(evaluation_engine, second, SETTINGS, 2.0, progress=lambda *now: told.append(now))
+    told: list[Progress] = []
+    point = check(evaluation_engine, second, SETTINGS, 2.0, progress=told.append)
     assert (point.alpha, point.quality.mean, point.recomputed) == (2.0, 1.0, 1.0)
-    assert told[0] == (0, 6, "full prefill")
-    assert told[-1] == (6, 6, "")
-    with pytest.raises(ConfigError, match="2 questions or more with --limit"):
+    assert told[0] == Progress(0, 6, "full prefill")
+    assert told[-1] == Progress(6, 6, "")
+    with pytest.raises(ConfigError, match="2 questions or more: raise --limit"):
         halves(replace(town_dataset, questions=town_dataset.questions[:1]), seed=1)
 
 
 def test_the_progress_ends_at_its_total(evaluation_engine: Engine, town_dataset: Dataset) -> None:
-    told: list[tuple[int, int, str]] = []
-    found = calibrate(evaluation_engine, town_dataset, SETTINGS, progress=lambda *now: told.append(now))
+    told: list[Progress] = []
+    found = calibrate(evaluation_engine, town_dataset, SETTINGS, progress=told.append)
     done = 6 * (1 + len(found.curve))
-    assert told[-1] == (done, done, "")
-    assert all(now <= total for now, total, _ in told)
+    assert told[-1] == Progress(done, done, "")
+    assert all(one.done <= one.total for one in told)
     assert asdict(found.calibration)["questions"] == 6
 
 
@@ -211,8 +214,8 @@ def test_the_progress_ends_at_its_total(evaluation_engine: Engine, town_dataset:
         ({"quality": 1.2}, r"between 0 and 1, .*not 1\.2; write for example 0\.95"),
         ({"quality": -0.1}, "between 0 and 1"),
         ({"quality": float("nan")}, "between 0 and 1"),
-        ({"captures": "somehow"}, "unknown captures"),
-        ({"captures": "stream"}, "choose one of unrelated, neighbours, alone, similar"),
+        ({"origin": "somehow"}, "unknown origin condition"),
+        ({"origin": "stream"}, "choose one of unrelated, neighbours, alone, similar"),
         ({"answer_tokens": 0}, "1 token or more"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Capture conditions: what each chunk is captured behind, once, and the stream that goes on as in use."""
+"""Origin conditions: what each chunk is captured behind, once, and the stream of questions that captures as in use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_unrelated_ones_come_from_other_documents_by_the_seed(town_dataset: Data
 
 def test_one_document_has_nothing_unrelated(town_dataset: Dataset) -> None:
     alone = replace(town_dataset, documents=town_dataset.documents[:1], questions=town_dataset.questions[:1])
-    with pytest.raises(ConfigError, match="choose other captures"):
+    with pytest.raises(ConfigError, match="choose another origin"):
         surroundings(alone).unrelated(alone.documents[0][0])
 
 
@@ -73,14 +73,14 @@ def test_an_unknown_condition_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, one in CONDITIONS.items() if one.behind is not None])
-def test_each_chunk_is_born_once_behind_what_the_condition_says(
+def test_each_chunk_is_captured_once_behind_what_the_condition_says(
     evaluation_engine: Engine, town_dataset: Dataset, name: str
 ) -> None:
     engine, condition = evaluation_engine, CONDITIONS[name]
-    captures = origins_of(condition, engine, town_dataset, seed=3, answer_tokens=4, embed=letters)
+    origins = origins_of(condition, engine, town_dataset, seed=3, answer_tokens=4, embed=letters)
     for question in town_dataset.questions:
-        captures.before(question)
-        captures.after(question)
+        origins.before(question)
+        origins.after(question)
     assert condition.behind is not None
     asked = {chunk.chunk_id: chunk for question in town_dataset.questions for chunk in question.passages}
     for chunk in asked.values():
@@ -90,17 +90,17 @@ def test_each_chunk_is_born_once_behind_what_the_condition_says(
     assert len(list(engine.store.rows())) == len(asked) + 1
 
 
-def test_in_the_stream_a_chunk_is_born_where_it_is_first_asked_for(
+def test_in_the_stream_a_chunk_is_captured_where_it_is_first_asked_for(
     evaluation_engine: Engine, town_dataset: Dataset
 ) -> None:
     engine = evaluation_engine
-    captures = origins_of(CONDITIONS["stream"], engine, town_dataset, seed=0, answer_tokens=4)
+    origins = origins_of(CONDITIONS["stream"], engine, town_dataset, seed=0, answer_tokens=4)
     first = town_dataset.questions[0]
-    captures.before(first)
+    origins.before(first)
     assert not list(engine.store.rows())
-    captures.after(first)
+    origins.after(first)
     for place, chunk in enumerate(first.passages):
         assert captured_behind(engine, town_dataset, chunk) == [list(first.passages[:place])]
     before = len(list(engine.store.rows()))
-    captures.after(first)  # all exact now
+    origins.after(first)  # all exact now
     assert len(list(engine.store.rows())) == before

@@ -22,13 +22,13 @@ def trial(name: str, ratio: float | None = None) -> Trial:
     return Trial(METHODS[name], ratio)
 
 
-def prepared(engine: Engine, dataset: Dataset, captures: str = "unrelated") -> Reference:
+def prepared(engine: Engine, dataset: Dataset, origin: str = "unrelated") -> Reference:
     """The third question's reference, the questions before it in the store."""
-    bearing = origins_of(CONDITIONS[captures], engine, dataset, seed=0, answer_tokens=8)
+    origins = origins_of(CONDITIONS[origin], engine, dataset, seed=0, answer_tokens=8)
     for question in dataset.questions[:2]:
-        bearing.before(question)
-        bearing.after(question)
-    bearing.before(dataset.questions[2])
+        origins.before(question)
+        origins.after(question)
+    origins.before(dataset.questions[2])
     return reference_of(engine, dataset.questions[2], answer_tokens=8)
 
 
@@ -53,11 +53,11 @@ def test_ratios_out_of_range_or_missing_are_refused() -> None:
         trials_of(methods_named(["craft"]), [])
 
 
-@pytest.mark.parametrize("captures", list(CONDITIONS))
+@pytest.mark.parametrize("origin", list(CONDITIONS))
 def test_full_prefill_and_prefix_caching_are_exact_in_every_condition(
-    evaluation_engine: Engine, town_dataset: Dataset, captures: str
+    evaluation_engine: Engine, town_dataset: Dataset, origin: str
 ) -> None:
-    reference = prepared(evaluation_engine, town_dataset, captures)
+    reference = prepared(evaluation_engine, town_dataset, origin)
     full = measure(evaluation_engine, reference, trial("full_recompute"))
     assert_exact(full, 1e-6)
     assert full.recomputed == 1.0

@@ -18,7 +18,7 @@ PER_CHUNK = ["random", "craft", "h2o", "leading", "value_deviation"]
 
 @pytest.fixture
 def chunks(evaluation_engine: Engine, town_dataset: Dataset) -> list[Chunk]:
-    """Three chunks of one prompt that left all its caches, in another order than there."""
+    """Three chunks of one prompt that captured all of them, in another order than there."""
     chosen = list(town_dataset.documents[0][:3])
     evaluation_engine.score_answer("What?", chosen, max_new_tokens=2, config=ReuseConfig(reuse=False))
     evaluation_engine.write_back.wait_for([chunk.chunk_id for chunk in chosen])
@@ -27,7 +27,7 @@ def chunks(evaluation_engine: Engine, town_dataset: Dataset) -> list[Chunk]:
 
 def by(engine: Engine, chunks: list[Chunk], name: str, ratio: float = 0.0) -> ScoredAnswer:
     config = {**METHODS, **ABLATIONS}[name].config(ratio)
-    assert not config.captures
+    assert not config.capture
     return engine.score_answer("What?", chunks, max_new_tokens=2, config=config)
 
 

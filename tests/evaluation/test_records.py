@@ -10,9 +10,9 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.quality.measuring import Record
-from cachecraft_rag.evaluation.quality.records import FILE, RecordLog
+from cachecraft_rag.evaluation.quality.records import FILE, VERSION, RecordLog
 
-SETTINGS = {"seed": 1, "captures": "alone", "methods": {"craft@0.15": {"alpha": 0.25}}}
+SETTINGS = {"seed": 1, "origin": "alone", "methods": {"craft@0.15": {"alpha": 0.25}}}
 ONE = Record("q1", "craft", 0.15, 0.02, 0.9, 0.8, None, None, None, None, 0.1, 0.4, 0.15, 'a "quoted"\nanswer · \ud83d')
 TWO = replace(ONE, question_id="q2", f1=0.5, text="plain")
 
@@ -57,12 +57,12 @@ def test_a_torn_first_line_is_no_evaluation_yet(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"settings": {"se', encoding="utf-8")
     with RecordLog(tmp_path, SETTINGS) as log:
         assert log.records == []
-    assert json.loads(lines(tmp_path)[0]) == {"settings": SETTINGS}
+    assert json.loads(lines(tmp_path)[0]) == {"version": VERSION, "settings": SETTINGS}
 
 
 def test_other_settings_are_named_with_what_to_do(folder: Path) -> None:
     before = lines(folder)
-    other = {"seed": 2, "captures": "alone", "methods": {"craft@0.15": {"alpha": 0.5}, "random@0.15": {}}}
+    other = {"seed": 2, "origin": "alone", "methods": {"craft@0.15": {"alpha": 0.5}, "random@0.15": {}}}
     with pytest.raises(ConfigError) as refused:
         RecordLog(folder, other)
     message = str(refused.value)
@@ -74,15 +74,27 @@ def test_other_settings_are_named_with_what_to_do(folder: Path) -> None:
     assert lines(folder) == before
 
 
+def test_an_evaluation_of_an_older_version_is_refused_and_kept(folder: Path) -> None:
+    path = folder / FILE
+    old = {"settings": {"seed": 1, "births": "alone", "methods": {"craft@0.15": {"births": False, "sharing": "chunk"}}}}
+    path.write_text("\n".join([json.dumps(old), *lines(folder)[1:]]) + "\n", encoding="utf-8")
+    before = lines(folder)
+    with pytest.raises(ConfigError, match=r"another version of this package.*--out.*--restart"):
+        RecordLog(folder, SETTINGS)
+    assert lines(folder) == before
+    with RecordLog(folder, SETTINGS, restart=True) as log:
+        assert log.records == []
+
+
 def test_of_many_differences_the_first_are_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="and 2 more"):
-        RecordLog(folder, {"seed": 2, "captures": "x" * 100, "new": 1, "newer": 2})
+        RecordLog(folder, {"seed": 2, "origin": "x" * 100, "new": 1, "newer": 2})
 
 
 def test_as_long_as_nothing_is_measured_the_settings_may_change(tmp_path: Path) -> None:
     RecordLog(tmp_path, SETTINGS).close()
     RecordLog(tmp_path, {"seed": 2}).close()
-    assert [json.loads(line) for line in lines(tmp_path)] == [{"settings": {"seed": 2}}]
+    assert [json.loads(line) for line in lines(tmp_path)] == [{"version": VERSION, "settings": {"seed": 2}}]
 
 
 def test_restart_throws_away(folder: Path) -> None:

@@ -29,6 +29,7 @@ from cachecraft_rag.evaluation.quality.runner import (
     scratch_folder,
 )
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Progress
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
 TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "craft", "default"]), [0.2, 0.5])
@@ -70,16 +71,16 @@ class StopAfter:
     def __init__(self, done: int) -> None:
         self._done = done
 
-    def __call__(self, done: int, total: int, note: str) -> None:
-        if done >= self._done:
+    def __call__(self, progress: Progress) -> None:
+        if progress.done >= self._done:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("captures", ["unrelated", "stream"])
+@pytest.mark.parametrize("origin", ["unrelated", "stream"])
 def test_a_stopped_evaluation_goes_on_and_comes_out_the_same(
-    new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path, captures: str
+    new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path, origin: str
 ) -> None:
-    settings = replace(SETTINGS, captures=captures)
+    settings = replace(SETTINGS, origin=origin)
     whole = run(new_engine, town_dataset, settings, tmp_path / "whole")
     for done in (0, 3, 9):  # before anything, within a question, within a later one
         with pytest.raises(KeyboardInterrupt):
@@ -88,16 +89,16 @@ def test_a_stopped_evaluation_goes_on_and_comes_out_the_same(
     path.write_bytes(path.read_bytes()[:-10])
     resumed = run(new_engine, town_dataset, settings, tmp_path / "parts")
     assert untimed(resumed) == untimed(whole)
-    assert len(whole) == len(TRIALS) * (4 if captures == "stream" else 6)
+    assert len(whole) == len(TRIALS) * (4 if origin == "stream" else 6)
 
 
 def test_a_complete_evaluation_computes_nothing(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, captures="stream")
+    settings = replace(SETTINGS, origin="stream")
     whole = run(new_engine, town_dataset, settings, tmp_path / "out")
-    notes: list[tuple[int, int, str]] = []
-    again = run(new_engine, town_dataset, settings, tmp_path / "out", progress=lambda *told: notes.append(told))
+    told: list[Progress] = []
+    again = run(new_engine, town_dataset, settings, tmp_path / "out", progress=told.append)
     assert again == whole
-    assert notes == [(len(whole), len(whole), "")]
+    assert told == [Progress(len(whole), len(whole), "")]
 
 
 def test_methods_take_turns_in_being_first(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
@@ -109,10 +110,10 @@ def test_methods_take_turns_in_being_first(new_engine: MakeEngine, town_dataset:
     assert len(set(first.values())) > 1
 
 
-def test_the_stream_s_births_come_from_the_questions_before(
+def test_captures_of_the_stream_come_from_the_questions_before(
     new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path
 ) -> None:
-    found = run(new_engine, town_dataset, replace(SETTINGS, captures="stream"), tmp_path / "out")
+    found = run(new_engine, town_dataset, replace(SETTINGS, origin="stream"), tmp_path / "out")
     computed = {record.question_id: record.recomputed for record in found if record.method == "full_cache"}
     # Nothing of full reuse is computed but what no question before has asked for.
     known: set[str] = set()
@@ -127,12 +128,12 @@ def test_the_stream_s_births_come_from_the_questions_before(
 
 def test_a_warm_up_that_takes_all_is_refused(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="raise --limit or lower --warmup"):
-        run(new_engine, town_dataset, replace(SETTINGS, captures="stream", warmup=6), tmp_path / "out")
+        run(new_engine, town_dataset, replace(SETTINGS, origin="stream", warmup=6), tmp_path / "out")
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="unknown captures"):
-        Settings(TRIALS, captures="somehow")
+    with pytest.raises(ConfigError, match="unknown origin condition"):
+        Settings(TRIALS, origin="somehow")
     for wrong in ({"trials": ()}, {"answer_tokens": 0}, {"warmup": -1}):
         with pytest.raises(ConfigError, match="an evaluation needs"):
             replace(SETTINGS, **wrong)
@@ -149,7 +150,7 @@ def test_all_that_matters_is_described(new_engine: MakeEngine, town_dataset: Dat
             SETTINGS.describe(engine, other_gold),
             SETTINGS.describe(engine, replace(town_dataset, documents=town_dataset.documents[::-1])),
             replace(SETTINGS, seed=6).describe(engine, town_dataset),
-            replace(SETTINGS, captures="alone").describe(engine, town_dataset),
+            replace(SETTINGS, origin="alone").describe(engine, town_dataset),
             replace(SETTINGS, answer_tokens=7).describe(engine, town_dataset),
             replace(SETTINGS, trials=TRIALS[:2]).describe(engine, town_dataset),
         ]

@@ -33,7 +33,7 @@ def run_example(name: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_quickstart_reuses_what_the_first_question_bore(demo_model: Path, tmp_path: Path) -> None:
+def test_quickstart_reuses_the_captures_of_the_first_question(demo_model: Path, tmp_path: Path) -> None:
     printed = run_example("quickstart.py", tmp_path)
     assert "21 documents added" in printed
     reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]

@@ -178,7 +178,7 @@ def test_a_chunk_may_be_computed_in_front_and_loaded_behind() -> None:
     both = chunk(1, "reused", 100, computed=64, recomputed=6, tier="disk", variant_id="ab" * 16)
     row = parts(answered(both), 30)
     assert row[1].runs == (("computed", 64), ("disk", 30), ("recomputed", 6))
-    assert dict(row[1].facts)["computed"] == "64 tokens, sooner than loaded"
+    assert dict(row[1].facts)["computed"] == "64 tokens, faster than loading"
     assert row[0].runs == (("kept", 30),)
 
 
@@ -201,7 +201,7 @@ def test_widths_legend_and_what_was_left_out_are_in_the_bar() -> None:
     elements.feed(bar)
     widths = [attrs["style"] for _, attrs in elements.found if attrs.get("class") == "cc-part"]
     assert widths == [f"flex:{tokens} 1 0" for tokens in (30, 100, 200, 150, 20)]
-    assert "computed afresh <em>120</em>" in bar
+    assert "computed <em>120</em>" in bar
     assert "reused from disk <em>160</em>" in bar
     assert "remote" not in bar
     assert "1 chunks left out" in bar
@@ -231,7 +231,7 @@ def test_the_chart_has_both_times_where_both_are_known() -> None:
     turns = [Turn("One?", MIXED, {}, full_ttft_s=1.0), Turn("Two?", MIXED, {})]
     drawn = ttft_chart(turns).to_dict()
     (data,) = drawn["datasets"].values()
-    rows = [(row["question"], row["how"], row["seconds"], row["sooner"]) for row in data]
+    rows = [(row["question"], row["how"], row["seconds"], row["speedup"]) for row in data]
     assert rows == [
         (1, "full prefill", 1.0, ""),
         (1, "with reuse", 0.25, "4.0×"),

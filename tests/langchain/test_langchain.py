@@ -34,6 +34,7 @@ from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
@@ -153,7 +154,7 @@ def test_an_assistant_that_begins_or_says_nothing_is_no_trouble(chat: ChatCacheC
 # --- the chat model ---
 
 
-def test_usage_says_what_was_born_and_what_was_reused(chat: ChatCacheCraft) -> None:
+def test_usage_counts_captured_and_reused_tokens(chat: ChatCacheCraft) -> None:
     first = chat.invoke("What does it hold?", documents=DOCUMENTS)
     second = chat.invoke("How long is the warranty?", documents=DOCUMENTS)
     stats = second.response_metadata["cachecraft"]
@@ -202,7 +203,7 @@ def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
     chat = ChatCacheCraft(engine=engine, timeout=30, max_retries=2, api_key="none")  # of servers: no meaning here
     with pytest.raises(ConfigError, match=r"document: no setting .* documents, max_tokens"):
         chat.invoke("q", document=DOCUMENTS)
-    with pytest.raises(ConfigError, match="stop must be a tuple or list"):
+    with pytest.raises(ConfigError, match="stop must be a list"):
         chat.invoke("q", stop="END")  # would be three stop strings
     for made in (ChatCacheCraft, CacheCraftGenerator):
         with pytest.raises(ConfigError, match=r"max_tokens|llm"):
@@ -219,6 +220,8 @@ def test_names_of_settings_are_checked_before_a_model_is_loaded(made: Any, tmp_p
         made.from_pretrained(missing, stor="x", max_new_tokens=5)
     with pytest.raises(ConfigError, match="engine: no such setting"):
         made.from_pretrained(missing, engine=None)
+    with pytest.raises(ConfigError, match="config"):
+        made.from_pretrained(missing, config={"namespace": "n"})
     with pytest.raises(ModelNotFoundError):  # these exist, so the model is looked for
         made.from_pretrained(missing, store=tmp_path, max_tokens=5, namespace="n", reuse=None, timeout=3)
 
@@ -253,7 +256,7 @@ async def test_leaving_early_stops_the_computing(
     settle(engine)
     before = len(passes)
     await asyncio.sleep(0.2)
-    assert len(passes) == before  # nobody computes for nobody
+    assert len(passes) == before  # nothing is computed any more
     assert (await asyncio.wait_for(chat.ainvoke("q"), 60)).text
 
 
@@ -365,11 +368,11 @@ def test_a_conversation_shapes_nothing_that_others_are_served(
         assert asking(shared)(SECRET, "alice")["tokens_reused"] > 0  # her second turn reuses them, too
 
 
-def test_what_is_born_behind_private_text_is_kept_to_its_session(
+def test_captures_behind_private_text_are_kept_to_their_session(
     asking: Callable[[Engine], Ask], decoder: Decoder, store: ChunkCacheStore
 ) -> None:
     with Engine(decoder, store, system="You speak with Alice, whose PIN is 4711.", private_system=True) as engine:
-        asking(engine)()  # no session: nobody could be served what is captured, so it is not kept
+        asking(engine)()  # no session could be served the captures, so they are not stored
         assert contents(engine, None) == {}
         asking(engine)(SECRET, "alice")
         assert contents(engine, None) == {}
@@ -392,7 +395,7 @@ def test_another_namespace_is_served_nothing(
         assert asking(acme)((), "bob")["tokens_reused"] > 0
 
 
-def test_no_birth_counts_where_none_is_kept(decoder: Decoder, store: ChunkCacheStore) -> None:
+def test_captures_count_only_where_they_are_stored(decoder: Decoder, store: ChunkCacheStore) -> None:
     with Engine(decoder, store, system="You speak with Alice.", private_system=True) as engine:
         chat = ChatCacheCraft(engine=engine, max_tokens=2)
         assert details(chat.invoke("q", documents=DOCUMENTS))["cache_creation"] == 0
@@ -573,13 +576,18 @@ def test_from_pretrained_takes_the_generators_own_settings(demo_model: Path, tmp
     prompt = PromptTemplate.from_template("Note: {page_content}")
     settings: dict[str, Any] = {"input_key": "question", "context_key": "found", "history_key": "before"}
     settings |= {"document_prompt": prompt, "store": tmp_path, "max_tokens": 2}
-    with CacheCraftGenerator.from_pretrained(str(demo_model), **settings) as generator:
+    config = EngineConfig(namespace="acme", system="Answer.")
+    with CacheCraftGenerator.from_pretrained(
+        str(demo_model), config=config, namespace="tenant", **settings
+    ) as generator:
         question = {"question": "How much does it hold?", "found": DOCUMENTS[:1], "before": SECRET}
         with get_usage_metadata_callback() as counter:
             assert generator.invoke(question)
         (usage,) = counter.usage_metadata.values()
         assert usage["output_tokens"] == 2
         engine = generator.llm.engine
+        assert engine.namespace == "tenant"  # an option goes before the config
+        assert "Answer." in engine.decoder.tokenizer.decode(engine.prompts.system.token_ids)
         noted = chunk_id_of(f"Note: {TEXTS[0]}")
         engine.write_back.wait_for([noted])
         engine.store.flush()

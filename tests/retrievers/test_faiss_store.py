@@ -547,11 +547,11 @@ def test_saving_where_nothing_can_be_written_is_no_error(store: FaissStore, capl
 
 def test_a_full_disk_is_an_error_with_advice_and_the_store_lives_on(store: FaissStore):
     put(store, "a.md", "x")
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    pages = store._db._writer.execute("PRAGMA page_count").fetchone()[0]
+    store._db._writer.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(IndexStoreError, match="full"):
         put(store, "b.md", *[f"n{number}" for number in range(500)])
-    store._db.execute("PRAGMA max_page_count = 1000000")
+    store._db._writer.execute("PRAGMA max_page_count = 1000000")
     assert [one.doc_id for one in store.documents()] == ["a.md"]
     put(store, "b.md", "y")
     assert names_of(nearest(store, "y")) == ["y"]

@@ -8,8 +8,8 @@ from cachecraft_rag.engine.chunk_bound import ModelTokens
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.retrievers.indexer import IndexProgress, IndexReport, index_documents, index_folder
-from cachecraft_rag.types import Document
+from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
+from cachecraft_rag.types import Document, Progress
 
 PAGES = {
     "kettle.md": "# Kettle K2\n\nThe kettle holds two litres.\n\nDescale it every month with citric acid.\n",
@@ -406,9 +406,11 @@ def test_a_run_that_is_cut_off_is_completed_by_the_next(
     class Killed(BaseException):
         pass
 
-    def kill(progress: IndexProgress) -> None:
-        if progress.chunks_embedded >= 300:
+    def kill(_: Progress) -> None:
+        if len(seen.texts) >= 300:
             raise Killed
+
+    seen.taken()
 
     with open_store(tmp_path / "index", embedder) as store, pytest.raises(Killed):
         index_folder(folder, store, embedder, progress=kill)
@@ -425,11 +427,11 @@ def test_a_run_that_is_cut_off_is_completed_by_the_next(
 
 
 def test_progress_tells_files_and_chunks(folder: Path, store: FaissStore, embedder: Embedder):
-    steps: list[IndexProgress] = []
+    steps: list[Progress] = []
     report = index_folder(folder, store, embedder, progress=steps.append)
-    assert [step.files_done for step in steps] == sorted(step.files_done for step in steps)
-    assert steps[-1] == IndexProgress(3, 3, report.chunks_embedded, "docs/toaster.md")
-    assert {step.files_total for step in steps} == {3}
+    names = ("docs/kettle.md", "docs/more/grinder.txt", "docs/toaster.md")
+    assert steps[:3] == [Progress(done, 3, f"reading {name}") for done, name in enumerate(names, start=1)]
+    assert steps[3:] == [Progress(3, 3, f"{report.chunks_embedded} chunks embedded")]
 
 
 def test_a_store_of_another_model_is_refused_before_anything_is_read(

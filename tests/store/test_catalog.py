@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import _MIGRATIONS, Catalog, FileRef, Limits, RowFilter, pack_ids, unpack_ids
 from cachecraft_rag.store.catalog_rows import COLUMNS, sum_of
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, kind_of_cache
+from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 
 COLUMNS_OF = [name.strip().removeprefix("v.") for name in COLUMNS.split(",")]
@@ -127,13 +128,13 @@ def as_lists(scores: TokenScores) -> tuple[list[float] | None, ...]:
 
 def test_a_catalog_of_before_received_attention_opens_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "catalog.sqlite"
-    Database(path, migrations=_MIGRATIONS[:1], busy_timeout_s=5.0).close()
+    Database(path, kind=kind_of_cache(_MIGRATIONS[:1]), busy_timeout_s=5.0).close()
     old = make("old")
     scores = np.arange(7, dtype="<f4").tobytes()
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("INSERT INTO scopes VALUES (1, 'ns', 'model')")
     connection.execute(
-        """INSERT INTO variants (scope, chunk_id, variant_id, origin_prefix, tokens, tokens_digest, inter, intra, cci,
+        """INSERT INTO variants (scope, chunk_id, variant_id, birth_prefix, tokens, tokens_digest, inter, intra, cci,
            exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created)
            VALUES (1,'old',?,?,7,'tokens',?,0.25,0.75,1.0,NULL,'raw',700,1000,0.0,1.0)""",
         (old.variant_id, pack_ids(old.key.origin_prefix), struct.pack("<f", 1.0)),
@@ -249,13 +250,13 @@ def test_replacing_keeps_one_row_and_its_frequency(catalog: Catalog) -> None:
     assert catalog.totals().file_bytes == 1000
 
 
-def test_two_births_in_one_tick_do_not_delete_their_common_file(catalog: Catalog) -> None:
+def test_two_captures_in_one_tick_do_not_delete_their_common_file(catalog: Catalog) -> None:
     add(catalog, make(created=1.0))
     assert add(catalog, make(created=1.0)) == []
     assert catalog.totals().variants == 1
 
 
-def test_the_least_used_leave_first_and_exact_births_stay(catalog: Catalog) -> None:
+def test_the_least_used_leave_first_and_exact_captures_stay(catalog: Catalog) -> None:
     limits = replace(ROOMY, disk_bytes=4000)
     add(catalog, make("exact", created=1.0))
     add(catalog, make("inexact", created=2.0, exact_share=0.2))  # younger, and unused like the exact one
@@ -428,15 +429,17 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Catalog,
         prefix = pack_ids(dice.sample(chunks, dice.randint(1, 12)))
         inter = struct.pack(f"<{len(prefix) // 16}f", *(dice.random() for _ in range(len(prefix) // 16)))
         identity = (1, chunks[n % len(chunks)], f"{n:032x}", prefix, 400, "t" * 32)
-        return (*identity, inter, 0.5, 0.6, 1.0, None, "raw", 18_000_000, 18_004_096, dice.random() * 20, float(n))
+        frequency = dice.random() * 20
+        score = eviction_score(reuse_frequency=frequency, exact_share=1.0)
+        return (*identity, inter, 0.5, 0.6, 1.0, None, "raw", 18_000_000, 18_004_096, frequency, float(n), score)
 
     connection = sqlite3.connect(path)
     with connection:
         connection.execute("INSERT INTO scopes VALUES (1, 'ns', 'model')")
         connection.executemany(
             """INSERT INTO variants (scope, chunk_id, variant_id, origin_prefix, tokens, tokens_digest, inter, intra,
-               cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created)
-               VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
+               cci, exact_share, session, codec, nbytes, file_bytes, reuse_frequency, created, score)
+               VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)""",
             map(row, range(100_000)),
         )
     connection.close()

@@ -14,7 +14,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import IndexStoreError, StoreError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
 
@@ -22,7 +22,7 @@ class Mishap(Exception):
     pass
 
 
-def leave_by_mishap(opened: Closing) -> None:
+def leave_by_mishap(opened: Closeable) -> None:
     with contextlib.suppress(Mishap), opened as same:
         assert same is opened
         raise Mishap

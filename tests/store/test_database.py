@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, kind_of_cache
 
 FIRST = ("CREATE TABLE words (word TEXT NOT NULL UNIQUE)",)
 SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)
 
 
 def open_database(path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0) -> Database:
-    return Database(path, migrations=migrations or (FIRST,), busy_timeout_s=busy_timeout_s)
+    return Database(path, kind=kind_of_cache(migrations or (FIRST,)), busy_timeout_s=busy_timeout_s)
 
 
 @pytest.fixture
@@ -117,3 +117,18 @@ def test_nothing_works_after_close(database: Database) -> None:
     database.close()
     with pytest.raises(StoreError, match="closed"):
         words(database)
+
+
+def test_all_of_a_snapshot_is_of_one_moment(database: Database) -> None:
+    insert(database, "kettle")
+    with database.snapshot() as connection:
+        before = connection.execute("SELECT count(*) FROM words").fetchone()
+        insert(database, "toaster")
+        assert connection.execute("SELECT count(*) FROM words").fetchone() == before == (1,)
+    assert words(database) == ["kettle", "toaster"]
+
+
+def test_a_snapshot_within_a_snapshot_is_an_error_and_no_standstill(database: Database) -> None:
+    with pytest.raises(StoreError, match="within a transaction"), database.snapshot(), database.snapshot():
+        raise AssertionError("never reached")
+    assert words(database) == []

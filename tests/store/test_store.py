@@ -24,8 +24,17 @@ from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.expected import Expected
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.store.writer import variant_of
-from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.store.new_variant import variant_of
+from cachecraft_rag.types import (
+    Capture,
+    KVLayout,
+    LoadedVariant,
+    Progress,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 FILE = 4096 + LAYOUT.nbytes(10)  # the file of a capture of 10 tokens
@@ -80,7 +89,7 @@ def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
 # -- put, lookup, load ------------------------------------------------------------------------------------------------
 
 
-def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None:
+def test_a_capture_is_found_and_served_from_memory(store: ChunkCacheStore) -> None:
     capture = make()
     variant = stored(store, capture)
     assert only(store) == variant
@@ -99,7 +108,7 @@ def test_a_birth_is_found_and_served_from_memory(store: ChunkCacheStore) -> None
 
 def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
     variant = stored_on_disk(tmp_path)
-    tiers: list[Tier] = [MemoryTier(1 << 20), DiskTier(tmp_path / "variants")]
+    tiers: list[MemoryTier | DiskTier] = [MemoryTier(1 << 20), DiskTier(tmp_path / "variants")]
     first, second = (tier.read(variant) for tier in tiers)
     assert isinstance(first, Unavailable)
     assert isinstance(second, LoadedVariant)
@@ -113,7 +122,7 @@ def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
     assert torch.equal(second.kv, make().kv)  # what was read stays valid
 
 
-def test_a_birth_that_comes_while_the_interpreter_ends_is_stored(tmp_path: Path) -> None:
+def test_a_capture_that_comes_while_the_interpreter_ends_is_stored(tmp_path: Path) -> None:
     program = """if True:
         import sys, time, torch
         from concurrent.futures import ThreadPoolExecutor
@@ -273,7 +282,7 @@ def test_put_returns_at_once_whatever_the_disk_does(tmp_path: Path) -> None:
         other.close()
 
 
-def test_a_full_queue_drops_the_birth_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_queue_drops_the_capture_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ChunkCacheStore.open(tmp_path, queue_bytes=2 * LAYOUT.nbytes(10)) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
@@ -288,7 +297,7 @@ def test_a_full_queue_drops_the_birth_with_a_reason(tmp_path: Path, caplog: pyte
     assert [record.levelno for record in warnings] == [logging.WARNING]  # the second one is for those who want details
 
 
-def test_a_cancelled_birth_frees_its_place(tmp_path: Path) -> None:
+def test_a_cancelled_capture_frees_its_place(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
@@ -310,7 +319,7 @@ def test_a_cancelled_birth_frees_its_place(tmp_path: Path) -> None:
         ({"token_scores": TokenScores(received=np.zeros((10, 1), dtype=np.float32))}, "token scores"),
     ],
 )
-def test_a_birth_with_impossible_scores_is_dropped(
+def test_a_capture_with_impossible_scores_is_dropped(
     store: ChunkCacheStore, change: dict[str, object], reason: str
 ) -> None:
     result = store.put(dataclasses.replace(make(), **change)).result()  # type: ignore[arg-type]
@@ -382,7 +391,7 @@ def test_what_fits_only_when_encoded_is_stored(tmp_path: Path) -> None:
         assert "larger than the whole byte budget" in str(store.put(make("other", tokens=500)).result())
 
 
-def test_a_birth_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(tmp_path: Path) -> None:
+def test_a_capture_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(tmp_path: Path) -> None:
     capture = make()
     capture.kv[1, 0, 3, 0, 2] = float("nan")
     with ChunkCacheStore.open(tmp_path, codec="int8") as store:
@@ -440,7 +449,7 @@ def test_uses_that_could_not_be_written_are_written_later(tmp_path: Path) -> Non
         assert only(store).reuse_frequency == 4.0
 
 
-def test_a_locked_catalog_drops_births_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_locked_catalog_drops_captures_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ChunkCacheStore.open(tmp_path, busy_timeout_s=0.01) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
@@ -468,7 +477,7 @@ def test_the_byte_budget_evicts_the_least_used(tmp_path: Path) -> None:
         assert only(store, "chunk 0") == dataclasses.replace(variants[0], reuse_frequency=2.0)
 
 
-def test_exact_births_are_kept_among_equals(tmp_path: Path) -> None:
+def test_exact_captures_are_kept_among_equals(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path, max_variants=2) as store:
         stored(store, make("exact"))
         stored(store, make("inexact", exact_share=0.4))
@@ -487,7 +496,7 @@ def test_a_chunk_has_at_most_m_variants(tmp_path: Path) -> None:
         assert store.stats().chunks == 2
 
 
-def test_a_birth_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ChunkCacheStore.open(tmp_path, disk_bytes=FILE) as store:
         small = stored(store, make("small"))
         for tokens in (11, 1000):  # the first fits without its header, the second not at all
@@ -660,12 +669,12 @@ def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> N
             (leftover, "leftover of a writer"),
             (stranger, "foreign file"),
         }
-        steps: list[tuple[int, int]] = []
-        report = store.check(progress=lambda done, total: steps.append((done, total)))
+        steps: list[Progress] = []
+        report = store.check(progress=steps.append)
         assert {(finding.path, finding.kind) for finding in report.findings} == expected
         assert {finding.action for finding in report.findings} == {"would be removed", "left alone"}
         assert (report.rows, report.files, report.repaired) == (4, 6, False)
-        assert steps == [(n, 4) for n in range(1, 5)]
+        assert steps == [Progress(n, 4, "") for n in range(1, 5)]
         assert orphan.exists()  # nothing was touched
         report = store.check(repair=True)
         assert {(finding.path, finding.kind) for finding in report.findings} == expected
@@ -742,7 +751,7 @@ def test_a_locked_catalog_is_refused_at_opening(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown store settings: ram\. Known: busy_timeout_s, codec, device"):
+    with pytest.raises(ConfigError, match=r"ram: no such store setting; there are busy_timeout_s, codec, device"):
         ChunkCacheStore.open(tmp_path, ram=5)
     for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
         with pytest.raises(ConfigError, match=setting):
@@ -762,7 +771,7 @@ def test_limits_once_set_stay_with_the_folder(tmp_path: Path) -> None:
         assert config.host_bytes == StoreConfig().host_bytes  # that one belongs to the process
         assert store.stats().variants == 3
     with ChunkCacheStore.open(tmp_path) as store:
-        assert store.config == dataclasses.replace(StoreConfig(), disk_bytes=5 * FILE, max_variants=3)
+        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=5)
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

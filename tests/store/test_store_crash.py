@@ -264,7 +264,7 @@ def fill_and_recover(root: Path) -> None:
         assert bytes_on_disk(root) == store.stats().disk_bytes
 
 
-def test_a_full_disk_drops_births_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
+def test_a_full_disk_drops_captures_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
     """On a file system of one megabyte where we may mount one, else with a limit on the size of files."""
     small = tmp_path / "small"
     small.mkdir()
@@ -278,7 +278,7 @@ def test_a_full_disk_drops_births_and_nothing_else(forks: Forks, tmp_path: Path)
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_files_that_may_not_grow_drop_births_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
+def test_files_that_may_not_grow_drop_captures_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
     assert forks.wait(forks.start("limited", tmp_path / "store", 7)) == 0
     with ChunkCacheStore.open(tmp_path / "store", **SETTINGS) as store:
         assert verify(store) > 0

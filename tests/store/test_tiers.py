@@ -24,8 +24,8 @@ from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
+from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.store.writers import Presence
 from cachecraft_rag.types import Damaged, KVLayout, LoadedVariant, Payload, Unavailable, Variant, VariantKey, digest
 
 LOSSY = [name for name in CODECS if name != "raw"]
@@ -102,12 +102,12 @@ def test_the_header_tells_what_the_file_is(tmp_path: Path) -> None:
     with safe_open(path, "pt") as opened:
         metadata = opened.metadata()
     fields = json.loads(metadata["fields"])
-    assert metadata["layout_version"] == "2"
+    assert fields["layout_version"] == 3
     assert (fields["namespace"], fields["fingerprint"]) == ("tenant ☃", "model")
     assert (fields["chunk_id"], tuple(fields["origin_prefix"])) == (variant.key.chunk_id, variant.key.origin_prefix)
     assert (fields["codec"], fields["tokens_digest"], fields["tokens"]) == ("raw", variant.tokens_digest, 3)
-    assert fields["layout"] == {"layers": 12, "kv_heads": 2, "head_dim": 4, "dtype": "float32"}
-    assert [len(sums) for sums in fields["run_xxh3"]] == [16] * 12
+    assert [fields[name] for name in ("layers", "kv_heads", "head_dim", "dtype")] == [12, 2, 4, "float32"]
+    assert [len(sums) for sums in fields["extent_xxh3"]] == [16] * 12
 
 
 def test_a_header_survives_its_encoding() -> None:
@@ -206,10 +206,10 @@ def test_an_unknown_codec_is_neither_guessed_at_nor_damage(tmp_path: Path) -> No
         encode(replace(variant, codec="from the future"), LAYOUT, tensor(variant))
 
 
-def test_a_raw_file_is_byte_by_byte_what_layout_2_says(tmp_path: Path) -> None:
+def test_a_raw_file_is_byte_by_byte_what_layout_3_says(tmp_path: Path) -> None:
     kv, path = store(DiskTier(tmp_path), make())
     content = path.read_bytes()
-    assert xxhash.xxh3_128_hexdigest(content[:4096]) == "b3c89858c684394c04ced01549468613"
+    assert xxhash.xxh3_128_hexdigest(content[:4096]) == "b3bd7f0383d6968e7f5af71dfb039319"
     assert content[4096:] == bytes(memory_of(kv))
 
 
@@ -292,7 +292,7 @@ def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp
     whole = encode(variant, LAYOUT, tensor(variant))
     blocks = tuple(bytes(len(block)) for block in whole.blocks)
     sums = tuple((xxhash.xxh3_64_intdigest(block),) for block in blocks)
-    header = replace(Header.decode(whole.header), run_sums=sums)
+    header = replace(Header.decode(whole.header), extent_sums=sums)
     tier.write(variant, Encoded(header.encode(), tuple(map(memoryview, blocks))), writer="ab")
     result = tier.read(variant)
     assert isinstance(result, Damaged)
@@ -369,7 +369,7 @@ def test_no_id_of_a_damaged_row_leads_out_of_the_folder(tmp_path: Path, variant_
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: str) -> None:
+def test_extents_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: str) -> None:
     layout = replace(LAYOUT, layers=3, dtype=dtype)  # type: ignore[arg-type]
     variant = replace(make(tokens=150, layout=layout), codec=codec)
     tier = DiskTier(tmp_path)
@@ -378,8 +378,8 @@ def test_runs_of_tokens_are_read_and_verified_alone(tmp_path: Path, codec: str, 
     assert isinstance(stored, StoredVariant)
     stored.allocate()
     stored.kv.fill_(7)
-    assert stored.runs == ([(0, 150)] if codec == "entropy" else [(0, 64), (64, 128), (128, 150)])
-    whole, (start, stop) = decoded(codec, kv), stored.runs[-1]
+    assert stored.extents == ([(0, 150)] if codec == "entropy" else [(0, 64), (64, 128), (128, 150)])
+    whole, (start, stop) = decoded(codec, kv), stored.extents[-1]
     stored.read(1, start, stop)
     assert torch.equal(stored.kv[1, :, start:stop], whole[1, :, start:stop])
     if codec != "entropy":

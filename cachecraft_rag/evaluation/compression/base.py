@@ -1,7 +1,7 @@
-"""What a prompt compressor is, and the budget it keeps.
+"""The interface of prompt compressors, and their token budget.
 
-Cache-Craft §5.1.4 sets compression against reuse at equal cost: 80 % compression corresponds to 20 % recomputation.
-So the `ratio` here is the share of the chunks' tokens that stays, to be compared with a recompute ratio of that value.
+Cache-Craft §5.1.4 compares compression with reuse at equal cost: 80 % compression corresponds to 20 % recomputation. So
+`ratio` here is the share of the chunks' tokens to keep, comparable with a recompute ratio of the same value.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Protocol
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Chunk
 
-MIN_TOKENS = 4  # a chunk is never asked to be shorter: nothing can be said in less
+MIN_TOKENS = 4  # the smallest budget of a chunk: fewer tokens say nothing
 
 
 class Compressor(Protocol):
     """Shortens the chunks of one question.
 
-    Effects: computes, and changes nothing that anyone else sees; no chunk-cache is read, used or captured. Whoever calls
-    charges its time to the time to the first token, and answers over the result by ordinary full prefill.
-    Lifetime: a compressor serves any number of questions, one at a time; it keeps its model until it is dropped.
+    Effects: none outside the compressor; no chunk-cache is read or captured. The caller adds its time to the time to
+    the first token, and answers over the result with full prefill.
+    Lifetime: serves any number of questions, one at a time; keeps its model until it is deleted.
     """
 
     def compress(self, question: str, chunks: Sequence[Chunk], ratio: float) -> tuple[Chunk, ...]:
         """The same chunks in the same order, each with a shorter text and its own metadata.
 
         Args:
-            question: what will be asked; a compressor may leave it aside.
-            ratio: share of each chunk's tokens to keep, above 0 and at most 1 (1 = the chunks as they are). Tokens are
-                the answering model's. Each implementation says how exactly it keeps to it.
+            question: the question that follows; a compressor may ignore it.
+            ratio: share of each chunk's tokens to keep, above 0 and at most 1 (1 = unchanged), in tokens of the
+                answering model. Each implementation says how closely it keeps to the ratio.
 
         Raises:
             ConfigError: the ratio is out of range.

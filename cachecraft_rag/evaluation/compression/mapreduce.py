@@ -1,4 +1,4 @@
-"""MAPREDUCE: the answering model itself summarises each chunk (map); the summaries are the context (reduce)."""
+"""MAPREDUCE: the answering model summarises each chunk (map) and answers over the summaries (reduce)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
 INSTRUCTION = "Summarize the context in at most {words} words. Keep names, numbers and other facts."
-WORDS_PER_TOKEN = 0.75  # of English text: the model is told its budget in a unit that it can count
+WORDS_PER_TOKEN = 0.75  # of English text: models follow a limit in words better than one in tokens
 
 
 class MapReduce:
     """Summaries by the model that answers (Cache-Craft §5.1.4 "MAPREDUCE"), greedy, one chunk at a time.
 
-    A compressed chunk has at most `token_budget` tokens as the prompt counts them, its closing empty line included; a
-    chunk that has no more to begin with stays as it is. The model may end its summary sooner, and a summary may be
-    empty. The question is left aside, as in the paper: a summary is of the chunk alone.
+    A compressed chunk has at most `token_budget` tokens, counted as in the prompt, with the empty line at its end. A
+    shorter chunk stays as it is. A summary may be shorter than the budget, even empty. The question is ignored, as in
+    the paper.
 
     Args:
-        engine: with the answering model; chunks are computed in full and nothing is stored.
+        engine: with the answering model. Chunks are computed in full and nothing is captured.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def compress(self, question: str, chunks: Sequence[Chunk], ratio: float) -> tuple[Chunk, ...]:
-        """Summarise each chunk in about `ratio` of its tokens; see `Compressor.compress`.
+        """Summarise each chunk in at most `ratio` of its tokens; see `Compressor.compress`.
 
         Raises:
             ConfigError: the ratio is out of range.
-            ContextLengthError: a chunk and its summary do not fit the model's context.
+            ContextLengthError: a chunk and its summary do not fit into the model's context.
         """
         check_ratio(ratio)
         return tuple(self._summarise(chunk, token_budget(self._tokens(chunk.text), ratio)) for chunk in chunks)
@@ -59,7 +59,7 @@ class MapReduce:
         return Chunk(self._cut(generation.text.strip(), budget), chunk.metadata)
 
     def _cut(self, text: str, budget: int) -> str:
-        """The longest beginning that keeps the budget: text takes other tokens read than written, and an empty line."""
+        """The longest prefix within the budget: read as a chunk, text has other tokens than when it was generated."""
         if self._tokens(text) <= budget:
             return text
         lengths = range(len(text) + 1)

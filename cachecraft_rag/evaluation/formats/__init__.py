@@ -1,1 +1,4 @@
-"""Readers of the published formats of question sets; `registry` lists them."""
+"""Question sets: a reader for each published format, and the passages drawn for each question.
+
+`registry` lists the formats; `dataset` turns a file into questions with chunks.
+"""

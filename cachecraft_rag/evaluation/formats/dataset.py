@@ -1,4 +1,4 @@
-"""Questions with their passages, and the documents around them, from files or from the sample handbook."""
+"""Questions with their passages and the documents around them, from a file or from the sample handbook."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cachecraft_rag.evaluation.formats.source import Place, Source, SourceBuilde
 from cachecraft_rag.retrievers.chunking import split
 from cachecraft_rag.types import Chunk, Document
 
-# Beside those of the questions drawn: enough for unrelated passages, without splitting a set's 300,000 articles.
+# In addition to those of the drawn questions: enough for unrelated passages, without splitting 300,000 articles.
 OTHER_DOCUMENTS = 200
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its passages in prompt order as a retriever would give them, and the gold answers (maybe none)."""
+    """A question, its passages in prompt order as from a retriever, and its gold answers (possibly none)."""
 
     question_id: str
     text: str
@@ -35,7 +35,7 @@ class Question:
 class Dataset:
     """Questions in the order they are asked, and each document's passages in the document's order.
 
-    No two passages have the same text: one that stands in several documents belongs to the first.
+    No two passages have the same text: a passage of several documents belongs to the first.
     """
 
     name: str
@@ -51,16 +51,16 @@ class Dataset:
         }
 
     def document_of(self, chunk_id: str) -> tuple[Chunk, ...]:
-        """All passages of the document that holds this one; `KeyError` for a chunk of no document."""
+        """All passages of this passage's document; KeyError for a chunk of no document."""
         return self.documents[self._places[chunk_id][0]]
 
     def neighbours(self, chunk_id: str) -> tuple[Chunk, ...]:
-        """The passages before this one in its document, in order; `KeyError` for a chunk of no document."""
+        """The passages before this one in its document, in order; KeyError for a chunk of no document."""
         number, place = self._places[chunk_id]
         return self.documents[number][:place]
 
     def unrelated(self, question: Question) -> tuple[Chunk, ...]:
-        """The passages of all documents that none of the question's passages comes from."""
+        """The passages of all documents other than those of the question's passages."""
         own = {self._places[chunk.chunk_id][0] for chunk in question.passages}
         return tuple(chunk for i, document in enumerate(self.documents) if i not in own for chunk in document)
 
@@ -74,14 +74,13 @@ def load_dataset(
     seed: int,
     chunk_tokens: int | None = None,
 ) -> Dataset:
-    """Draw `limit` questions (None: all) with `passages` chunks each from a file in any format of `formats.registry`.
+    """Draw `limit` questions (None = all) with `passages` chunks each from a file in any format of `formats.registry`.
 
-    The passages that hold the answer always come along, even where they are more than `passages`; the others are drawn
-    from the same document or question, and only where that has too few from other documents (never for summaries and
-    for a retriever's own lists: those may have fewer). Passages too long for a chunk are split; `chunk_tokens` says how
-    long (about) a chunk may be. A question's passages and their order depend on the seed and the question, not on the
-    limit, as long as the file has at most `OTHER_DOCUMENTS` documents beside those of the questions drawn; only so many
-    of them are kept.
+    The passages that hold the answer are always included, even if they are more than `passages`. The others are drawn
+    from the same document or question, and from other documents only if there are too few (never for summaries and for
+    a retriever's own lists, which may have fewer). Passages longer than about `chunk_tokens` tokens are split.
+    A question's passages and their order depend on the seed and the question, not on the limit. (Only if the file has
+    more than `OTHER_DOCUMENTS` other documents is there an exception: that many of them are kept.)
 
     Raises:
         ConfigError: `passages` or `limit` is below 1, or no format has that name.
@@ -94,7 +93,7 @@ def load_dataset(
 
 
 def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
-    """The sample handbook's own questions over its pages in pieces of two sections; there are no gold answers.
+    """The sample handbook's questions over its pages, in pieces of two sections; without gold answers.
 
     Raises:
         ConfigError: `passages` or `limit` is below 1.
@@ -107,7 +106,7 @@ def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
         pages[page.name] = {builder.place(page.name, text): text for text in texts}
     for asked in handbook_questions():
         near = pages[asked.page]
-        # What a correct answer must say mostly stands in one piece; where it is a "no", the first piece must do.
+        # Usually one piece holds everything a correct answer must say. For a "no" there is none: take the first.
         needed = [place for place, text in near.items() if all(re.search(e, text, re.IGNORECASE) for e in asked.expect)]
         builder.ask(SourceQuestion(asked.question, asked.question, (), tuple(needed or list(near))[:1], tuple(near)))
     return _assemble(builder.source(), "sample handbook", passages=passages, limit=limit, seed=seed)
@@ -128,7 +127,7 @@ def _assemble(source: Source, name: str, *, passages: int, limit: int | None, se
     questions: list[Question] = []
     times: dict[str, int] = {}
     for question in asked:
-        # A name of its own for each, because results are kept by it.
+        # Results are kept by question id, so each question needs its own.
         times[question.question_id] = times.get(question.question_id, 0) + 1
         again = times[question.question_id]
         question_id = question.question_id if again == 1 else f"{question.question_id}#{again}"
@@ -167,7 +166,7 @@ def _pieces(text: str, limit: int) -> list[str]:
 
 
 def _tokens(text: str) -> int:
-    """About how many tokens a text has, in any script and for any model: all models must get the same passages."""
+    """Approximate number of tokens, independent of the model: all models must get the same passages."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
@@ -182,7 +181,7 @@ def _choose(
     """The chunks of one question in prompt order."""
     near = _unique(piece for place in question.near for piece in pieces[place])
     if question.ordered:
-        # Those that hold the answer first, then the retriever's best; in the retriever's order.
+        # Choose those that hold the answer, then the retriever's best; keep the retriever's order.
         needed = _holding(near, question.answers)
         chosen = {id(chunk) for chunk in _unique([*needed, *near])[:passages]}
         return tuple(chunk for chunk in near if id(chunk) in chosen)
@@ -199,7 +198,7 @@ def _choose(
 
 
 def _holding(chunks: Sequence[Chunk], answers: Sequence[str]) -> list[Chunk]:
-    """The chunks in which an answer stands, as whole words."""
+    """The chunks that contain an answer as whole words."""
     if not answers:
         return []
     wanted = re.compile("|".join(rf"(?<!\w){re.escape(answer)}(?!\w)" for answer in answers), re.IGNORECASE)
@@ -207,5 +206,5 @@ def _holding(chunks: Sequence[Chunk], answers: Sequence[str]) -> list[Chunk]:
 
 
 def _unique(chunks: Iterable[Chunk]) -> list[Chunk]:
-    # `_split` makes one object of each text, so that no text is hashed again for every question.
+    # By identity: `_split` makes one object per text, which saves hashing the texts for every question.
     return list({id(chunk): chunk for chunk in chunks}.values())

@@ -1,4 +1,4 @@
-"""DROP (Dua et al., 2019): questions whose answers are numbers, spans or dates to be worked out of one passage."""
+"""DROP (Dua et al., 2019): questions about one passage, with numbers, spans or dates as answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cachecraft_rag.evaluation.formats.source import Source, SourceBuilder, Sour
 
 
 def recognises(record: Record) -> bool:
-    """`{passage_id: {"passage", "qa_pairs"}}`; or one row a question with `passage` and `answers_spans`."""
+    """`{passage_id: {"passage", "qa_pairs"}}`; or one row per question with `passage` and `answers_spans`."""
     if {"passage", "question", "answers_spans"} <= record.fields.keys():
         return True
     first = next(iter(record.fields.values()), None)
@@ -17,7 +17,7 @@ def recognises(record: Record) -> bool:
 
 
 def read(records: Sequence[Record]) -> Source:
-    """Every passage is a document; those beside it in a prompt are passages of other documents."""
+    """Every passage is a document; the other passages of a prompt come from other documents."""
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
         if "answers_spans" in record:
@@ -28,7 +28,7 @@ def read(records: Sequence[Record]) -> Source:
         for name in record.fields:
             document = record.record(name)
             passage = document.text("passage")
-            builder.place(name, passage)  # a document even where nothing is asked of it
+            builder.place(name, passage)  # a document even if no question is about it
             for place, asked in enumerate(document.records("qa_pairs"), start=1):
                 _ask(builder, name, passage, asked.label("query_id", f"{name}-{place}"), asked, _answers(asked))
     return builder.source()
@@ -42,7 +42,7 @@ def _ask(
 
 
 def _answers(asked: Record) -> list[str]:
-    """The answer and those that the validators gave, each as one text; the test split has none."""
+    """The answer and those of the validators, each as one text; the test split has none."""
     given = [asked.record("answer")] if asked.fields.get("answer") else []
     if asked.fields.get("validated_answers"):
         given += asked.records("validated_answers")

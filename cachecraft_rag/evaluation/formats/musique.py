@@ -1,4 +1,4 @@
-"""MuSiQue (Trivedi et al., 2022): questions over two to four of twenty paragraphs, one JSON object a line."""
+"""MuSiQue (Trivedi et al., 2022): questions over two to four of twenty paragraphs, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def recognises(record: Record) -> bool:
 
 
 def read(records: Sequence[Record]) -> Source:
-    """A document is a page by its title; the supporting paragraphs are needed, the others came with the question.
+    """A document is all paragraphs with one title. Supporting paragraphs are needed; the others are near.
 
-    The published test split has no answers and says of no paragraph that it supports; its questions are kept.
+    The published test split has no answers and marks no supporting paragraphs; its questions are kept.
     """
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
         needed, near = [], []
         for paragraph in record.records("paragraphs"):
             title = paragraph.text("title")
-            # The title belongs to the chunk: many a paragraph calls its subject "he" or "the band" throughout.
+            # The chunk includes the title: many paragraphs call their subject only "he" or "the band".
             place = builder.place(title, f"{title}\n\n{paragraph.text('paragraph_text')}")
             near.append(place)
             if paragraph.fields.get("is_supporting"):

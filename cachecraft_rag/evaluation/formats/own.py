@@ -1,4 +1,4 @@
-"""Questions of one's own with the passages that one's own retriever found, one JSON object a line."""
+"""Your own questions with the passages that your retriever found, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def recognises(record: Record) -> bool:
 
 
 def read(records: Sequence[Record]) -> Source:
-    """The passages keep their order. `answers`, `id` and `document` may be missing.
+    """The passages keep their order. `answers`, `id` and `document` are optional.
 
-    `document` names the one that all passages of the line come from, in its order; without it each passage is taken
-    for a document of its own, because a retriever's neighbours in a list are seldom neighbours in a text.
+    `document` names the document of all passages of the line, in the document's order. Without it each passage counts
+    as a document of its own, because passages next to each other in a retriever's list are rarely so in a document.
     """
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):

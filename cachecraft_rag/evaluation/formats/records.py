@@ -1,4 +1,4 @@
-"""The records of a data file, whatever carries them: JSON, JSON lines, CSV or Parquet."""
+"""The records of a data file in JSON, JSON lines, CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cachecraft_rag.errors import DocumentError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One JSON object, line or row; `where` says in words which one, for messages.
+    """One JSON object, line or row; `where` locates it, in words, for error messages.
 
-    Every method raises `DocumentError`, naming the place and the field, where the field is missing or of another kind.
+    Every method raises DocumentError with the place and the field if the field is missing or of another type.
     """
 
     where: str
@@ -30,23 +30,23 @@ class Record:
         value = self.fields.get(name)
         if not isinstance(value, kind):
             found = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
-            raise DocumentError(f'{self.where}: "{name}" {found}; it must be {wanted}. Mend or remove that entry.')
+            raise DocumentError(f'{self.where}: "{name}" {found}; it must be {wanted}. Fix or remove that entry.')
         return value
 
     def text(self, name: str) -> str:
-        """A text that is not blank, without the space around it."""
+        """A text that is not blank, stripped."""
         text: str = self._field(name, str, "a text").strip()
         if not text:
-            raise DocumentError(f'{self.where}: "{name}" is blank. Mend or remove that entry.')
+            raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
         return text
 
     def label(self, name: str, default: str) -> str:
-        """An identity: a text or a number, or the default where there is none."""
+        """An identifier: a text or a number, or the default if there is none."""
         value = self.fields.get(name)
         return str(value) if isinstance(value, str | int) and str(value).strip() else default
 
     def texts(self, name: str, *, optional: bool = False) -> list[str]:
-        """A list of texts; where it is optional and missing, an empty one."""
+        """A list of texts; empty if it is optional and missing."""
         if optional and self.fields.get(name) is None:
             return []
         values: list[Any] = self._field(name, list, "a list of texts")
@@ -54,7 +54,7 @@ class Record:
             if not isinstance(value, str):
                 raise DocumentError(
                     f'{self.where}: item {place} of "{name}" is {json.dumps(value, default=str)[:40]}; it must be a '
-                    "text. Mend or remove that entry."
+                    "text. Fix or remove that entry."
                 )
         return values
 
@@ -69,10 +69,10 @@ class Record:
 
 
 def as_record(value: Any, where: str) -> Record:
-    """The value as a record; raises `DocumentError` where it is no object."""
+    """The value as a record. Raises DocumentError if it is not an object."""
     if not isinstance(value, dict):
         raise DocumentError(
-            f"{where}: an object with named fields belongs here, not {json.dumps(value, default=str)[:40]}. Mend or "
+            f"{where}: expected an object with named fields, not {json.dumps(value, default=str)[:40]}. Fix or "
             "remove that entry."
         )
     return Record(where, value)
@@ -82,7 +82,7 @@ def read_records(path: Path) -> list[Record]:
     """The file's records: rows of Parquet or CSV, lines of JSON lines, a JSON list's entries, or one whole JSON object.
 
     Raises:
-        DocumentError: the file cannot be read, is empty, or is damaged; the message names the line where there is one.
+        DocumentError: the file cannot be read, is empty, or is malformed; the message names the line if there is one.
     """
     try:
         if path.suffix.lower() == ".parquet":
@@ -112,22 +112,22 @@ def _json(path: Path, text: str) -> list[Record]:
         try:
             json.loads(first)
         except ValueError:
-            raise DocumentError(f"{path} is not JSON: {error}. Mend that place, or name another file.") from error
-        return list(_lines(path, text))  # the first line stands alone: JSON lines under another suffix
+            raise DocumentError(f"{path} is not JSON: {error}. Fix that place, or name another file.") from error
+        return list(_lines(path, text))  # the first line alone is valid: JSON lines with another suffix
     if isinstance(whole, list):
         return [as_record(value, f"{path}, entry {place}") for place, value in enumerate(whole, start=1)]
     return [as_record(whole, str(path))]
 
 
 def _lines(path: Path, text: str) -> Iterator[Record]:
-    # Not splitlines(): JSON allows U+2028 and its like unescaped inside a text.
+    # Not splitlines(): JSON strings may contain U+2028 and similar characters unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise DocumentError(f"{path}, line {number} is not JSON: {error}. Mend or remove that line.") from error
+            raise DocumentError(f"{path}, line {number} is not JSON: {error}. Fix or remove that line.") from error
         yield as_record(value, f"{path}, line {number}")
 
 
@@ -136,7 +136,7 @@ def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Record]:
         for row in reader:
             yield Record(f"{path}, line {reader.line_num}", {name: row[name] for name in reader.fieldnames or ()})
     except csv.Error as error:
-        raise DocumentError(f"{path}, line {reader.line_num} is not CSV: {error}. Mend or remove that line.") from error
+        raise DocumentError(f"{path}, line {reader.line_num} is not CSV: {error}. Fix or remove that line.") from error
 
 
 def _parquet(path: Path) -> Iterator[Record]:

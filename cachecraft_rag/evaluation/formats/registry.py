@@ -1,4 +1,4 @@
-"""The known formats of question sets, and which of them a file is in."""
+"""The known formats of question sets, and how the format of a file is recognised."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cachecraft_rag.evaluation.formats.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to write questions down.
+    """A file format of question sets.
 
-    recognises  whether a file's first record is of this format; at most one format says so
-    read        the whole file's records; raises `DocumentError` naming the record that is malformed
+    recognises  whether a file's first record has this format; true for at most one format
+    read        reads all records of a file; raises DocumentError that names a malformed record
     """
 
     name: str
@@ -33,12 +33,12 @@ FORMATS: tuple[Format, ...] = (
     Format("drop", "DROP", drop.recognises, drop.read),
     Format("cnn_dailymail", "CNN/DailyMail", summaries.recognises_cnn, summaries.read_cnn),
     Format("xsum", "XSum", summaries.recognises_xsum, summaries.read_xsum),
-    Format("jsonl", "questions of your own, one a line", own.recognises, own.read),
+    Format("jsonl", "questions of your own, one per line", own.recognises, own.read),
 )
 
 
 def read_source(path: Path, format: str | None = None) -> Source:
-    """Read a file of questions; the format is recognised by its first record where none is named.
+    """Read a file of questions. If no format is named, it is recognised from the first record.
 
     Raises:
         ConfigError: no format has that name.
@@ -57,6 +57,6 @@ def read_source(path: Path, format: str | None = None) -> Source:
                 raise DocumentError(f"{path} is in the format {entry.name} but holds no questions. Name another file.")
             return source
     raise DocumentError(
-        f"{path} is in no format this command knows: {known}. Rewrite it as JSON lines of your own: a file "
-        f"questions.jsonl with one question a line, like {own.EXAMPLE}"
+        f"{path} is in no known format: {known}. Rewrite it as JSON lines: a file "
+        f"questions.jsonl with one question per line, like {own.EXAMPLE}"
     )

@@ -1,4 +1,4 @@
-"""What every reader makes of its file: documents of passages, and questions that point into them."""
+"""The result of every reader: documents made of passages, and questions that point to passages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 Place = tuple[int, int]  # (document, passage), both counted from 0
 
-PASSAGE_TOKENS = 512  # most passages of the question sets are shorter, so they stay as published
-SEGMENT_TOKENS = 128  # of a text to summarise: "we split long chunks into smaller segments", Cache-Craft §5.1.2
+PASSAGE_TOKENS = 512  # most passages of the question sets are shorter and stay as published
+SEGMENT_TOKENS = 128  # for texts to summarise: "we split long chunks into smaller segments", Cache-Craft §5.1.2
 
 
 @dataclass(frozen=True, slots=True)
 class SourceDocument:
-    """A document's passages in their order, as published: of any length."""
+    """A document's passages in order, as published, of any length."""
 
     name: str
     passages: tuple[str, ...]
@@ -21,12 +21,12 @@ class SourceDocument:
 
 @dataclass(frozen=True, slots=True)
 class SourceQuestion:
-    """A question and where its passages may come from.
+    """A question and the passages to choose from.
 
-    needed   the passages that the answer rests on
-    near     what a retriever might find as well, the needed ones included
-    fill     whether passages of other documents may stand in where `near` has too few
-    ordered  `near` is a retriever's own list: it is kept as it is, and only shortened where it is too long
+    needed   the passages that hold the answer
+    near     passages that a retriever might find, including the needed ones
+    fill     whether passages of other documents are added if `near` has too few
+    ordered  `near` is a retriever's own list: its order is kept, and it is only shortened
     """
 
     question_id: str
@@ -48,14 +48,14 @@ class Source:
 
 
 class SourceBuilder:
-    """Collects the documents of a file; a passage that many questions bring along is kept once."""
+    """Collects the documents of a file; a passage that several questions share is kept once."""
 
     def __init__(self) -> None:
         self._documents: dict[str, tuple[int, dict[str, int]]] = {}  # name → its number, and each text's place
         self._questions: list[SourceQuestion] = []
 
     def place(self, document: str, text: str) -> Place:
-        """Where the document's passage with this text is; it becomes the document's last where it is new."""
+        """The place of the passage with this text; a new passage is appended to the document."""
         number, passages = self._documents.setdefault(document, (len(self._documents), {}))
         return number, passages.setdefault(text, len(passages))
 
@@ -64,11 +64,11 @@ class SourceBuilder:
         self._questions.append(question)
 
     def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> Source:
-        """Everything so far."""
+        """All documents and questions so far."""
         documents = tuple(SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items())
         return Source(documents, tuple(self._questions), passage_tokens)
 
 
 def texts_of(values: Sequence[str]) -> tuple[str, ...]:
-    """Answers without blank ones and repetitions, in their order."""
+    """The texts, stripped, in order, without blanks and repetitions."""
     return tuple(dict.fromkeys(text.strip() for text in values if text.strip()))

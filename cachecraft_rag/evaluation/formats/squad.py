@@ -1,4 +1,4 @@
-"""SQuAD 1.1 and 2.0, and whatever shares their form: XQuAD, MLQA, NewsQA conversions; Hugging Face's columns too."""
+"""SQuAD 1.1 and 2.0, and sets of the same form (XQuAD, MLQA, NewsQA conversions); also Hugging Face's columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cachecraft_rag.evaluation.formats.source import Place, Source, SourceBuilde
 
 
 def recognises(record: Record) -> bool:
-    """`data` → `paragraphs` → `context`, `qas`; or one row a question with `context`, `question` and `answers`."""
+    """`data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`."""
     data = record.fields.get("data")
     if isinstance(data, list):
         return bool(data) and isinstance(data[0], dict) and "paragraphs" in data[0]
@@ -38,7 +38,7 @@ def read(records: Sequence[Record]) -> Source:
 
 
 def _asked(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
-    """(Article, paragraph, question, answers) of the nested form; a paragraph without questions has None for one."""
+    """(Article, paragraph, question, answers) of the nested form, and each paragraph once with None as its question."""
     found: list[tuple[str, str, Record | None, list[str]]] = []
     for number, article in enumerate(record.records("data"), start=1):
         title = article.label("title", f"article {number}")
@@ -52,6 +52,6 @@ def _asked(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
 
 
 def _row(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
-    """The same of one row of Hugging Face's form, whose answers are `{"text": [...], "answer_start": [...]}`."""
+    """The same for one row of Hugging Face's form, whose answers are `{"text": [...], "answer_start": [...]}`."""
     context = record.text("context")
     return [(record.label("title", context), context, record, record.record("answers").texts("text"))]

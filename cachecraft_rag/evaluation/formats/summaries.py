@@ -1,6 +1,6 @@
 """CNN/DailyMail (Hermann et al., 2015) and XSum (Narayan et al., 2018): a text and its summary in each row.
 
-As in Cache-Craft §5.1.2 a text is split into small segments, of which a prompt gets some at random.
+As in Cache-Craft §5.1.2, a text is split into small segments, and a prompt gets a random selection of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _read(records: Sequence[Record], *, text: str, summary: str, question: str) 
             continue  # both published sets hold a few articles without a text
         name = record.label("id", str(number))
         place = builder.place(name, record.text(text))
-        # Passages of other articles would have to be kept out of the summary: another task than the published one.
+        # No passages of other articles: leaving them out of the summary would be another task than the published one.
         builder.ask(
             SourceQuestion(name, question, texts_of([record.text(summary)]), needed=(), near=(place,), fill=False)
         )

@@ -1,4 +1,4 @@
-"""2WikiMultihopQA (Ho et al., 2020), and HotpotQA, whose form it took over."""
+"""2WikiMultihopQA (Ho et al., 2020), and HotpotQA, which has the same form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def recognises(record: Record) -> bool:
 
 
 def read(records: Sequence[Record]) -> Source:
-    """Each page of the context is a document of one passage; those that the supporting facts name are needed."""
+    """Each page of the context is a document of one passage; pages named by supporting facts are needed."""
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
         supporting = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
@@ -25,7 +25,7 @@ def read(records: Sequence[Record]) -> Source:
         for title, sentences in _pairs(record, "context", "sentences", "content"):
             if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
                 raise DocumentError(
-                    f"{record.where}: the context of {title!r} must be a list of sentences. Mend or remove that entry."
+                    f"{record.where}: the context of {title!r} must be a list of sentences. Fix or remove that entry."
                 )
             text = " ".join(sentence.strip() for sentence in sentences).strip()
             if not text:
@@ -42,7 +42,7 @@ def read(records: Sequence[Record]) -> Source:
 def _pairs(record: Record, name: str, *columns: str) -> list[tuple[str, Any]]:
     """`[[title, value], …]` as published, or Hugging Face's `{"title": […], "<column>": […]}`, or either as JSON text.
 
-    Raises `DocumentError` where it is none of them.
+    Raises DocumentError for anything else.
     """
     value = record.fields.get(name)
     try:
@@ -54,8 +54,8 @@ def _pairs(record: Record, name: str, *columns: str) -> list[tuple[str, Any]]:
         pairs = [(title, item) for title, item in value or ()]
     except (ValueError, KeyError, TypeError, StopIteration) as error:
         raise DocumentError(
-            f'{record.where}: "{name}" must be a list of [title, …] pairs. Mend or remove that entry.'
+            f'{record.where}: "{name}" must be a list of [title, …] pairs. Fix or remove that entry.'
         ) from error
     if not all(isinstance(title, str) and title.strip() for title, _ in pairs):
-        raise DocumentError(f'{record.where}: a title in "{name}" is no text. Mend or remove that entry.')
+        raise DocumentError(f'{record.where}: a title in "{name}" is not a text. Fix or remove that entry.')
     return pairs

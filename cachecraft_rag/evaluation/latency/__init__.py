@@ -1,1 +1,4 @@
-"""Benchmarks, run by `cachecraft bench`."""
+"""Benchmarks of the time to the first token: `cachecraft bench ttft`, `cake` and `load`, and their figures.
+
+Anything that measures seconds or bytes per second belongs here; answers are compared for equality only.
+"""

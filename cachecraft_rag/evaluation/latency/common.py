@@ -1,4 +1,4 @@
-"""What all benchmarks ask, over which chunks, and how they make files cold."""
+"""The question and chunks of all benchmarks, and a way to drop files from the page cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUESTION = "Which of these parts wear out, and how often should each be replaced
 
 
 def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
-    """Chunks of so many tokens of the model's own, cut from the sample handbook read from end to end."""
+    """`count` chunks of `tokens` tokens each, cut from the sample handbook. Raises ConfigError if it is too short."""
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.md")))
     ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) < count * tokens:
@@ -25,7 +25,7 @@ def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Ask the system to forget the contents of all files below a folder; a no-op where it cannot (macOS, Windows)."""
+    """Drop all files in a folder from the page cache; does nothing on systems that cannot (macOS, Windows)."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.rglob("*"):

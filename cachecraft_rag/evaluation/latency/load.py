@@ -1,4 +1,4 @@
-"""Loading: how much of the disk's speed arrives, and how much of the loading time layer-wise preloading hides."""
+"""Loading: the share of the disk's speed that reads reach, and of the loading time that layer-wise loading hides."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_p
 from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.disk import DiskTier
-from cachecraft_rag.types import LoadedVariant, Variant
+from cachecraft_rag.types import LoadedVariant, Progress, Variant
 
 _LOAD_SHARE = 0.4
-_RATIO = 0.15  # of the moved chunks' tokens is recomputed while their layers come
+_RATIO = 0.15  # recompute ratio of the moved chunks while their layers are being loaded
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Medians over the pairs; files cold (page cache dropped) wherever they are read.
+    """Medians over the pairs, in seconds. Files are always read cold (page cache dropped).
 
     disk_fraction_of_raw  our bytes per second / those of dd on the same files with the same block size
-    disk_mb_s, raw_mb_s   both; ours are verified tensors in memory
-    block_bytes           of both: what one layer of one chunk takes
-    layerwise_hidden      (whole_s - layerwise_s) / what could be hidden: the shorter of load_s and the computing of all
-                          layers but one
-    whole_s, layerwise_s  time to the first token: load, then compute; each layer just ahead of its computing
-    cake_s                the same with both ends, which is free to compute what it could load
-    load_s                the waiting part of whole_s
-    read_mb_s_limit       at which these times were taken; None: as fast as the disk is
+    disk_mb_s, raw_mb_s   the two rates; ours ends with verified tensors in memory
+    block_bytes           block size of both: one layer of one chunk
+    layerwise_hidden      (whole_s - layerwise_s) / the most that can be hidden: the shorter of load_s and the time to
+                          compute all layers but one
+    whole_s               time to the first token if everything is loaded before computing starts
+    layerwise_s           the same if each layer is loaded just before it is computed
+    cake_s                the same with overlapped prefill, which may also compute stored chunks instead of loading them
+    load_s                the part of whole_s that waits for loading
+    read_mb_s_limit       limit of reading during these times; None = no limit
     """
 
     disk_fraction_of_raw: float
@@ -67,10 +68,10 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is loaded: chunks of so many tokens, as `codec`.
+    """`chunks` chunks of `chunk_tokens` tokens, stored with `codec`.
 
-    mb_per_s  limit of the layer-wise part; None: such that loading takes 0.4 of computing, because a load of a
-              twentieth would drown in the noise of what it hides behind; infinite: none
+    mb_per_s  limit of reading for the times to the first token; infinite = no limit. None = loading takes 0.4 of the
+              computing time, because a much shorter load would be lost in the noise of computing
     """
 
     chunks: int = 8
@@ -81,19 +82,19 @@ class LoadSettings:
 
 
 def run(
-    model: str, settings: LoadSettings, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+    model: str, settings: LoadSettings, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
 ) -> LoadReport:
-    """Measure. Raises ConfigError when the chunks do not fit the model or the sample text."""
+    """Measure. Raises ConfigError if the chunks do not fit the model or the sample text."""
     decoder = Decoder.load(model, dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
         bench = _Bench(decoder, Path(folder), settings)
-        progress("reads")
+        progress(Progress(0, settings.pairs, "reads"))
         ours, raw, block = bench.reads()
         limit = bench.limit()
         times: dict[str, list[RequestStats]] = {name: [] for name in ("whole", "layerwise", "cake")}
         for pair in range(settings.pairs):
-            progress(f"pair {pair + 1} of {settings.pairs}")
-            turn = pair % len(times)  # each goes first as often as the others
+            progress(Progress(pair, settings.pairs, ""))
+            turn = pair % len(times)  # each goes first equally often
             for loading, found in [*times.items()][turn:] + [*times.items()][:turn]:
                 found.append(bench.ask(loading, limit))  # type: ignore[arg-type]  # the keys are the literals
     ttft = {name: statistics.median(stats.ttft_s for stats in found) for name, found in times.items()}
@@ -122,11 +123,11 @@ def run(
 
 
 class _Bench:
-    """Chunk-caches on disk, each captured behind other neighbours than those of the question."""
+    """Chunk-caches on disk, each captured behind other neighbours than in the prompt."""
 
     def __init__(self, decoder: Decoder, folder: Path, settings: LoadSettings) -> None:
         self._decoder, self._folder, self._settings = decoder, folder, settings
-        self._speed = ComputeSpeed(decoder.keys_per_row)  # one for all: engines come and go
+        self._speed = ComputeSpeed(decoder.keys_per_row)  # shared by all engines of this benchmark
         self._chunks = chunks_of(decoder, count=settings.chunks, tokens=settings.chunk_tokens)
         with self._open() as store:
             engine = self._engine(store)
@@ -142,7 +143,7 @@ class _Bench:
         self.ask("cake")
 
     def reads(self) -> tuple[float, float, int]:
-        """Bytes per second of our reads and of dd, and the block size of both."""
+        """Bytes per second of our reads and of dd, and their block size."""
         block = max(variant.nbytes for variant in self._variants) // self._decoder.layout.layers
         ours, raw = [], []
         for _ in range(2 * self._settings.pairs):
@@ -152,14 +153,14 @@ class _Bench:
         return self.nbytes / statistics.median(ours), self.nbytes / statistics.median(raw), block
 
     def limit(self) -> float:
-        """Bytes per second that the layer-wise part may read."""
+        """Limit of reading for the times to the first token, in bytes per second."""
         if self._settings.mb_per_s is not None:
             return self._settings.mb_per_s * 1e6
         stats = [self.ask("whole") for _ in range(3)]
         return self.nbytes / (_LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats))
 
     def ask(self, loading: Loading, bytes_per_s: float = math.inf) -> RequestStats:
-        """One question, its chunk-caches cold."""
+        """Answer the question with cold chunk-caches."""
         drop_page_cache(self._folder)
         config = ReuseConfig(recompute_ratio=_RATIO, capture=False, loading=loading)
         with self._open() as store, self._engine(store) as engine:
@@ -189,7 +190,7 @@ class _Bench:
 
 
 def _dd_seconds(path: Path, block: int) -> float:
-    """What dd takes by its own account: starting it is not counted."""
+    """Seconds as dd reports them, without the time to start it."""
     command = ["dd", f"if={path}", "of=/dev/null", f"bs={block}"]
     said = subprocess.run(command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": os.defpath})
     found = re.search(r"copied, ([0-9.e-]+) s", said.stderr)

@@ -1,8 +1,8 @@
-"""Cake's own comparison: computing only, loading only, and both ends at once, at several bandwidths.
+"""Cake's own comparison: computing only, loading only, and overlapped prefill, at several bandwidths.
 
-A prompt's chunks are all stored behind this very prefix, so that nothing of them has to be recomputed: Cake as it was
-published. Files are real and cold (page cache dropped); a token bucket at the reader limits the bandwidth to a multiple
-of the rate at which this machine computes KV bytes; half of the compute is half of the threads.
+All chunks of the prompt were captured behind the same prefix, so that none has to be recomputed: Cake as published.
+Files are real and cold (page cache dropped). A token bucket at the reader limits the bandwidth to a multiple of the
+rate at which this machine computes KV bytes. Half of the compute means half of the threads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Progress
 
 CHUNK_TOKENS = 256
 _COMPUTE = ReuseConfig(reuse=False, capture=False)
-_SAMPLING = SamplingParams(max_new_tokens=8)  # more than the first token: the next ones show what the cache is worth
+_SAMPLING = SamplingParams(max_new_tokens=8)  # the tokens after the first show whether the loaded cache is right
 _SPLITS = 200
 
 
@@ -35,14 +36,15 @@ _SPLITS = 200
 class CakeCell:
     """Seconds to the first token, medians.
 
-    tokens           of the chunks together
-    bandwidth_ratio  bandwidth / KV bytes that full prefill computes per second with all threads of this cell
-    compute_share    threads in use / threads there are
+    tokens           of all chunks together
+    bandwidth_ratio  bandwidth / KV bytes per second that full prefill computes with this cell's threads
+    compute_share    threads in use / all threads
     compute_only_s   full prefill, in one pass
-    load_only_s      everything is loaded, then the question is computed
-    cake_s           both ends
-    best_split_s     what the best split would take: front and tail at once, then the question, from this cell's rates
-    exact            the first tokens of the answer are those after full prefill
+    load_only_s      load everything, then compute the question
+    cake_s           overlapped prefill
+    best_split_s     prediction for the best split, from this cell's rates: compute the front and load the rest at the
+                     same time, then compute the question
+    exact            whether the first tokens of the answer equal those of full prefill
     """
 
     tokens: int
@@ -58,7 +60,7 @@ class CakeCell:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: every combination."""
+    """The cells to measure: every combination of these values."""
 
     tokens: Sequence[int] = (1024, 2048, 4096)
     bandwidths: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -75,39 +77,45 @@ class Grid:
 
 
 def run(
-    model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+    model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
 ) -> Iterator[CakeCell]:
-    """Measure cell by cell. Raises ConfigError when a context does not fit the model or the sample text."""
+    """Measure cell by cell. Raises ConfigError if a context does not fit the model or the sample text."""
     threads = torch.get_num_threads()
     decoder = Decoder.load(model, dtype=dtype)
+    done, total = 0, len(grid.tokens) * len(grid.shares) * len(grid.bandwidths) * len(grid.codecs)
     try:
         for tokens in grid.tokens:
             for share in grid.shares:
                 torch.set_num_threads(max(1, round(threads * share)))
                 with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
-                    yield from _Context(decoder, Path(folder), tokens).cells(grid, share, progress)
+                    context = _Context(decoder, Path(folder), tokens)
+                    what = f"{tokens} tokens, {share:g} of the compute"
+                    progress(Progress(done, total, what))
+                    for cell in context.cells(grid, share):
+                        done += 1
+                        progress(Progress(done, total, what))
+                        yield cell
     finally:
         torch.set_num_threads(threads)
 
 
 class _Context:
-    """One prompt, its chunk-caches on disk in every codec, and the ways to its first token."""
+    """One prompt, its chunk-caches on disk in every codec, and the ways to prefill it."""
 
     def __init__(self, decoder: Decoder, folder: Path, tokens: int) -> None:
         self._decoder, self._folder = decoder, folder
         self._chunks = chunks_of(decoder, count=tokens // CHUNK_TOKENS, tokens=CHUNK_TOKENS)
         self._tokens = tokens
-        self._speed = ComputeSpeed(decoder.keys_per_row)  # of this share of the compute: engines come and go
+        self._speed = ComputeSpeed(decoder.keys_per_row)  # of this share of the compute, shared by all engines
 
-    def cells(self, grid: Grid, share: float, progress: Callable[[str], None]) -> Iterator[CakeCell]:
-        """All bandwidths and codecs."""
+    def cells(self, grid: Grid, share: float) -> Iterator[CakeCell]:
+        """One cell per bandwidth and codec."""
         for codec in grid.codecs:
-            self._bear(codec)
+            self._capture(codec)
         text, full = self._ask(_COMPUTE, grid.codecs[0])
         rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
         for bandwidth in grid.bandwidths:
             for codec in grid.codecs:
-                progress(f"{self._tokens} tokens, {share:g} of the compute, bandwidth {bandwidth:g}, {codec}")
                 yield self._cell(bandwidth, codec, share=share, rate=rate, pairs=grid.pairs, right=text)
 
     def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
@@ -134,20 +142,20 @@ class _Context:
         )
 
     def _best_split(self, compute_s: float, load_s: float) -> float:
-        """Seconds of the better of all splits when both ends work at their measured rates without hindering another."""
+        """Seconds of the best split, if computing and loading keep their measured rates while they overlap."""
         rows, n = self._speed.rows, self._tokens
         whole = rows(range(n))
         splits = [part * n // _SPLITS for part in range(_SPLITS + 1)]
         return min(max(compute_s * rows(range(m)) / whole, load_s * (n - m) / n) for m in splits)
 
-    def _bear(self, codec: str) -> None:
+    def _capture(self, codec: str) -> None:
         with self._open(codec) as store:
             engine = self._engine(store)
             self._answer(engine, ReuseConfig(reuse=False))
             engine.close()
 
     def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
-        """An answer from files that are not in memory. The engine has answered before, but never from this disk."""
+        """An answer from cold files, by an engine that knows its compute speed but not this disk."""
         drop_page_cache(self._folder)
         return self._ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
 

@@ -13,14 +13,14 @@ _SERIES = (  # field, label, colour, line
     ("compute_only_s", "computing only", GREY, "--"),
     ("load_only_s", "loading only", BLUE, "--"),
     ("best_split_s", "best split", BLACK, ":"),
-    ("cake_s", "both ends", RED, "-"),
+    ("cake_s", "overlapped (Cake)", RED, "-"),
 )
 
 
 def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
-    """Time to the first token over bandwidth, a panel for each context and share of the compute (Cake, Fig. 5 and 6).
+    """Time to the first token over bandwidth, one panel per context and share of the compute (Cake, Fig. 5 and 6).
 
-    The ending of `path` decides the format. Raises ConfigError when matplotlib is missing or cannot write there.
+    The suffix of `path` decides the format. Raises ConfigError if matplotlib is missing or cannot write there.
     """
     contexts = sorted({cell.tokens for cell in cells})
     shares = sorted({cell.compute_share for cell in cells}, reverse=True)

@@ -1,8 +1,7 @@
-"""Time to first token: reuse against the model's own prefill, both in one run and in the dtype in which that prefill
-is fastest.
+"""Time to the first token: reuse against the model's own prefill, in one run, in the dtype of the fastest own prefill.
 
-The prompt holds some chunks that were all captured behind *other* neighbours, so every one of them is moved and partly
-recomputed. The sides are run in turn and compared by medians, because a machine's speed drifts.
+All chunks of the prompt were captured behind *other* neighbours, so each of them is moved and partly recomputed. The
+sides run alternately and are compared by medians, because the speed of a machine drifts.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Progress
 
 
 @dataclass(frozen=True)
 class TtftReport:
-    """Medians over the pairs. Ratios are to the model's own prefill (transformers' sdpa, logits of the last token
-    only).
+    """Medians over the pairs, in seconds, and ratios to the model's own prefill (transformers' sdpa, logits of the last
+    token only).
 
-    ratio_host, ratio_disk  reuse with the chunk-caches in memory, and on disk (page cache dropped where the system
-                            lets us)
-    ratio_focus             as ratio_host with early termination (mended rule) on
-    ratio_all_recomputed    our own engine computing everything
-    token_ratio             rows computed / prompt tokens: what the time ratio would be if everything scaled with rows
+    ratio_host, ratio_disk   reuse with the chunk-caches in memory, and on disk (page cache dropped if possible)
+    ratio_early_termination  as ratio_host, with early termination (rule "gap")
+    ratio_all_recomputed     this package's engine without reuse
+    token_ratio              rows computed / prompt tokens: the time ratio if time were proportional to rows
     """
 
     ratio_host: float
     ratio_disk: float
-    ratio_focus: float
+    ratio_early_termination: float
     ratio_all_recomputed: float
     token_ratio: float
     own_prefill_s: float
     host_s: float
     disk_s: float
-    focus_s: float
+    early_termination_s: float
     all_recomputed_s: float
     pairs: int
     prompt_tokens: int
@@ -67,16 +66,18 @@ def run(
     chunk_tokens: int = 400,
     ratio: float = 0.15,
     pairs: int = 7,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> TtftReport:
-    """Measure; `dtype="auto"` first finds out in which dtype the model's own prefill is fastest here.
+    """Measure. `dtype="auto"` first finds the dtype in which the model's own prefill is fastest on this machine.
 
     Raises:
-        ConfigError: fewer than two chunks or one pair, or more chunks than the model's context or the text holds.
+        ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
     """
     if chunks < 2 or pairs < 1:
         raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
-    decoder = _fastest(model, dtype, chunks * chunk_tokens, progress)
+    decoder = _fastest(
+        model, dtype, chunks * chunk_tokens, lambda name: progress(Progress(0, pairs, f"own prefill in {name}"))
+    )
     with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
         bench = _Bench(decoder, Path(folder), chunks=chunks, chunk_tokens=chunk_tokens, ratio=ratio)
         try:
@@ -103,23 +104,27 @@ class _Bench:
         self.store = ChunkCacheStore.open(folder / "caches")
         self.engine = Engine(decoder, self.store, config=self.config, best_last=False)
         primer = Primer(self.engine, window=decoder.context_length)
-        primer.prime([*self.chunks[1:], self.chunks[0]])  # asked for in another order, so no chunk keeps its prefix
+        primer.prime(
+            [*self.chunks[1:], self.chunks[0]]
+        )  # in another order than the prompt, so no chunk keeps its prefix
         self.store.flush()
 
-    def report(self, pairs: int, progress: Callable[[str], None]) -> TtftReport:
-        """Run all sides in turn and compare their medians."""
+    def report(self, pairs: int, progress: Callable[[Progress], None]) -> TtftReport:
+        """Run all sides alternately and compare their medians."""
         full = ReuseConfig(reuse=False, capture=False)
-        focus = ReuseConfig(recompute_ratio=self.config.recompute_ratio, capture=False, early_termination="gap")
-        times: dict[str, list[float]] = {name: [] for name in ("own", "host", "disk", "focus", "all")}
-        stats = self._ask(self.engine, self.config)  # warm-up, and the memory tier is filled
+        early_termination = ReuseConfig(
+            recompute_ratio=self.config.recompute_ratio, capture=False, early_termination="gap"
+        )
+        times: dict[str, list[float]] = {name: [] for name in ("own", "host", "disk", "early termination", "all")}
+        stats = self._ask(self.engine, self.config)  # warms up and fills the memory tier
         assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
         self._own()
         for pair in range(pairs):
-            progress(f"pair {pair + 1} of {pairs}")
+            progress(Progress(pair, pairs, ""))
             times["own"].append(self._own())
             stats = self._ask(self.engine, self.config)
             times["host"].append(stats.ttft_s)
-            times["focus"].append(self._ask(self.engine, focus).ttft_s)
+            times["early termination"].append(self._ask(self.engine, early_termination).ttft_s)
             times["disk"].append(self._from_disk())
             times["all"].append(self._ask(self.engine, full).ttft_s)
         medians = {name: statistics.median(values) for name, values in times.items()}
@@ -127,13 +132,13 @@ class _Bench:
         return TtftReport(
             ratio_host=medians["host"] / own,
             ratio_disk=medians["disk"] / own,
-            ratio_focus=medians["focus"] / own,
+            ratio_early_termination=medians["early termination"] / own,
             ratio_all_recomputed=medians["all"] / own,
             token_ratio=(stats.tokens_recomputed + stats.tokens_computed) / stats.tokens_prompt,
             own_prefill_s=own,
             host_s=medians["host"],
             disk_s=medians["disk"],
-            focus_s=medians["focus"],
+            early_termination_s=medians["early termination"],
             all_recomputed_s=medians["all"],
             pairs=pairs,
             prompt_tokens=stats.tokens_prompt,
@@ -145,7 +150,7 @@ class _Bench:
         )
 
     def close(self) -> None:
-        """End the engine and the store."""
+        """Close the engine and the store."""
         self.engine.close()
         self.store.close()
 
@@ -161,7 +166,7 @@ class _Bench:
         return time.perf_counter() - started
 
     def _from_disk(self) -> float:
-        """TTFT in a store that was opened this moment, with the files out of the page cache."""
+        """TTFT with a freshly opened store and files that are not in the page cache."""
         drop_page_cache(self.folder)
         with ChunkCacheStore.open(self.folder / "caches") as store:
             engine = Engine(self.decoder, store, config=self.config, best_last=False)
@@ -173,13 +178,13 @@ class _Bench:
         return stats.ttft_s
 
 
-def _fastest(model: str, dtype: str, tokens: int, progress: Callable[[str], None]) -> Decoder:
-    """The model in the wanted dtype, or in the one in which its own prefill of so many tokens is fastest."""
+def _fastest(model: str, dtype: str, tokens: int, trying: Callable[[str], None]) -> Decoder:
+    """The model in the given dtype; for "auto" in the one whose own prefill of `tokens` tokens is fastest."""
     if dtype != "auto":
         return Decoder.load(model, dtype=dtype)
     best: tuple[float, Decoder] | None = None
     for name in ("bfloat16", "float32"):
-        progress(f"own prefill in {name}")
+        trying(name)
         decoder = Decoder.load(model, dtype=name)
         ids = [token % 1000 + 10 for token in range(tokens)]
         decoder.own_logits(ids)

@@ -1,7 +1,7 @@
-"""The smallest α that holds a quality on a validation set (Cache-Craft eq. 13: α* = argmin E[CFO] with Q ≥ Q_desired).
+"""The smallest α that keeps a desired quality (Cache-Craft eq. 13: α* = argmin E[CFO] with Q ≥ Q_desired).
 
-What is promised is a mean over questions that nobody has asked yet. So the lower end of an interval must reach the
-desired quality, not the mean of the validation set: with that alone every other calibration would promise too much.
+The promise is about the mean over future questions. So the lower end of a confidence interval must reach the desired
+quality: if the mean over the validation set sufficed, every other calibration would promise too much.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from cachecraft_rag.evaluation.quality.intervals import Interval, mean_interval,
 from cachecraft_rag.evaluation.quality.measuring import Record, Trial, measure, reference_of
 from cachecraft_rag.evaluation.quality.methods import Method
 from cachecraft_rag.planning.calibration import Calibration
+from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.formats.dataset import Dataset
-    from cachecraft_rag.evaluation.quality.runner import Progress
 
-# Ascending. CCI is never below 0.5: from α = 2 on, a chunk whose old neighbours are all gone is computed afresh.
+# Ascending. CCI is at least 0.5, so from α = 2 on a chunk without any of its old neighbours is computed in full.
 ALPHAS = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1.0, 1.3, 1.6, 2.0)
-HARDLY_PAYS = 0.9  # more of the chunk tokens than that recomputed spares too little; a judgement, not a measurement
-LEVEL = 0.90  # two-sided, so that the lower end alone is a one-sided 95 % bound
+HARDLY_PAYS = 0.9  # above this share of recomputed chunk tokens, reuse saves too little: a judgement, not measured
+LEVEL = 0.90  # two-sided, so the lower end is a one-sided 95 % bound
 
 
 def _relative_f1(records: Sequence[Record]) -> Interval:
-    """F1 as a share of full prefill's: against gold answers alone, a weak model would hold no quality at all."""
+    """F1 relative to full prefill's: by gold answers alone, a weak model could never reach the quality."""
     ours = [record.f1 or 0.0 for record in records]
     return ratio_interval(ours, [record.reference_f1 or 0.0 for record in records], level=LEVEL)
 
@@ -48,20 +48,20 @@ METRICS: Mapping[str, Callable[[Sequence[Record]], Interval]] = MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSettings:
-    """What is to be held, and how it is measured. In all metrics, full prefill has quality 1.
+    """The quality to keep, and how it is measured. Full prefill has quality 1 in every metric.
 
     quality        the desired mean over questions, 0 to 1
-    metric         a name of `METRICS`: "rouge_l", of the answer against full prefill's; "top1", the share of tokens on
-                   the way to that answer that would be chosen too; "f1" against the gold answers, relative to full
-                   prefill's
-    captures         a name of `conditions.CONDITIONS`, but for "stream": each α must find the same chunk-caches
-    answer_tokens  longest answer
-    seed           of the captures and of `halves`
+    metric         a name of `METRICS`: "rouge_l" of the answer against full prefill's; "top1", the share of positions
+                   in full prefill's answer with the same most likely token; "f1" against the gold answers, relative
+                   to full prefill's
+    origin         a name of `conditions.CONDITIONS` except "stream": every α must find the same chunk-caches
+    answer_tokens  longest answer, in tokens
+    seed           of the origin prefixes and of `halves`
     """
 
     quality: float = 0.95
     metric: str = "rouge_l"
-    captures: str = "unrelated"
+    origin: str = "unrelated"
     answer_tokens: int = 16
     seed: int = 0
 
@@ -73,17 +73,17 @@ class CalibrationSettings:
                 f"quality must lie between 0 and 1, where 1 is that of full prefill, not {self.quality:g}; "
                 "write for example 0.95"
             )
-        if condition_named(self.captures).behind is None:
+        if condition_named(self.origin).behind is None:
             fixed = [condition.name for condition in CONDITIONS.values() if condition.behind is not None]
             raise ConfigError(
-                f"captures {self.captures!r} change from question to question, and each α must find the same chunk-caches; "
-                f"choose one of {', '.join(fixed)}"
+                f"with the origin {self.origin!r} chunk-caches change from question to question, but every α must find "
+                f"the same ones; choose one of {', '.join(fixed)}"
             )
         if self.answer_tokens < 1:
             raise ConfigError(f"answers need 1 token or more, not {self.answer_tokens}")
 
     def require(self, dataset: Dataset) -> None:
-        """ConfigError where these questions cannot be measured so: there are none, or f1 lacks gold answers."""
+        """Raise ConfigError if there are no questions, or if the metric is f1 and a question has no gold answer."""
         if not dataset.questions:
             raise ConfigError("there are no questions to calibrate on; raise --limit")
         without = sum(not question.answers for question in dataset.questions)
@@ -96,7 +96,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one α does: the share of chunk tokens recomputed or computed, and the quality with its interval."""
+    """The result of one α: the share of chunk tokens recomputed or computed, and the quality with its interval."""
 
     alpha: float
     recomputed: float
@@ -105,31 +105,27 @@ class Point:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was chosen, and every α that was tried, ascending.
-
-    held  False where no α reached the quality, not even the largest, which was chosen then
-    pays  False where more than `HARDLY_PAYS` of the chunk tokens are recomputed then
-    """
+    """The chosen calibration, and every α that was tried, ascending."""
 
     calibration: Calibration
     curve: tuple[Point, ...]
 
     @property
     def held(self) -> bool:
-        """See above."""
+        """Whether the chosen α reaches the quality. If none does, the largest is chosen."""
         return self.calibration.low >= self.calibration.quality
 
     @property
     def pays(self) -> bool:
-        """See above."""
+        """Whether reuse still saves work: at most `HARDLY_PAYS` of the chunk tokens are recomputed."""
         return self.calibration.recomputed <= HARDLY_PAYS
 
 
 def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """The smallest of ascending α that holds, found by halving; the last one, untried, where no other does.
+    """The smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
 
-    What holds at one α is taken to hold at larger ones. Where noise breaks that, the answer is still one above which
-    every α that was tried holds.
+    Assumes that α holds wherever a smaller one does. If noise breaks the assumption, every α that was tried above the
+    answer still holds.
 
     >>> smallest_that_holds((0.1, 0.2, 0.5, 1.0), lambda alpha: alpha >= 0.3)
     0.5
@@ -145,14 +141,14 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
 
 
 def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
-    """The questions in two parts, drawn by the seed; both keep all documents, for captures to come from.
+    """The questions in two parts, drawn by the seed. Both keep all documents, so that origin prefixes stay the same.
 
     Raises:
         ConfigError: there are fewer than two questions.
     """
     questions = list(dataset.questions)
     if len(questions) < 2:
-        raise ConfigError("one half is to check what the other has found: give 2 questions or more with --limit")
+        raise ConfigError("checking on a second half needs 2 questions or more: raise --limit")
     random.Random(seed).shuffle(questions)
     middle = (len(questions) + 1) // 2
     first, second = (tuple(part) for part in (questions[:middle], questions[middle:]))
@@ -160,20 +156,24 @@ def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
 
 
 def calibrate(
-    engine: Engine, dataset: Dataset, settings: CalibrationSettings, *, progress: Progress | None = None
+    engine: Engine,
+    dataset: Dataset,
+    settings: CalibrationSettings,
+    *,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Calibrated:
-    """The smallest of `ALPHAS` for which the mean quality is at least the desired one, with 95 % confidence.
+    """Find the smallest of `ALPHAS` whose mean quality reaches the desired one with 95 % confidence.
 
-    The bound is the lower end of a bootstrap interval over questions. It speaks of questions like those of the
-    validation set, and of their mean: single answers differ more. That a few α are tried costs some of the confidence.
-    About four of ten are, for quality grows with α; each question is answered by full prefill once.
+    The bound is the lower end of a bootstrap interval over questions. It holds for the mean over questions like those
+    of the validation set; single answers vary more. Trying several α costs some of the confidence. Quality grows with
+    α, so a bisection tries about four of the ten. Full prefill answers each question once.
 
     Args:
-        engine: of `runner.open_engine`, its store empty; tokens are chosen as its config says.
+        engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
 
     Raises:
-        ConfigError: `CalibrationSettings.require`, or captures that are impossible with this data, or full prefill's F1
-            is 0.
+        ConfigError: see `CalibrationSettings.require`; or this data cannot provide the origin condition; or full
+            prefill's F1 is 0.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     validation = Validation(engine, dataset, settings, passes=tries, progress=progress)
@@ -189,7 +189,7 @@ def calibrate(
         recomputed=found.recomputed,
         dataset=dataset.name,
         questions=len(dataset.questions),
-        captures=settings.captures,
+        origin=settings.origin,
         selector=config.selector,
         budget_scope=config.budget_scope,
         drift=config.drift,
@@ -199,9 +199,14 @@ def calibrate(
 
 
 def check(
-    engine: Engine, dataset: Dataset, settings: CalibrationSettings, alpha: float, *, progress: Progress | None = None
+    engine: Engine,
+    dataset: Dataset,
+    settings: CalibrationSettings,
+    alpha: float,
+    *,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Point:
-    """What an α does on other questions than it was calibrated on; arguments and errors as `calibrate`."""
+    """Measure an α on questions it was not calibrated on; arguments and errors as `calibrate`."""
     validation = Validation(engine, dataset, settings, passes=1, progress=progress)
     found = validation.at(alpha)
     validation.finish()
@@ -209,12 +214,12 @@ def check(
 
 
 class Validation:
-    """Questions measured at one α after another, over the same captures and against the same answers of full prefill.
+    """Measures one α after another over the same chunk-caches and against the same answers of full prefill.
 
-    Keeps the logits of those answers, `[answer, vocabulary]` in float32: 3 MB a question for the demo model.
+    Keeps the logits of those answers, `[answer, vocabulary]` in float32: 3 MB per question for the demo model.
 
     Args:
-        passes: as many α will be tried at most, which the progress goes by.
+        passes: the most α that will be tried, for the total of the progress.
     """
 
     def __init__(
@@ -224,14 +229,14 @@ class Validation:
         settings: CalibrationSettings,
         *,
         passes: int,
-        progress: Progress | None = None,
+        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         settings.require(dataset)
         self._engine, self._settings, self._progress = engine, settings, progress
         self._done, self._total = 0, len(dataset.questions) * (1 + passes)
         self._points: dict[float, Point] = {}
-        captures = origins_of(
-            condition_named(settings.captures),
+        origins = origins_of(
+            condition_named(settings.origin),
             engine,
             dataset,
             seed=settings.seed,
@@ -240,28 +245,28 @@ class Validation:
         self._references = []
         for question in dataset.questions:
             self._tell("full prefill")
-            captures.before(question)
+            origins.before(question)
             self._references.append(reference_of(engine, question, answer_tokens=settings.answer_tokens))
             self._done += 1
 
     @property
     def curve(self) -> tuple[Point, ...]:
-        """All that was measured, by α."""
+        """Everything that was measured, by α."""
         return tuple(self._points[alpha] for alpha in sorted(self._points))
 
     def at(self, alpha: float) -> Point:
-        """Measure at this α, once."""
+        """The result of this α, measured on the first call."""
         if alpha not in self._points:
             self._points[alpha] = self._measured(alpha)
         return self._points[alpha]
 
     def finish(self) -> None:
-        """Tell the progress that no further α is needed."""
+        """Report to `progress` that no further α will be tried."""
         self._total = self._done
         self._tell("")
 
     def _measured(self, alpha: float) -> Point:
-        # Not "cake": what is computed because a disk is slow would count as quality that only this disk has.
+        # Not "cake": it computes more where the disk is slow, and the quality would hold for this disk only.
         config = replace(
             self._engine.config, reuse=True, capture=False, alpha=alpha, recompute_ratio=None, loading="layerwise"
         )
@@ -273,12 +278,12 @@ class Validation:
             self._done += 1
         if self._settings.metric == "f1" and not any(record.reference_f1 for record in records):
             raise ConfigError(
-                "full prefill answers none of these questions, so there is no F1 to hold; choose the metric rouge_l, "
+                "full prefill answers none of these questions, so there is no F1 to keep; choose the metric rouge_l, "
                 "a longer answer, or another model"
             )
         recomputed = sum(record.recomputed for record in records) / len(records)
         return Point(alpha, recomputed, METRICS[self._settings.metric](records))
 
-    def _tell(self, note: str) -> None:
+    def _tell(self, what: str) -> None:
         if self._progress is not None:
-            self._progress(self._done, self._total, note)
+            self._progress(Progress(self._done, self._total, what))

@@ -1,7 +1,8 @@
-"""How chunks are captured before they are reused: behind what on purpose, or as the stream of questions has it.
+"""Origin conditions: what chunks were captured behind before a question reuses them.
 
-`CONDITIONS` is the one registry. In all but `stream` each distinct chunk is captured once, behind what depends on the seed
-and the chunk alone, so every method finds the same caches, in an interrupted evaluation too.
+`CONDITIONS` is the one registry. Under every condition but `stream`, each distinct chunk is captured once, behind
+chunks that depend on the seed and the chunk alone. So every method finds the same chunk-caches, also after an
+interruption.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
     from cachecraft_rag.types import Chunk
 
-SIMILAR_CHUNKS = 2  # as many as the most unrelated ones, so that the two conditions differ in likeness alone
+SIMILAR_CHUNKS = 2  # as many as `unrelated` draws at most, so that the two conditions differ in similarity alone
 
 Embed = Callable[[Sequence[str]], "NDArray[np.float32]"]  # texts → unit vectors `[texts, dim]`
 
 
 class Surroundings:
-    """What a chunk can be captured behind.
+    """The chunks that a chunk can be captured behind.
 
     Args:
-        embed: for `similar`; None = the embedded model, loaded when it is needed.
+        embed: for `similar`; None = the bundled embedding model, loaded on first use.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int, embed: Embed | None = None) -> None:
@@ -59,34 +60,34 @@ class Surroundings:
         return embed([chunk.text for chunk in self._chunks])
 
     def unrelated(self, chunk: Chunk) -> list[Chunk]:
-        """One or two chunks of other documents; ConfigError where there is none."""
+        """One or two chunks of other documents; ConfigError if there are no other documents."""
         own = self.dataset.document_of(chunk.chunk_id)
         others = [other for document in self.dataset.documents if document is not own for other in document]
         if not others:
             raise ConfigError(
-                "the questions' file has one document only, so nothing in it is unrelated; choose other captures: "
+                "the file of questions has only one document, so no chunk in it is unrelated; choose another origin: "
                 "neighbours, alone or stream"
             )
         draw = random.Random(f"{self.seed}/{chunk.chunk_id}")
         return draw.sample(others, min(len(others), draw.randint(1, 2)))
 
     def neighbours(self, chunk: Chunk) -> list[Chunk]:
-        """The chunks before it in its document; those furthest from it are left out where they do not fit a pass."""
+        """The chunks before it in its document. `Primer` drops the furthest ones if they do not fit into one pass."""
         return list(self.dataset.neighbours(chunk.chunk_id))
 
     def similar(self, chunk: Chunk) -> list[Chunk]:
         """The most similar chunks of the whole dataset, the nearest last (FusionRAG)."""
         own = self._places[chunk.chunk_id]
-        likeness = self._vectors @ self._vectors[own]
-        nearest = [place for place in likeness.argsort(kind="stable")[::-1].tolist() if place != own]
+        similarity = self._vectors @ self._vectors[own]  # [chunks]
+        nearest = [place for place in similarity.argsort(kind="stable")[::-1].tolist() if place != own]
         return [self._chunks[place] for place in reversed(nearest[:SIMILAR_CHUNKS])]
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """A way for chunks to be captured.
+class OriginCondition:
+    """A rule for the origin prefixes of chunks.
 
-    behind  what a chunk is captured behind; None where captures arise as in use
+    behind  the chunks that a chunk is captured behind; None if captures are left to the questions, as in production
     """
 
     name: str
@@ -95,78 +96,85 @@ class Condition:
 
 
 _ALL = (
-    Condition("unrelated", "behind 1 or 2 chunks of other documents", Surroundings.unrelated),
-    Condition("neighbours", "behind the chunks before it in its document", Surroundings.neighbours),
-    Condition("alone", "behind the instruction alone", lambda _, chunk: ()),
-    Condition("similar", "behind the most similar chunks of all documents (FusionRAG)", Surroundings.similar),
-    Condition("stream", "as the questions before left it, after a warm-up", None),
+    OriginCondition("unrelated", "behind 1 or 2 chunks of other documents", Surroundings.unrelated),
+    OriginCondition("neighbours", "behind the chunks before it in its document", Surroundings.neighbours),
+    OriginCondition("alone", "behind the instruction alone", lambda _, chunk: ()),
+    OriginCondition("similar", "behind the most similar chunks of all documents (FusionRAG)", Surroundings.similar),
+    OriginCondition("stream", "as captured while earlier questions were answered, after a warm-up", None),
 )
 
-CONDITIONS: Mapping[str, Condition] = MappingProxyType({condition.name: condition for condition in _ALL})
+CONDITIONS: Mapping[str, OriginCondition] = MappingProxyType({condition.name: condition for condition in _ALL})
 
 
-def condition_named(name: str) -> Condition:
-    """The condition of that name; ConfigError lists the known ones."""
+def condition_named(name: str) -> OriginCondition:
+    """The condition of that name; ConfigError lists the known names."""
     try:
         return CONDITIONS[name]
     except KeyError:
-        raise ConfigError(f"unknown captures {name!r}; choose one of {', '.join(CONDITIONS)}") from None
+        raise ConfigError(f"unknown origin condition {name!r}; choose one of {', '.join(CONDITIONS)}") from None
 
 
-class Captures(Protocol):
-    """Keeps a store as the condition wants it. Effects on the store are done when a call returns."""
+class Origins(Protocol):
+    """Keeps a store in the state that the condition asks for. Changes to the store are complete when a call returns."""
 
     def before(self, question: Question) -> None:
-        """Called before a question's methods are measured, not for a question that has been measured already."""
+        """Called before a question is measured; skipped for a question that an earlier run has measured."""
         ...
 
     def after(self, question: Question) -> None:
-        """Called after every question, those of the warm-up and those measured already too."""
+        """Called after every question, including those of the warm-up and those that an earlier run has measured."""
         ...
 
 
-class ControlledCaptures:
-    """Each chunk is captured behind what the condition says, before the first question that needs it."""
+class ControlledOrigins:
+    """Captures each chunk behind the chunks that the condition names, before the first question that needs it."""
 
     def __init__(self, engine: Engine, behind: Callable[[Chunk], Sequence[Chunk]]) -> None:
         self._primer, self._behind = Primer(engine), behind
 
     def before(self, question: Question) -> None:
-        """See `Captures`."""
+        """See `Origins`."""
         for chunk in question.passages:
             self._primer.capture(chunk, self._behind(chunk))
 
     def after(self, question: Question) -> None:
-        """See `Captures`."""
+        """See `Origins`."""
 
 
-class StreamedCaptures:
-    """Each question, once measured, is asked once more with the default settings, captures on."""
+class StreamedOrigins:
+    """Asks each measured question once more with the default settings, which capture."""
 
     def __init__(self, engine: Engine, *, answer_tokens: int) -> None:
         self._engine, self._answer_tokens = engine, answer_tokens
 
     def before(self, question: Question) -> None:
-        """See `Captures`."""
+        """See `Origins`."""
 
     def after(self, question: Question) -> None:
-        """See `Captures`."""
+        """See `Origins`."""
         engine = self._engine
         sampling = SamplingParams(max_new_tokens=self._answer_tokens)
         asked = engine.stream(question.text, question.passages, sampling=sampling, config=ReuseConfig())
         next(asked, None)
-        asked.close()  # what is captured is known with the first token
+        asked.close()  # prefill captures, so the first token is enough
+        next(asked, None)  # an ended answer waits here until its captures are handed over
         engine.write_back.wait_for([engine.prompts.system.segment_id, *_ids(question.passages)])
 
 
 def origins_of(
-    condition: Condition, engine: Engine, dataset: Dataset, *, seed: int, answer_tokens: int, embed: Embed | None = None
-) -> Captures:
-    """What brings a condition about in the engine's store, which should be empty."""
+    condition: OriginCondition,
+    engine: Engine,
+    dataset: Dataset,
+    *,
+    seed: int,
+    answer_tokens: int,
+    embed: Embed | None = None,
+) -> Origins:
+    """The object that brings the condition about in the engine's store, which should be empty."""
     if (behind := condition.behind) is None:
-        return StreamedCaptures(engine, answer_tokens=answer_tokens)
+        return StreamedOrigins(engine, answer_tokens=answer_tokens)
     surroundings = Surroundings(dataset, seed=seed, embed=embed)
-    return ControlledCaptures(engine, lambda chunk: behind(surroundings, chunk))
+    return ControlledOrigins(engine, lambda chunk: behind(surroundings, chunk))
 
 
 def _ids(chunks: Iterable[Chunk]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Early termination judged fairly: against recomputing less of everything, at the same cost.
+"""Early termination compared fairly: against a smaller recompute ratio of the same cost.
 
-A rule that ends recomputation early saves something whatever it ends, so comparing it with going on says nothing. Here
-every question is answered three times at one recompute ratio: without a rule, with it, and without it at the smaller
-ratio that computes as many tokens in as many layers as the rule left. The rule wins if its KL is below the last one's.
+Every rule that stops recomputation early saves work, whichever tokens it stops at, so a comparison with no rule at all
+shows nothing. Here each question is answered three times: at the full ratio, at the full ratio with the rule, and
+without a rule at the smaller ratio that computes as many token-layers as the rule left. The rule wins if its KL is
+lower than that of the smaller ratio.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from cachecraft_rag.evaluation.quality.measuring import reference_of
 from cachecraft_rag.evaluation.quality.methods import METHODS
 from cachecraft_rag.evaluation.quality.metrics import divergence
 from cachecraft_rag.planning.early_termination import FocusRule
+from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.formats.dataset import Dataset
-    from cachecraft_rag.evaluation.quality.conditions import Captures
+    from cachecraft_rag.evaluation.quality.conditions import Origins
     from cachecraft_rag.evaluation.quality.measuring import Reference
     from cachecraft_rag.planning.config import ReuseConfig
 
@@ -28,11 +30,11 @@ RULES: tuple[FocusRule, ...] = get_args(FocusRule)
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class RuleComparison:
     """One rule under one method, over all questions.
 
-    kl, flat_kl   with the rule, and with the smaller flat budget of the same cost
-    difference    kl - flat_kl, paired: above 0 the rule loses
+    kl, flat_kl   with the rule, and without it at the smaller ratio of the same cost
+    difference    kl - flat_kl, paired by question: above 0 the rule loses
     saved         share of the recomputed token-layers that the rule saves
     """
 
@@ -45,7 +47,7 @@ class Judgement:
 
     @property
     def wins(self) -> bool:
-        """Whether the whole interval speaks for the rule."""
+        """Whether the whole interval is in the rule's favour."""
         return self.difference.high < 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,42 +64,42 @@ class Judgement:
         }
 
 
-def judge_focus(
+def compare_rules(
     engine: Engine,
     dataset: Dataset,
-    captures: Captures,
+    origins: Origins,
     *,
     ratio: float = 0.15,
     methods: Sequence[str] = ("craft", "default"),
     answer_tokens: int = 16,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> list[Judgement]:
-    """Try every rule under every method on all questions.
+    progress: Callable[[Progress], None] | None = None,
+) -> list[RuleComparison]:
+    """Compare every rule under every method over all questions.
 
     Args:
-        engine, captures: as in `runner.evaluate`.
+        engine: as in `runner.evaluate`.
+        origins: keeps the engine's store under an origin condition, see `conditions.origins_of`.
         ratio: recompute ratio r without a rule.
-        progress: called with the questions done, all of them, and an empty note.
+        progress: called before each question.
     """
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for done, question in enumerate(dataset.questions):
         if progress is not None:
-            progress(done, len(dataset.questions), "")
-        captures.before(question)
+            progress(Progress(done, len(dataset.questions), ""))
+        origins.before(question)
         reference = reference_of(engine, question, answer_tokens=answer_tokens)
         for method in methods:
-            config = replace(
-                METHODS[method].config(ratio), probe_min_rows=0
-            )  # all three with a probe, whatever is left
+            # All three runs probe, however few rows are left: otherwise they would differ in more than the rule.
+            config = replace(METHODS[method].config(ratio), probe_min_rows=0)
             for rule, trial in _trials(engine, reference, config, ratio):
                 found.setdefault((method, rule), []).append(trial)
-    return [_judgement(method, rule, trials) for (method, rule), trials in found.items()]
+    return [_comparison(method, rule, trials) for (method, rule), trials in found.items()]
 
 
 def _trials(
     engine: Engine, reference: Reference, config: ReuseConfig, ratio: float
 ) -> list[tuple[str, tuple[float, float, float]]]:
-    """For each rule: KL with it, KL of the flat budget of its cost, and the share it saves."""
+    """For each rule: KL with the rule, KL at the smaller ratio of the same cost, and the share that the rule saves."""
     _, rows, recomputed = _answer(engine, reference, config)
     trials = []
     for rule in RULES:
@@ -109,18 +111,18 @@ def _trials(
 
 
 def _answer(engine: Engine, reference: Reference, config: ReuseConfig) -> tuple[float, float, int]:
-    """KL to full prefill; rows computed, on average over the layers; tokens of chunks recomputed."""
+    """KL to full prefill; rows computed, averaged over the layers; chunk tokens recomputed."""
     question, full = reference.question, reference.answer
     found = engine.score_answer(
-        question.text, question.passages, along=full.tokens, max_new_tokens=reference.answer_tokens, config=config
+        question.text, question.passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=config
     )
     stats = found.stats
     kl, _ = divergence(full.logits, found.logits)
     return kl, stats.recompute_share * stats.tokens_prompt, stats.tokens_recomputed
 
 
-def _judgement(method: str, rule: str, trials: Sequence[tuple[float, float, float]]) -> Judgement:
+def _comparison(method: str, rule: str, trials: Sequence[tuple[float, float, float]]) -> RuleComparison:
     kl, flat, saved = ([trial[part] for trial in trials] for part in range(3))
-    return Judgement(
+    return RuleComparison(
         method, rule, mean_interval(kl), mean_interval(flat), paired_interval(kl, flat), sum(saved) / len(saved)
     )

@@ -26,14 +26,14 @@ from cachecraft_rag.evaluation.quality.report import Report, Summary
 EXTRA = "eval"  # brings matplotlib
 _OURS = {"default": RED, "craft": BLUE, "random": GREY, "full_cache": BLACK}
 _OTHERS = (YELLOW, GREEN, VIOLET, BROWN, TEAL, PINK)
-_EXACT_KL = 1e-4  # below it a method is exact, and has no place on a logarithmic axis
+_EXACT_KL = 1e-4  # below it a method counts as exact and is not drawn on a logarithmic axis
 
 
 _METRICS = (("kl", "KL to full prefill (nats)"), ("rouge_l", "ROUGE-L to full prefill"))
 
 
 def draw(report: Report, folder: Path) -> list[str]:
-    """Write `quality.png` and `ttft.png` to the folder; returns their names. ConfigError as `plotting`."""
+    """Write `quality.png` and `ttft.png` to the folder; returns their names. Raises ConfigError as `plotting` does."""
     lines: dict[str, list[Summary]] = {}
     for one in report.methods.values():
         lines.setdefault(one.method, []).append(one)
@@ -44,15 +44,15 @@ def draw(report: Report, folder: Path) -> list[str]:
 
 
 def _colours(lines: Mapping[str, Sequence[Summary]]) -> dict[str, str]:
-    """Those with a ratio first: their lines are what one looks at."""
+    """Methods with a ratio come first and get the most distinct colours: they are drawn as lines."""
     others = sorted((name for name in lines if name not in _OURS), key=lambda name: lines[name][0].ratio is None)
     return _OURS | {name: _OTHERS[place % len(_OTHERS)] for place, name in enumerate(others)}
 
 
 def _draw_quality(lines: Mapping[str, Sequence[Summary]], colours: Mapping[str, str], path: Path) -> None:
-    """A line for each method over the recompute ratio, its interval shaded; one without a ratio is a level.
+    """One line per method over the recompute ratio, with its interval shaded; a method without a ratio is a level line.
 
-    Methods that are exact are left out: there is nothing to see.
+    Exact methods are left out.
     """
     figure, axes = pyplot(EXTRA).subplots(1, 2, figsize=(9.6, 3.8), sharex=True)
     ratios = sorted({one.ratio for line in lines.values() for one in line if one.ratio is not None})
@@ -88,7 +88,7 @@ def _line(axis: Any, method: str, line: Sequence[Summary], field: str, colour: s
 
 
 def _draw_ttft(lines: Mapping[str, Sequence[Summary]], colours: Mapping[str, str], path: Path) -> None:
-    """Quality over the time to the first token, a line for each method through its ratios."""
+    """Quality over the time to the first token: one line per method, through its ratios."""
     figure, axes = pyplot(EXTRA).subplots(1, 2, figsize=(9.6, 3.8), sharex=True)
     for axis, (field, name) in zip(axes, _METRICS, strict=True):
         for method, line in lines.items():
@@ -120,5 +120,5 @@ def _finish(axis: Any, field: str, name: str, lines: Sequence[Sequence[Summary]]
 
 
 def _legend(axis: Any) -> None:
-    if axis.get_legend_handles_labels()[0]:  # matplotlib warns of an empty one
+    if axis.get_legend_handles_labels()[0]:  # matplotlib warns about an empty legend
         axis.legend(fontsize=7, frameon=False)

@@ -1,16 +1,17 @@
-"""Percentile bootstrap intervals over questions (Efron, 1979), with a fixed seed: the same values, the same interval.
+"""Percentile bootstrap intervals over questions (Efron, 1979): `scipy.stats.bootstrap` with a fixed seed.
 
-A resample draws as many questions as there are, with replacement; what belongs to one question stays together. With
-few questions the intervals are too narrow: 95 % ones hold a true mean in 92 % of draws of 20 questions, 94 % of 100.
+A resample draws as many questions as there are, with replacement; the values of one question stay together. With few
+questions the intervals are too narrow: 95 % intervals hold the true mean in 92 % of draws of 20 questions, 94 % of 100.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -21,7 +22,7 @@ _DRAWS_AT_ONCE = 4_000_000  # 32 MB of random numbers
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value over all questions, and the interval that its resamples lie in."""
+    """The mean over all questions, and the interval that its resamples fall into."""
 
     mean: float
     low: float
@@ -29,7 +30,11 @@ class Interval:
 
 
 def mean_interval(values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95) -> Interval:
-    """The mean over questions, from one value a question; `ValueError` for no values or values that are no numbers.
+    """The mean over questions, from one value per question.
+
+    Raises:
+        ValueError: there are no values, or one is not a finite number.
+        ConfigError: scipy is not installed.
 
     >>> mean_interval([2.0, 2.0, 2.0])
     Interval(mean=2.0, low=2.0, high=2.0)
@@ -41,9 +46,9 @@ def mean_interval(values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 
 def paired_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """The mean of a − b over questions, which both methods answered; errors as `mean_interval`, and unequal lengths.
+    """The mean of a − b over questions that both methods answered. Errors as `mean_interval`, and unequal lengths.
 
-    >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # questions differ, the methods' difference does not
+    >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # the questions differ, the methods' difference does not
     Interval(mean=1.0, low=1.0, high=1.0)
     """
     first, second = _columns(a, b)
@@ -53,9 +58,9 @@ def paired_interval(
 def ratio_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """mean(a) / mean(b) over questions, which both methods answered; the two are resampled together.
+    """mean(a) / mean(b) over questions that both methods answered; the two are resampled together.
 
-    Resamples whose mean of b is 0 say nothing and are left out. Errors as `paired_interval`, and where mean(b) is 0.
+    Resamples whose mean of b is 0 have no ratio and are left out. Errors as `paired_interval`, and a mean of b of 0.
 
     >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
     Interval(mean=0.5, low=0.5, high=0.5)
@@ -72,28 +77,32 @@ def _columns(*values: ArrayLike) -> NDArray[np.float64]:
     """`[methods, questions]`."""
     rows = [np.asarray(row, dtype=np.float64) for row in values]
     if any(row.ndim != 1 or row.shape != rows[0].shape for row in rows):
-        raise ValueError(f"one value a question is needed from each method, not shapes {[row.shape for row in rows]}")
+        raise ValueError(f"each method needs one value per question, not shapes {[row.shape for row in rows]}")
     columns = np.stack(rows)
     if columns.size == 0 or not np.isfinite(columns).all():
-        raise ValueError("an interval needs at least one question, and a finite number from each")
+        raise ValueError("an interval needs at least one question, and a finite number for each")
     return columns
 
 
 def _resampled(columns: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:
-    """Means of the resamples, `[methods, resamples]`."""
-    random = np.random.default_rng(seed)
-    questions = columns.shape[1]
-    blocks = [
-        columns[:, random.integers(questions, size=(count, questions))].mean(axis=2)
-        for count in _counts(resamples, max(1, _DRAWS_AT_ONCE // questions))
-    ]
-    return np.concatenate(blocks, axis=1)
-
-
-def _counts(total: int, most: int) -> Iterator[int]:
-    """`total` in parts of at most `most`."""
-    for start in range(0, total, most):
-        yield min(most, total - start)
+    """Means of the resamples, `[methods, resamples]`: of each method, so that `ratio_interval` sees a mean of 0."""
+    if columns.shape[1] == 1:  # scipy refuses a single observation; all its resamples are the same
+        return np.repeat(columns, resamples, axis=1)
+    try:
+        from scipy.stats import bootstrap
+    except ImportError as error:
+        raise ConfigError("Intervals need the package scipy: pip install 'cachecraft-rag[eval]'.") from error
+    found: NDArray[np.float64] = bootstrap(
+        tuple(columns),
+        lambda *samples, axis: np.stack([sample.mean(axis=axis) for sample in samples]),
+        n_resamples=resamples,
+        batch=max(1, _DRAWS_AT_ONCE // columns.shape[1]),
+        vectorized=True,
+        paired=True,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).bootstrap_distribution
+    return found
 
 
 def _interval(mean: float, resampled: NDArray[np.float64], level: float) -> Interval:

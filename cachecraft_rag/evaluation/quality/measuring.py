@@ -1,4 +1,4 @@
-"""One measurement: a question answered by full prefill, and by a method that is led along that answer."""
+"""One measurement: full prefill answers a question, and a method is scored against the tokens of that answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def label(method: str, ratio: float | None) -> str:
-    """What a method at a ratio is called in reports.
+    """The name of a method at a ratio in reports.
 
     >>> label("craft", 0.15), label("full_cache", None)
     ('craft@0.15', 'full_cache')
@@ -29,7 +29,7 @@ def label(method: str, ratio: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A method at a recompute ratio; None for methods that take none."""
+    """A method at a recompute ratio; the ratio is None for methods that take none."""
 
     method: Method
     ratio: float | None = None
@@ -41,18 +41,18 @@ class Trial:
 
     @property
     def config(self) -> ReuseConfig:
-        """How the engine is to answer."""
+        """Settings of the engine."""
         return self.method.config(self.ratio or 0.0)
 
 
 def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial, ...]:
-    """Each method at each ratio, and once if it takes none.
+    """Each method at each ratio, or once if it takes no ratio.
 
     Raises:
-        ConfigError: no ratio for a method that takes one, or a ratio out of range.
+        ConfigError: a method needs a ratio and none is given, or a ratio is out of range.
     """
     if any(not 0 < ratio <= 1 for ratio in ratios):
-        raise ConfigError("a ratio must lie above 0 and at most at 1 (nothing recomputed is the method full_cache)")
+        raise ConfigError("a ratio must lie above 0 and at most at 1 (for 0 use the method full_cache)")
     needing = [method.name for method in methods if method.takes_ratio]
     if needing and not ratios:
         raise ConfigError(f"{', '.join(needing)} need a recompute ratio; name one, for example 0.15")
@@ -62,14 +62,15 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one method did on one question.
+    """The result of one method on one question.
 
-    kl, top1            `metrics.divergence` from full prefill along its answer
-    rouge_l             of the method's own greedy answer against that of full prefill
-    f1, jaccard         of that answer against the gold ones; None where there are none. `reference_…`: of full
-                        prefill's
-    ttft_s              to the first token, with a compressor's work and a selector's own passes
-    recomputed          chunk tokens recomputed or computed, of all chunk tokens of the full prompt
+    kl, top1            `metrics.divergence` from full prefill, over the tokens of full prefill's answer
+    rouge_l             of the method's own greedy answer against full prefill's
+    f1, jaccard         of the method's answer against the gold answers; None if there are none
+    reference_f1, reference_jaccard   the same of full prefill's answer
+    ttft_s              seconds to the first token, including a compressor's work and a selector's probes
+    reference_ttft_s    the same of full prefill
+    recomputed          chunk tokens recomputed or computed / all chunk tokens of the full prompt
     text                the method's answer
     """
 
@@ -96,7 +97,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Reference:
-    """A question's answer by full prefill, of at most `answer_tokens` tokens."""
+    """Full prefill's answer to a question, of at most `answer_tokens` tokens."""
 
     question: Question
     answer: ScoredAnswer
@@ -104,10 +105,10 @@ class Reference:
 
 
 def reference_of(engine: Engine, question: Question, *, answer_tokens: int) -> Reference:
-    """Answer by full prefill (FULL-RECOMP); nothing is stored.
+    """Answer with full prefill (FULL-RECOMP) and capture nothing.
 
     Args:
-        engine: made with `best_last=False`, because a question's passages stand in prompt order.
+        engine: opened with `best_last=False`, because a question's passages are in prompt order already.
     """
     full = METHODS["full_recompute"].config(0.0)
     answer = engine.score_answer(question.text, question.passages, max_new_tokens=answer_tokens, config=full)
@@ -115,14 +116,14 @@ def reference_of(engine: Engine, question: Question, *, answer_tokens: int) -> R
 
 
 def measure(engine: Engine, reference: Reference, trial: Trial, *, compressor: Compressor | None = None) -> Record:
-    """Answer by one method over the store as it is, along the reference, and compare.
+    """Answer with one method over the store as it is, and compare with the reference.
 
     Args:
-        engine: that of the reference.
-        compressor: for a method that compresses; its time counts.
+        engine: the one that made the reference.
+        compressor: needed by a method that compresses; its time counts.
 
     Raises:
-        ConfigError: the method compresses, and there is no compressor.
+        ConfigError: the method compresses and no compressor is given.
     """
     question, full = reference.question, reference.answer
     passages, shortening_s = question.passages, 0.0

@@ -1,6 +1,6 @@
-"""The methods that are compared: the papers' baselines, later work's and our own, each a plan through the same engine.
+"""The methods under comparison: the paper's, those of later work and this package's, all run by the same engine.
 
-`METHODS` is the one registry; a new method is an entry there.
+`METHODS` is the one registry; a new method is one entry.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from cachecraft_rag.planning.config import ReuseConfig
 class Method:
     """One way to answer.
 
-    name         in tables, and of `cachecraft eval --methods`
-    source       where it comes from
-    config       recompute ratio r → settings of the engine; methods without a ratio are given 0.0
-    takes_ratio  whether r means anything to it; it is then run at each r
-    compression  the prompt is shortened to the share r of its chunks' tokens first, by this compressor, and then
-                 computed in full
+    name         in tables and in `cachecraft eval --methods`
+    source       the paper or package that it comes from
+    config       recompute ratio r → settings of the engine; methods without a ratio get 0.0
+    takes_ratio  whether the method depends on r; it then runs at each r
+    compression  the compressor that first shortens the chunks to the share r of their tokens; the shorter prompt is
+                 then computed in full
     """
 
     name: str
@@ -34,9 +34,9 @@ class Method:
     compression: Literal["mapreduce", "lingua2"] | None = None
 
 
-# Nothing is stored meanwhile, and nothing is computed because that was sooner than loading it.
+# Captures nothing, and loads every stored layer even where computing it would be faster.
 _BASE = ReuseConfig(capture=False, loading="layerwise")
-# As the papers have it: each chunk keeps to its own budget, and what is not recomputed stays as it was stored.
+# As in the paper: each chunk has its own budget, and tokens that are not recomputed stay as stored.
 _PAPER = replace(_BASE, budget_scope="chunk", drift=0.0, selector="cache_craft")
 _FULL = replace(_BASE, reuse=False)
 
@@ -75,17 +75,17 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 
 
 def _paper(alpha: float, **changes: Any) -> Callable[[float], ReuseConfig]:
-    """Cache-Craft as in the paper, CFO deciding how much is recomputed."""
+    """Cache-Craft as in the paper: CFO decides how much is recomputed."""
     return _fixed(replace(_PAPER, alpha=alpha, **changes))
 
 
-# What each part is worth. The first group is Cache-Craft's Fig. 26 (α = 1 is a recompute ratio of about 0.65), the
-# second its Table 3, at r = 0.30; the last takes our default apart.
+# Ablations. The first group is Cache-Craft's Fig. 26 (α = 1 is a recompute ratio of about 0.65), the second its Table 3
+# at r = 0.30, the third takes this package's default apart.
 _ABLATIONS = (
     *(Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _paper(alpha)) for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)),
     Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _paper(0.5, ablate=frozenset({"overlap"}))),
     Method("alpha_0.5_no_cci", "Cache-Craft Fig. 26", _paper(0.5, selector="random")),
-    Method("alpha_0.5_focus", "Cache-Craft Fig. 26", _paper(0.5, early_termination="printed")),
+    Method("alpha_0.5_early_termination", "Cache-Craft Fig. 26", _paper(0.5, early_termination="printed")),
     Method("no_position", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.3, ablate=frozenset({"positions"}))),
     Method(
         "no_position_no_causality",
@@ -94,7 +94,7 @@ _ABLATIONS = (
     ),
     Method("no_causality", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.0)),
     Method("no_drift", "this package", partial(_ours, drift=0.0), takes_ratio=True),
-    Method("no_sharing", "this package", partial(_ours, budget_scope="chunk"), takes_ratio=True),
+    Method("no_shared_budget", "this package", partial(_ours, budget_scope="chunk"), takes_ratio=True),
     Method(
         "craft_drift", "this package", partial(_ours, selector="cache_craft", budget_scope="chunk"), takes_ratio=True
     ),
@@ -102,15 +102,17 @@ _ABLATIONS = (
 
 ABLATIONS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ABLATIONS})
 
+_OLD_NAMES = {"alpha_0.5_focus": "alpha_0.5_early_termination", "no_sharing": "no_shared_budget"}  # still accepted
+
 
 def methods_named(names: Sequence[str]) -> list[Method]:
-    """The methods of these names, in the given order, each once; "ablations" stands for all of `ABLATIONS`.
+    """The methods with these names, in the given order, each once; "ablations" stands for all of `ABLATIONS`.
 
     Raises:
-        ConfigError: a name is unknown; lists the known ones.
+        ConfigError: a name is unknown; the message lists the known ones.
     """
     known = {**METHODS, **ABLATIONS}
-    wanted = [one for name in names for one in (ABLATIONS if name == "ablations" else (name,))]
+    wanted = [one for name in names for one in (ABLATIONS if name == "ablations" else (_OLD_NAMES.get(name, name),))]
     if unknown := [name for name in wanted if name not in known]:
         raise ConfigError(f"unknown method {', '.join(unknown)}; choose among {', '.join(known)}, ablations")
     return [known[name] for name in dict.fromkeys(wanted)]

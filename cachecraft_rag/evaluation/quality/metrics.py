@@ -1,4 +1,4 @@
-"""Answers against gold answers, and distributions against those of a full prefill."""
+"""Metrics: answers against gold answers, and next-token distributions against full prefill's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def normalised_words(text: str) -> list[str]:
 def squad_f1(prediction: str, golds: Sequence[str]) -> float:
     """F1 of the two bags of words, the best over the gold answers (SQuAD's evaluation script, 2.0).
 
-    Two answers without words agree; one with and one without do not. `ValueError` without a gold answer.
+    Two answers without words score 1; one with words and one without score 0. Raises ValueError without a gold answer.
 
     >>> squad_f1("the tall red fox", ["a red fox"])  # precision 2/3, recall 2/2
     0.8
@@ -49,8 +49,8 @@ def _f1(found: list[str], gold: list[str]) -> float:
 def jaccard(prediction: str, golds: Sequence[str]) -> float:
     """Shared words over all words of the two, the best over the gold answers (Cache-Craft §5.1.3).
 
-    The words are those of `normalised_words`, each counted once. Two answers without words agree. `ValueError` without
-    a gold answer.
+    The words are those of `normalised_words`, each counted once. Two answers without words score 1. Raises ValueError
+    without a gold answer.
 
     >>> jaccard("the tall red fox", ["a red fox"])  # {red, fox} of {tall, red, fox}
     0.6666666666666666
@@ -65,8 +65,8 @@ def _jaccard(found: set[str], gold: set[str]) -> float:
 def rouge_l(reference: str, prediction: str) -> float:
     """ROUGE-L F1 of one answer against another, with stems (Lin, 2004; the package rouge_score).
 
-    Two answers that are the same count 1, empty ones too. The package's tokenizer knows a–z and 0–9 alone: answers in
-    other scripts that differ count 0. Raises `ConfigError` where the package is not installed.
+    Equal answers score 1, empty ones too. The package's tokenizer knows only a–z and 0–9, so answers in other scripts
+    that differ score 0. Raises ConfigError if the package is not installed.
 
     >>> rouge_l("The cat sat on the mat", "the cats sat there")  # the cat sat: 3 of 6 words, and 3 of 4
     0.6
@@ -81,7 +81,7 @@ def rouge_l(reference: str, prediction: str) -> float:
 
 
 def normalised_f1(f1: float, *, full_reuse: float, full_prefill: float) -> float | None:
-    """Where an F1 lies between full reuse (0) and full prefill (1); None where those two are the same.
+    """The place of an F1 between full reuse (0) and full prefill (1); None if those two are equal.
 
     >>> normalised_f1(0.5, full_reuse=0.25, full_prefill=0.75)
     0.5
@@ -94,8 +94,8 @@ def normalised_f1(f1: float, *, full_reuse: float, full_prefill: float) -> float
 def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
     """KL(reference ‖ method) of the next-token distributions in nats, and the share of equal most likely tokens.
 
-    Both are `[positions, vocabulary]`, of any float type; the mean is over positions, the log-softmax is taken in
-    float64. A token that the reference rules out (−∞) adds nothing.
+    Both logits are `[positions, vocabulary]` in any float type. Both results are means over positions; the log-softmax
+    is in float64. A token that the reference rules out (logit −∞) adds nothing.
 
     >>> import math, torch
     >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)

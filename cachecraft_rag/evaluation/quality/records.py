@@ -1,6 +1,7 @@
-"""The measurements of one evaluation in a file: a line of settings, then a line for each, as soon as it is there.
+"""The measurements of one evaluation as a file of JSON lines: the settings first, then one line per measurement.
 
-So an evaluation can be killed at any time and goes on from there. A last line that is torn is dropped.
+Each line is written as soon as it is measured, so an evaluation that was killed resumes from the file. An incomplete
+last line is dropped.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from typing import Any
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.quality.measuring import Record
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 
 FILE = "records.jsonl"
+VERSION = 2  # of the settings' names; 1 wrote no version
 _SHOWN = 3  # differences in one message
 
 
-class RecordLog(Closing):
-    """The open file; one process at a time.
+class RecordLog(Closeable):
+    """The open file, for one process at a time.
 
     Args:
-        folder: made where it is missing.
-        settings: plain values, all that the measurements depend on.
-        restart: throw away what an earlier evaluation has left.
+        folder: created if missing.
+        settings: plain values, everything that the measurements depend on.
+        restart: discard the measurements of an earlier evaluation.
 
     Raises:
-        ConfigError: the folder holds an evaluation with other settings, or a damaged file, or cannot be written.
+        ConfigError: the folder holds an evaluation with other settings or by another version of this package, or a
+            damaged file, or it cannot be written.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, restart: bool = False) -> None:
@@ -39,7 +42,7 @@ class RecordLog(Closing):
             folder.mkdir(parents=True, exist_ok=True)
             left = self._path.read_bytes() if self._path.exists() and not restart else b""
             whole = left[: left.rfind(b"\n") + 1]
-            if whole.count(b"\n") == 1:  # nothing was measured yet, so the settings are still free
+            if whole.count(b"\n") == 1:  # nothing was measured yet, so the settings may change
                 whole = b""
             if whole:
                 self.records = self._read(whole, plain)
@@ -49,10 +52,10 @@ class RecordLog(Closing):
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be written ({error}); choose another folder with --out") from error
         if not whole:
-            self._write({"settings": plain})
+            self._write({"version": VERSION, "settings": plain})
 
     def append(self, record: Record) -> None:
-        """Keep one more; it is in the file when this returns."""
+        """Add a measurement; it is in the file when this returns."""
         self._write(asdict(record))
         self.records.append(record)
 
@@ -67,13 +70,18 @@ class RecordLog(Closing):
     def _read(self, whole: bytes, settings: dict[str, Any]) -> list[Record]:
         try:
             first, *rest = [json.loads(line) for line in whole.splitlines()]
+            same_version = first.get("version", 1) == VERSION
             found = list(_differences(first["settings"], settings))
-            records = [Record(**line) for line in rest] if not found else []
-        except (ValueError, TypeError, KeyError) as error:
+            records = [Record(**line) for line in rest] if same_version and not found else []
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"{self._path} is damaged or of another version ({error!r}); choose another folder with --out, or "
-                "begin again with --restart"
+                f"{self._path} is damaged ({error!r}); choose another folder with --out, or begin again with --restart"
             ) from error
+        if not same_version:
+            raise ConfigError(
+                f"{self._path} was written by another version of this package, and measurements of two versions do not "
+                "belong in one report. Choose another folder with --out, or begin again with --restart."
+            )
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             raise ConfigError(
@@ -84,7 +92,7 @@ class RecordLog(Closing):
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """In words, each setting that differs."""
+    """Each setting that differs, in words."""
     for name in [*old, *(name for name in new if name not in old)]:
         before, now = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(now, dict):

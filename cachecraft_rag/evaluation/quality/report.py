@@ -1,4 +1,4 @@
-"""What the measurements say: means over questions with paired bootstrap intervals, as numbers, table and Markdown."""
+"""The report: means over questions with paired bootstrap intervals, as numbers, as a table and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachecraft_rag.evaluation.quality.measuring import Record, label
 from cachecraft_rag.evaluation.quality.methods import ABLATIONS, METHODS
 from cachecraft_rag.evaluation.quality.metrics import normalised_f1
 
-PAPER = "craft"  # what every method is compared with at its own ratio
+PAPER = "craft"  # every method is compared with this one at the same ratio
 NAIVE = "full_cache"
 HEADINGS = (
     "method",
@@ -30,7 +30,7 @@ HEADINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """A method's KL against that of the paper's selector at the same ratio; `ratio` is None where the latter is 0."""
+    """A method's KL against that of the paper's selector at the same ratio; `ratio` is None if the latter is 0."""
 
     difference: Interval
     ratio: Interval | None
@@ -40,9 +40,10 @@ class Versus:
 class Summary:
     """One method at one ratio over all questions, see `Record`.
 
-    f1, f1_difference, jaccard, normalised_f1   over the questions with gold answers; None without any. The difference
-                   is to full prefill; normalised: 0 where full reuse is, 1 where full prefill is
-    ttft_ratio     to full prefill, the geometric mean over questions: one that stalled counts once, not by its seconds
+    f1, jaccard    over the questions with gold answers; None if there are none
+    f1_difference  F1 minus full prefill's, paired by question
+    normalised_f1  0 = F1 of full reuse, 1 = F1 of full prefill
+    ttft_ratio     TTFT / full prefill's; the geometric mean, so that one slow question does not dominate
     """
 
     method: str
@@ -64,7 +65,7 @@ class Summary:
         return label(self.method, self.ratio)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: each mean by its name, and its interval as `…_ci`."""
+        """Plain values: each mean under its name, and its interval under `…_ci`."""
         found: dict[str, Any] = {"method": self.method, "ratio": self.ratio, "normalised_f1": self.normalised_f1}
         for name in ("kl", "top1", "rouge_l", "f1", "f1_difference", "jaccard", "ttft_ratio", "recomputed"):
             found |= _plain(name, getattr(self, name))
@@ -77,9 +78,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All methods by their labels, in the order of the registry, and full prefill's own answers against the gold ones.
+    """All methods by label, in the order of the registry, and full prefill's answers against the gold answers.
 
-    questions  so many were answered by every method; only these count
+    questions  number of questions that every method has answered; only these count
     """
 
     methods: Mapping[str, Summary]
@@ -98,7 +99,7 @@ class Report:
 
 
 def summarise(records: Sequence[Record]) -> Report:
-    """Aggregate; `ValueError` where no question was answered by every method."""
+    """Aggregate the records. Raises ValueError if no question was answered by every method."""
     by_label: dict[str, dict[str, Record]] = {}
     for record in records:
         by_label.setdefault(record.label, {})[record.question_id] = record
@@ -171,12 +172,12 @@ def _plain(name: str, value: Interval | None) -> dict[str, Any]:
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
-    """A row for each method, under `HEADINGS`: means, and their intervals in brackets."""
+    """One row per method under `HEADINGS`: means, with their intervals in brackets."""
     return [(name, *(_shown(value, form) for value, form in _columns(one))) for name, one in report.methods.items()]
 
 
 def short_rows(report: Report) -> list[tuple[str, ...]]:
-    """The same without the intervals, which a terminal is too narrow for."""
+    """The same without intervals, for a terminal."""
     return [
         (name, *(f"{value.mean:{form}}" if value is not None else "" for value, form in _columns(one)))
         for name, one in report.methods.items()
@@ -184,7 +185,7 @@ def short_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def _columns(one: Summary) -> list[tuple[Interval | None, str]]:
-    """The values under `HEADINGS`, and how they are written."""
+    """The values under `HEADINGS`, each with its number format."""
     versus = one.kl_vs_craft
     return [
         (one.kl, ".4f"),
@@ -204,29 +205,29 @@ def _shown(value: Interval | None, form: str) -> str:
 
 
 _READING = """\
-Each question is answered by full prefill, and then by every method. In [ ] is the 95 % interval of the mean over
-questions (10,000 bootstrap resamples, all methods resampled together).
+Full prefill answers each question first, then every method does. [ ] holds the 95 % interval of the mean over questions
+(10,000 bootstrap resamples, all methods resampled together).
 
-- **KL** of the next-token distributions, KL(full prefill ‖ method) in nats, along the answer of full prefill: 0 is the
-  same, and small differences show here first. **KL / craft**: of the mean KL of the paper's selector at the same ratio.
+- **KL** of the next-token distributions, KL(full prefill ‖ method) in nats, over the tokens of full prefill's answer. 0
+  means equal; small differences show here first. **KL / craft**: divided by the mean KL of the paper's selector at the
+  same ratio.
 - **top-1**: share of the answer's positions at which the most likely token is the same.
-- **ROUGE-L** (F1, with stems) of the method's own greedy answer against that of full prefill.
-- **F1** and **Jaccard** of the answer against the gold ones, where the data has any; **F1 − full's**: the difference to
-  full prefill's answers, question by question.
-- **TTFT / full's**: time to the first token, to that of full prefill; geometric mean over questions. A selector's own
-  passes and a compressor's work are in it.
-- **computed**: share of the chunks' tokens that was computed or recomputed. For compressors: what they kept, of the
-  chunks before.
+- **ROUGE-L** (F1, with stems) of the method's own greedy answer against full prefill's.
+- **F1** and **Jaccard** of the answer against the gold answers, if the data has any. **F1 − full's**: the difference
+  from full prefill's F1, question by question.
+- **TTFT / full's**: time to the first token divided by full prefill's; geometric mean over questions. It includes a
+  selector's probes and a compressor's work.
+- **computed**: share of the chunks' tokens that was computed or recomputed. For compressors: the share that was kept.
 
-`NAME@R` is the method NAME at the recompute ratio R; compressors keep the share R of the chunks instead."""
+`NAME@R` is the method NAME at the recompute ratio R; for compressors R is the share of the chunks to keep."""
 
 
 def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str]) -> str:
     """The report as a Markdown page; `figures` are paths relative to it."""
     about = {name: value for name, value in settings.items() if not isinstance(value, dict) and value is not None}
     parts = [
-        "# What reuse costs\n",
-        f"{report.questions} questions answered by every method.",
+        "# Quality and time of reuse\n",
+        f"Every method has answered {report.questions} questions.",
         _gold(report),
         _table(HEADINGS, rows(report)),
         *(f"![{name.rpartition('.')[0].replace('_', ' ')}]({name})\n" for name in figures),

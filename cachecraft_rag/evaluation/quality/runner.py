@@ -1,4 +1,4 @@
-"""An evaluation: every question by every method over the same store, each measurement kept as soon as it is there."""
+"""An evaluation: every method answers every question over the same store; each measurement is written at once."""
 
 from __future__ import annotations
 
@@ -13,47 +13,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.quality.conditions import Captures, Embed, condition_named, origins_of
+from cachecraft_rag.evaluation.quality.conditions import Embed, Origins, condition_named, origins_of
 from cachecraft_rag.evaluation.quality.measuring import Record, Trial, measure, reference_of
 from cachecraft_rag.evaluation.quality.records import RecordLog
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import digest
+from cachecraft_rag.types import Progress, digest
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.compression.base import Compressor
     from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
 
-# Nothing is evicted: which caches a method finds must not depend on how often others have used them.
+# Nothing is evicted: the chunk-caches a method finds must not depend on how often other methods have used them.
 VARIANTS_PER_CHUNK = 10_000
 _CACHES = ".caches-"
-
-Progress = Callable[[int, int, str], None]  # measurements done, in all, and what is going on
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how.
+    """What to measure, and how.
 
-    captures         a name of `conditions.CONDITIONS`
-    warmup         so many first questions are asked and not measured, where captures arise as in use (Cache-Craft §5.1.2)
-    answer_tokens  longest answer
-    seed           of the captures and of the order of methods
+    origin         a name of `conditions.CONDITIONS`
+    warmup         with the origin "stream": the first N questions are asked but not measured (Cache-Craft §5.1.2)
+    answer_tokens  longest answer, in tokens
+    seed           of the origin prefixes and of the order of methods
     """
 
     trials: tuple[Trial, ...]
-    captures: str = "unrelated"
+    origin: str = "unrelated"
     warmup: int = 20
     answer_tokens: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
-        condition_named(self.captures)
+        condition_named(self.origin)
         if not self.trials or self.answer_tokens < 1 or self.warmup < 0:
-            raise ConfigError("an evaluation needs a method, answers of 1 token or more, and no negative warm-up")
+            raise ConfigError("an evaluation needs a method, answers of 1 token or more, and a warm-up of 0 or more")
 
     def measured(self, dataset: Dataset) -> tuple[Question, ...]:
-        """The questions without those of the warm-up; ConfigError where none is left."""
+        """The questions without those of the warm-up; ConfigError if none is left."""
         warmup = self._warmup
         if warmup >= len(dataset.questions):
             raise ConfigError(
@@ -64,10 +62,10 @@ class Settings:
 
     @property
     def _warmup(self) -> int:
-        return self.warmup if condition_named(self.captures).behind is None else 0
+        return self.warmup if condition_named(self.origin).behind is None else 0
 
     def describe(self, engine: Engine, dataset: Dataset) -> dict[str, Any]:
-        """All that the measurements depend on, as plain values."""
+        """Everything that the measurements depend on, as plain values."""
         import torch
 
         asked = [
@@ -84,7 +82,7 @@ class Settings:
             "dataset": dataset.name,
             "data_digest": digest(*asked, *(chunk.chunk_id for one in dataset.documents for chunk in one)),
             "questions": len(dataset.questions),
-            "captures": self.captures,
+            "origin": self.origin,
             "warmup": self._warmup,
             "answer_tokens": self.answer_tokens,
             "seed": self.seed,
@@ -94,7 +92,7 @@ class Settings:
 
 @contextmanager
 def open_engine(model: str, folder: Path, *, dtype: str = "float32", device: str = "auto") -> Iterator[Engine]:
-    """An engine with the model and an empty store in a hidden folder below `folder`, which is removed afterwards.
+    """An engine with the model and an empty store in a hidden folder inside `folder`, which is removed afterwards.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
@@ -117,7 +115,7 @@ def open_engine(model: str, folder: Path, *, dtype: str = "float32", device: str
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder below `folder`, removed afterwards, as are those that killed processes have left there."""
+    """A new folder inside `folder`, removed afterwards. Folders that killed processes left there are removed too."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_CACHES}*"):
@@ -135,7 +133,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def _lives(pid: str) -> bool:
-    """Whether a process of this number is there, on this machine."""
+    """Whether a process with this id runs on this machine."""
     try:
         os.kill(int(pid), 0)
     except PermissionError:
@@ -151,7 +149,7 @@ def compressors_of(
     """The compressors that the trials need, by `Method.compression`.
 
     Raises:
-        ConfigError: LINGUA2 is asked for without a model, or its package is missing.
+        ConfigError: lingua2 is wanted without a model, or its package is missing.
         ModelNotFoundError: that model cannot be loaded.
     """
     wanted = {trial.method.compression for trial in trials}
@@ -164,7 +162,7 @@ def compressors_of(
         from cachecraft_rag.evaluation.compression.lingua2 import PUBLISHED, Lingua2
 
         if lingua2_model is None:
-            raise ConfigError(f"lingua2 needs a model of its own: add --lingua2-model {PUBLISHED}")
+            raise ConfigError(f"lingua2 needs its own model: add --lingua2-model {PUBLISHED}")
         found["lingua2"] = Lingua2(lingua2_model, tokenizer=engine.decoder.tokenizer, device=str(engine.decoder.device))
     return found
 
@@ -177,25 +175,25 @@ def evaluate(
     log: RecordLog,
     compressors: Mapping[str, Compressor] | None = None,
     embed: Embed | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> list[Record]:
     """Measure what the log does not hold yet; returns all its records.
 
     Args:
-        engine: of `open_engine`, its store empty: chunk-caches are captured anew in every run, those that the questions
-            measured already have left in the stream too.
-        compressors: of `compressors_of`.
+        engine: from `open_engine`, with an empty store. Every run captures chunk-caches anew; with the origin "stream"
+            that includes those of questions that an earlier run has measured.
+        compressors: from `compressors_of`.
 
     Raises:
-        ConfigError: the warm-up leaves no question to measure, or the captures are impossible with this data.
+        ConfigError: the warm-up leaves no question to measure, or this data cannot provide the origin condition.
     """
     measured = settings.measured(dataset)
     run = _Run(engine, settings, log, compressors or {}, progress, total=len(measured) * len(settings.trials))
     run.tell("")
     if run.complete:
         return log.records
-    captures = origins_of(
-        condition_named(settings.captures),
+    origins = origins_of(
+        condition_named(settings.origin),
         engine,
         dataset,
         seed=settings.seed,
@@ -204,14 +202,14 @@ def evaluate(
     )
     for question in dataset.questions[: -len(measured)]:
         run.tell("warm-up")
-        captures.after(question)
+        origins.after(question)
     for question in measured:
-        run.ask(question, captures)
+        run.ask(question, origins)
     return log.records
 
 
 class _Run:
-    """One way through the questions."""
+    """One run through the questions."""
 
     def __init__(
         self,
@@ -219,7 +217,7 @@ class _Run:
         settings: Settings,
         log: RecordLog,
         compressors: Mapping[str, Compressor],
-        progress: Progress | None,
+        progress: Callable[[Progress], None] | None,
         *,
         total: int,
     ) -> None:
@@ -232,22 +230,22 @@ class _Run:
     def complete(self) -> bool:
         return len(self._done) >= self._total
 
-    def tell(self, note: str) -> None:
+    def tell(self, what: str) -> None:
         if self._progress is not None:
-            self._progress(len(self._done), self._total, note)
+            self._progress(Progress(len(self._done), self._total, what))
 
-    def ask(self, question: Question, captures: Captures) -> None:
-        """Measure one question by the methods still missing, and let the store go on."""
-        # In another order for each question, so that no method always profits from what the one before has warmed up.
+    def ask(self, question: Question, origins: Origins) -> None:
+        """Measure one question with the trials that the log lacks, then bring the store up to date."""
+        # A different order for each question, so that no method always profits from what another has warmed up.
         order = list(self._settings.trials)
         random.Random(f"{self._settings.seed}/{question.question_id}").shuffle(order)
         missing = [trial for trial in order if (question.question_id, trial.label) not in self._done]
         if missing:
             self.tell("computing chunk-caches")
-            captures.before(question)
+            origins.before(question)
             self.tell("full prefill")
             self._measure(question, missing)
-        captures.after(question)
+        origins.after(question)
 
     def _measure(self, question: Question, trials: Sequence[Trial]) -> None:
         engine, tokens = self._engine, self._settings.answer_tokens

@@ -22,14 +22,14 @@ class Parcel:
     place    folder of its chunk
     name     file name of its payload: variant id and `created`
     row      the bytes of its row, whose first 16 are `created`
-    worth    the lower, the sooner it gives way to others
+    score    see `eviction.eviction_score`: the lowest gives way first
     instead_of  a row of the same variant that has to go first, if it is still there
     """
 
     place: str
     name: str
     row: bytes
-    worth: float
+    score: float
     payload: tuple[memoryview, ...]
     instead_of: bytes | None = None
 
@@ -97,7 +97,7 @@ class Backend(Protocol):
         ...
 
     async def raise_score(self, gains: Mapping[str, float]) -> None:
-        """Worth += gain, by `place/name`; what is gone is passed over."""
+        """Score += gain, by `place/name`; what is gone is passed over."""
         ...
 
     async def remove(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """Object stores (S3, Google Cloud Storage, Azure, a shared folder), through obstore.
 
 Below `<place>/` of a chunk lie, for each variant, `<name>.cache` (payload), `<name>.<level>.row` (written last: what
-has no row is not there) and, once it was used, empty objects `<name>.<level>.up`. The highest level among them is how
-worthy it is: floor(2 · log2(worth)). So a listing alone ranks everything, and no two writers ever change one object,
+has no row is not there) and, once it was used, empty objects `<name>.<level>.up`. The highest level among them is its
+score: floor(2 · log2(score)). So a listing alone ranks everything, and no two writers ever change one object,
 which these stores could not do atomically; what an engine learns of uses is lost when it ends between two levels.
 
 The budget is kept from listings, and amortised: who has listed everything and made room may send a sixteenth of the
@@ -28,6 +28,7 @@ from urllib.parse import unquote, urlsplit
 import obstore
 from obstore.exceptions import BaseError, NotFoundError
 
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.expected import MOST_VARIANTS
 from cachecraft_rag.store.remote.base import LONGEST_ROWS, PIECE_BYTES, Outcome, Parcel, Usage, told
 from cachecraft_rag.store.remote.config import RemoteConfig
@@ -38,7 +39,7 @@ _SHARE = 16
 _ABANDONED = timedelta(hours=1)  # a payload without a row: its upload is over, one way or the other
 _ONE_REQUEST = 8 << 20  # larger payloads are sent in parts
 _MOST_REMEMBERED = 100_000
-_MOST_LEVEL = 120  # a worth of 2 ** 60: no use gets so far
+_MOST_LEVEL = 120  # a score of 2 ** 60: no use gets so far
 # What `put` and `raise_score` write, below `ROOT`; everything else is somebody else's.
 _PATH = re.compile(
     r"(?P<name>[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{16})\.((?P<level>[0-9]{1,3})\.(?P<kind>row|up)|cache)"
@@ -69,7 +70,9 @@ class ObjectBackend:
     """See `base.Backend`. Its methods but `put` may run at the same time; `put` runs alone."""
 
     def __init__(self, config: RemoteConfig) -> None:
-        """Asks nothing of the server yet. Raises ValueError when obstore cannot use URL or environment."""
+        """Asks nothing of the server yet. Raises ValueError when obstore cannot use URL or environment,
+        ConfigError when a folder is not there.
+        """
         self._config = config
         self._granted = 0
         self._levels: dict[str, int] = {}  # by place/name, as last listed or written
@@ -77,7 +80,10 @@ class ObjectBackend:
         options: dict[str, Any] = {}
         self._folder = unquote(urlsplit(config.url).path) if config.scheme == "file" else None
         if self._folder is not None and not os.path.isdir(self._folder):  # made here, it would hide a missing mount
-            raise ValueError(f"there is no folder {self._folder}; mount it, or make it: mkdir -p {quote(self._folder)}")
+            raise ConfigError(
+                f"The remote {config.shown} cannot be used: there is no folder {self._folder}; mount it, or make it: "
+                f"mkdir -p {quote(self._folder)}"
+            )
         if config.scheme not in ("file", "memory"):
             # Retried by the tier, within its time limits. No client options: they would hide those of the environment.
             options["retry_config"] = {"max_retries": 0}
@@ -142,7 +148,7 @@ class ObjectBackend:
         if parcel.nbytes > self._granted:
             return "no room"
         self._granted -= parcel.nbytes
-        level = _level(parcel.worth)
+        level = _level(parcel.score)
         small = parcel.payload_bytes <= _ONE_REQUEST
         payload = b"".join(parcel.payload) if small else list(_pieces(parcel.payload))
         await self._write(f"{base}.cache", payload, use_multipart=not small)
@@ -159,7 +165,7 @@ class ObjectBackend:
         await self._told(write())
 
     async def _make_room(self, nbytes: int) -> None:
-        """List everything, and delete the least worthy until a share is free for us."""
+        """List everything, and delete those with the lowest score until a share is free for us."""
         share = max(self._config.budget_bytes // _SHARE, nbytes)
         entries = await self._list("")
         now = datetime.now(UTC)
@@ -278,15 +284,15 @@ def _note(found: dict[str, _Entry], meta: Any) -> None:
         entry.row, entry.row_bytes = path, meta["size"]
 
 
-def _level(worth: float) -> int:
+def _level(score: float) -> int:
     """Half powers of two: fine enough to rank, coarse enough that a much used variant has a dozen objects.
 
     >>> _level(1.0), _level(2.0), _level(3.0), _level(1000.0)
     (0, 2, 3, 19)
     """
-    if not worth < 2.0 ** (_MOST_LEVEL / 2):  # nor is it what is no number
+    if not score < 2.0 ** (_MOST_LEVEL / 2):  # nor is it what is no number
         return _MOST_LEVEL
-    return max(0, math.floor(2 * math.log2(max(worth, 1.0))))
+    return max(0, math.floor(2 * math.log2(max(score, 1.0))))
 
 
 def _pieces(payload: Sequence[memoryview]) -> Iterator[memoryview]:

@@ -47,7 +47,7 @@ class Outbox:
         return fits and self._rouse()
 
     def gain(self, name: str, gain: float) -> None:
-        """Worth += gain for `place/name`, soon."""
+        """Score += gain for `place/name`, soon."""
         with self._lock:
             if name in self._gains or len(self._gains) < MOST_GAINS:
                 self._gains[name] = self._gains.get(name, 0.0) + gain

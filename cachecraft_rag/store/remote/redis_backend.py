@@ -1,11 +1,11 @@
 """Redis and Valkey.
 
 All keys begin with the layout version. `rows/<place>` is a hash of a chunk's rows by variant id, and
-`data/<place>/<name>` a payload. The budget is kept by scripts, which Redis runs one at a time: `worth` (sorted set)
+`data/<place>/<name>` a payload. The budget is kept by scripts, which Redis runs one at a time: `score` (sorted set)
 ranks what is there, `sizes` (hash) and `bytes` (counter) say how much that is, `uploads` (sorted set) when an upload
 counts as abandoned. Room is reserved before the first byte is sent, so the budget holds with any number of writers.
 
-A member of `worth` begins with `created`: among equals the oldest gives way first. One server, or a primary with its
+A member of `score` begins with `created`: among equals the oldest gives way first. One server, or a primary with its
 replicas; not a cluster, whose scripts cannot see all keys.
 """
 
@@ -51,7 +51,7 @@ local function forget(name)  -- bytes of a member or an upload that counts no mo
 end
 local function drop(member)
   local created, place, variant = member:sub(1, 16), member:sub(18, 82), member:sub(84, 115)
-  call('ZREM', P .. 'worth', member)
+  call('ZREM', P .. 'score', member)
   call('UNLINK', P .. 'data/' .. member:sub(18))
   local row = call('HGET', P .. 'rows/' .. place, variant)
   if row and row:sub(1, 16) == created then call('HDEL', P .. 'rows/' .. place, variant) end
@@ -72,7 +72,7 @@ local now = tonumber(call('TIME')[1])
 for _, dead in ipairs(call('ZRANGEBYSCORE', P .. 'uploads', '-inf', now)) do abandon(dead) end
 local excess = nbytes + count(call('GET', P .. 'bytes')) - budget
 while excess > 0 do
-  local least = call('ZRANGE', P .. 'worth', 0, 0)[1]
+  local least = call('ZRANGE', P .. 'score', 0, 0)[1]
   if not least then return 'no room' end  -- all of it is reserved by other writers
   excess = excess - drop(least)
 end
@@ -83,7 +83,7 @@ return 'go on'
 """
 _COMMIT = """
 local token, place, variant, row = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local worth, payload_bytes, most = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
+local score, payload_bytes, most = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
 local rows, created = P .. 'rows/' .. place, row:sub(1, 16)
 if not call('ZSCORE', P .. 'uploads', token) then return 'too slow' end
 local refused = call('STRLEN', P .. 'upload/' .. token) ~= payload_bytes and 'too slow'
@@ -95,13 +95,13 @@ call('PERSIST', P .. 'data/' .. member:sub(18))
 call('HSET', P .. 'sizes', member, call('HGET', P .. 'sizes', token))
 call('HDEL', P .. 'sizes', token)
 call('ZREM', P .. 'uploads', token)
-call('ZADD', P .. 'worth', worth, member)
+call('ZADD', P .. 'score', score, member)
 local others = call('HGETALL', rows)  -- the newest is spared, or a full chunk would never learn anything new
 call('HSET', rows, variant, row)
 local ranked = {}
 for i = 1, #others, 2 do
   local other = member_of(place, others[i], others[i + 1]:sub(1, 16))
-  table.insert(ranked, {tonumber(call('ZSCORE', P .. 'worth', other) or 0), other})
+  table.insert(ranked, {tonumber(call('ZSCORE', P .. 'score', other) or 0), other})
 end
 table.sort(ranked, function(a, b) return a[1] < b[1] or (a[1] == b[1] and a[2] < b[2]) end)
 for i = 1, #ranked + 1 - most do drop(ranked[i][2]) end
@@ -122,7 +122,7 @@ end
 return found
 """
 _ABANDON = "abandon(ARGV[1])"
-_REMOVE = "drop(ARGV[1])"  # also where `worth` does not know it: a row of somebody who keeps to no rules
+_REMOVE = "drop(ARGV[1])"  # also where `score` does not know it: a row of somebody who keeps to no rules
 _REMOVE_ROW = "if call('HGET', KEYS[2], ARGV[1]) == ARGV[2] then call('HDEL', KEYS[2], ARGV[1]) end"
 
 
@@ -175,7 +175,7 @@ class RedisBackend:
             return answer
         try:
             await self._send(f"{self._prefix}upload/{token}", parcel.payload, patience)
-            limits = (repr(parcel.worth), parcel.payload_bytes, config.variants_per_chunk)
+            limits = (repr(parcel.score), parcel.payload_bytes, config.variants_per_chunk)
             done: Outcome = await self._ask(self._commit, token, parcel.place, parcel.variant_id, parcel.row, *limits)
             return done
         except OSError:
@@ -195,7 +195,7 @@ class RedisBackend:
         async def raise_all() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name, gain in gains.items():
-                    pipe.zadd(f"{self._prefix}worth", {_member(name): gain}, xx=True, incr=True)
+                    pipe.zadd(f"{self._prefix}score", {_member(name): gain}, xx=True, incr=True)
                 await pipe.execute()
 
         await self._told(raise_all())
@@ -216,7 +216,7 @@ class RedisBackend:
 
         async def ask() -> Usage:
             async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.zcard(f"{self._prefix}worth")
+                pipe.zcard(f"{self._prefix}score")
                 pipe.get(f"{self._prefix}bytes")
                 variants, nbytes = await pipe.execute()
             return Usage(variants, int(nbytes or 0))

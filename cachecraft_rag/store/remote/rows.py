@@ -2,6 +2,9 @@
 
 A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a signed remote a line with its
 signature. What is not exactly as it was written, or does not belong under the name it was found at, is no row.
+
+The names in the JSON are the format: frozen by a test, and written out here one by one. A field that is not known is
+ignored, so a later version may add some. A row with a higher `layout_version` is left alone.
 """
 
 from __future__ import annotations
@@ -10,21 +13,19 @@ import base64
 import json
 import struct
 from array import array
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from cachecraft_rag.store.expected import unsound, unsound_scores
+from cachecraft_rag.store.layout import NewerVersionError, OlderVersionError, require_version
 from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
 LONGEST_ROW = 4 << 20
-# Of a variant, as they are; the others are put together. A field more or less is no row of ours.
-_FIELDS = (
-    "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
-    "reuse_frequency", "created", "primed",
-)  # fmt: skip
 _IMPOSSIBLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -44,10 +45,24 @@ class Row:
     def encode(self) -> bytes:
         """The row's bytes, not signed."""
         variant = self.variant
-        fields = {name: getattr(variant, name) for name in _FIELDS}
-        fields |= {
-            "key": asdict(variant.key),
+        fields = {
             "layout_version": LAYOUT_VERSION,
+            "namespace": variant.key.namespace,
+            "fingerprint": variant.key.fingerprint,
+            "chunk_id": variant.key.chunk_id,
+            "origin_prefix": variant.key.origin_prefix,
+            "variant_id": variant.variant_id,
+            "tokens": variant.tokens,
+            "tokens_digest": variant.tokens_digest,
+            "inter": variant.inter,
+            "intra": variant.intra,
+            "cci": variant.cci,
+            "exact_share": variant.exact_share,
+            "codec": variant.codec,
+            "nbytes": variant.nbytes,
+            "reuse_frequency": variant.reuse_frequency,
+            "created": variant.created,
+            "primed": variant.primed,
             "token_inter": _encoded(self.token_scores.inter),
             "token_received": _encoded(self.token_scores.received),
             "payload_bytes": self.payload_bytes,
@@ -96,7 +111,8 @@ def place_of(key: VariantKey) -> str:
 
 
 def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -> Row:
-    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else.
+    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else,
+    OlderVersionError (a ValueError) or NewerVersionError when an older or a newer version wrote it.
 
     Its signature, if it has one, is for `signing` to judge. How often others say it was used is not believed: who could
     say so could keep it here for ever.
@@ -106,27 +122,48 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
             raise ValueError("length")
         created, text, _ = unframed(raw)
         fields = json.loads(text)
-        if fields.pop("layout_version") != LAYOUT_VERSION:
-            raise ValueError("layout version")
-        payload_bytes = fields.pop("payload_bytes")
-        seal = base64.b64decode(fields.pop("seal", ""), validate=True)
-        received = fields.pop("token_received", None)  # rows of before it was recorded lack it
-        token_scores = TokenScores(_decoded(fields.pop("token_inter")), _decoded(received))
-        key = fields.pop("key")
-        key = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["origin_prefix"]))
-        fields["inter"] = tuple(array("f", fields["inter"]))
-        fields.setdefault("primed", False)  # rows of before there was priming lack it
-        if fields.keys() != set(_FIELDS):
-            raise ValueError("fields")
-        payload = Payload(None, payload_bytes, seal)
-        variant = Variant(key=key, session=None, home="remote", payload=payload, **fields)
+        require_version(fields["layout_version"])
+        payload_bytes = fields["payload_bytes"]
+        seal = base64.b64decode(fields.get("seal", ""), validate=True)
+        token_scores = TokenScores(_decoded(fields["token_inter"]), _decoded(fields.get("token_received")))
+        variant = _variant_of(fields, Payload(None, payload_bytes, seal))
         _require(variant, payload_bytes, token_scores)
         same = created.decode("ascii") == created_hex(variant.created)
+    except (OlderVersionError, NewerVersionError):
+        raise
     except _IMPOSSIBLE as error:
         raise ValueError(f"row damaged: {type(error).__name__}: {error}") from error
+    key = variant.key
     if not same or key != replace(key, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id):
         raise ValueError("row of another variant")
     return Row(replace(variant, reuse_frequency=0.0), token_scores, payload_bytes)
+
+
+def _variant_of(fields: Mapping[str, Any], payload: Payload) -> Variant:
+    """The variant of a row's fields; what else there is, a later version added. Raises LookupError, TypeError."""
+    return Variant(
+        key=VariantKey(
+            namespace=fields["namespace"],
+            fingerprint=fields["fingerprint"],
+            chunk_id=fields["chunk_id"],
+            origin_prefix=tuple(fields["origin_prefix"]),
+        ),
+        variant_id=fields["variant_id"],
+        tokens=fields["tokens"],
+        tokens_digest=fields["tokens_digest"],
+        inter=tuple(array("f", fields["inter"])),
+        intra=fields["intra"],
+        cci=fields["cci"],
+        exact_share=fields["exact_share"],
+        session=None,
+        codec=fields["codec"],
+        nbytes=fields["nbytes"],
+        reuse_frequency=fields["reuse_frequency"],
+        created=fields["created"],
+        home="remote",
+        primed=fields["primed"],
+        payload=payload,
+    )
 
 
 def _encoded(scores: np.ndarray | None) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal
 
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.layout import Encoded
 from cachecraft_rag.store.remote.signing import SLICE_BYTES
 from cachecraft_rag.types import TierName
@@ -18,7 +18,7 @@ End = Literal["whole", "gone", "short", "failed"]
 Piece = bytes | memoryview
 
 
-class RemoteStream(Closing):
+class RemoteStream(Closeable):
     """Reads a payload front to back: the header first, then layer 0, 1, … A `layout.Source`.
 
     The next piece is fetched while the caller works on the last. One thread reads; `close` may be called from any other

@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.closeable import Closing
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.eviction import eviction_score, score_gain
 from cachecraft_rag.store.expected import Expected, Found
-from cachecraft_rag.store.layout import Encoded, longest_payload
+from cachecraft_rag.store.layout import Encoded, OlderVersionError, longest_payload
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote.base import Backend, Parcel, Usage
 from cachecraft_rag.store.remote.breaker import Breaker, State
@@ -62,7 +63,7 @@ class RemoteStats:
     captures: dict[str, int]
 
 
-class RemoteTier(Closing):
+class RemoteTier(Closeable):
     """Shared chunk-caches on a server, by identity. Any thread may call any method; no method but `close` waits long.
 
     All talk with the server runs in one event loop in a thread of its own: there every wait can be given up at any
@@ -136,9 +137,11 @@ class RemoteTier(Closing):
                         continue
                 except (ValueError, ConfigError) as error:
                     logger.info("Row on the remote below %s: %s", place, error)
-                    found.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
-                    if isinstance(error, ConfigError):  # a codec of a newer version
+                    if isinstance(error, ConfigError):  # of a newer version, which can read it: left alone
+                        found.refused[chunk_id] = f"what the remote has of it cannot be used here: {error}"
                         continue
+                    word = "of no use" if isinstance(error, OlderVersionError) else "damaged"
+                    found.refused[chunk_id] = f"what the remote has of it is {word}: {error}"
                     damaged += 1
                     if damaged <= MOST_REMOVED:  # the next look-up goes on
                         self._in_background(partial(self._backend.remove_row, place, raw))
@@ -223,18 +226,16 @@ class RemoteTier(Closing):
             foreign = self._foreign.pop(variant.variant_id, None)
         if not known:  # what a look-up told is where the remote's own copy lies
             self._remember(row)
+        score = eviction_score(reuse_frequency=0.0, exact_share=variant.exact_share)
         # What is not signed gives way: else nothing that is signed could ever take its place.
-        return self._outbox.offer(Parcel(place, name, raw, 1.0 + variant.exact_share, payload, foreign))
+        return self._outbox.offer(Parcel(place, name, raw, score, payload, foreign))
 
     def raise_frequency(self, variant_id: str, gain: float) -> None:
-        """f_r += gain there too, in the background, if this process has seen the variant there.
-
-        Worth is (1 + f_r) · (1 + exact share), as in the catalog.
-        """
+        """f_r += gain there too, in the background, if this process has seen the variant there."""
         with self._lock:
             row = self._rows.get(variant_id)
         if row is not None:
-            self._outbox.gain(row.name, gain * (1.0 + row.variant.exact_share))
+            self._outbox.gain(row.name, score_gain(gain, exact_share=row.variant.exact_share))
 
     def remove(self, variant: Variant) -> None:
         """Remove a variant whose payload turned out to be damaged, in the background."""
@@ -401,7 +402,7 @@ class RemoteTier(Closing):
             async with asyncio.timeout(0.5):
                 await self._backend.close()
         except OSError as error:
-            logger.info("Closing the remote %s: %s", self.config.shown, error)
+            logger.info("Closeable the remote %s: %s", self.config.shown, error)
         self._loop.stop()
 
 
@@ -442,6 +443,8 @@ def _backend_of(config: RemoteConfig) -> Backend:
         raise ConfigError(
             f"A remote needs the package {error.name!r}; type: pip install 'cachecraft-rag[remote]'"
         ) from error
+    except ConfigError:  # our own words, with no secret in them
+        raise
     except (ValueError, TypeError) as error:
         why = config.hide(error)
     # Outside the handler: what the library said stays out of the chain of causes.

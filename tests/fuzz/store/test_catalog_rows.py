@@ -18,11 +18,11 @@ import torch
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog_rows import COLUMNS, pack_ids, sum_of, sum_of_scores
+from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.types import KVLayout, Variant, VariantKey
 
-NAMES = [name.strip().removeprefix("v.") for name in COLUMNS.split(",")]
+NAMES = CatalogRow._fields
 ODD = (
     0, -1, 1, 2, 3, 64, 10**6, 10**10, 2**62, 2**63 - 1, -(2**63), 0.0, 0.5, 1.0, -0.5, 1e300, float("inf"), "", "raw",
     "int8", "entropy", "x" * 1000, "../../../x", "[]", "[1]", '["a"', b"", b"\x00", b"\xff" * 16, b"\xff" * 480_000,
@@ -77,7 +77,7 @@ class Folder:
         found = None
         if row_sum == "right":
             with suppress(TypeError, ValueError, AttributeError, OverflowError, struct.error):
-                found = sum_of(row["namespace"], row["fingerprint"], [row[name] for name in NAMES])
+                found = sum_of(row["namespace"], row["fingerprint"], CatalogRow(*(row[name] for name in NAMES)))
         elif row_sum == "wrong":
             found = was["row_sum"]
         values = [found if name == "row_sum" else row[name] for name in NAMES]

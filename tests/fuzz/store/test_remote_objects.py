@@ -72,9 +72,8 @@ class Remote:
         change(fields)
         created, name = data[:16], row.name
         if not keep_id:
-            key = fields["key"]
-            parts = (key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["origin_prefix"]))
-            fields["variant_id"] = VariantKey(*parts).variant_id
+            names = (fields["namespace"], fields["fingerprint"], fields["chunk_id"])
+            fields["variant_id"] = VariantKey(*names, tuple(fields["origin_prefix"])).variant_id
             name = fields["variant_id"] + row.name[32:]
         if type(fields.get("created")) is float:
             created = struct.pack(">d", fields["created"]).hex().encode()
@@ -110,11 +109,14 @@ def with_fields(data: bytes, change: Callable[[dict[str, Any]], object]) -> byte
 
 
 def variant_in(row: Path, fields: dict[str, Any]) -> Variant:
-    key = fields["key"]
-    identity = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["origin_prefix"]))
-    names = ("variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share")
-    rest = ("codec", "nbytes", "reuse_frequency", "created")
-    return Variant(identity, *(fields[name] for name in names), None, *(fields[name] for name in rest))
+    identity = VariantKey(
+        fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["origin_prefix"])
+    )
+    names = (
+        "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
+        "reuse_frequency", "created",
+    )  # fmt: skip
+    return Variant(key=identity, session=None, **{name: fields[name] for name in names})
 
 
 # -- structure: none of these may change an answer that claims to be exact --------------------------------------------
@@ -161,12 +163,12 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
 
 def odd_header(remote: Remote, dice: random.Random) -> str:
     row, payload = remote.pair(dice)
-    name, value = dice.choice(("tokens", "codec", "run_xxh3", "block_sizes", "layout", "chunk_id")), dice.choice(ODD)
+    name, value = dice.choice(("tokens", "codec", "extent_xxh3", "block_sizes", "layout", "chunk_id")), dice.choice(ODD)
     inner = dice.choice(("layers", "kv_heads", "head_dim", "dtype"))
 
     def change(fields: dict[str, Any]) -> None:
         if name == "layout":
-            fields["layout"][inner] = value
+            fields[inner] = value
         elif name == "block_sizes":
             fields["block_sizes"] = [value] * 2
         else:
@@ -183,10 +185,10 @@ def long_prefix(remote: Remote, dice: random.Random) -> str:
     row, _ = remote.pair(dice)
     many = dice.choice((2, 100, 3000, 30_000))
     ids = [row.name[:32]] * many if dice.random() < 0.5 else [f"{n:032x}" for n in range(many)]
-    system = json.loads(row.read_bytes()[32:].partition(b"\n")[0])["key"]["origin_prefix"][:1]
+    system = json.loads(row.read_bytes()[32:].partition(b"\n")[0])["origin_prefix"][:1]
 
     def change(fields: dict[str, Any]) -> None:
-        fields["key"]["origin_prefix"] = [*system, *ids]
+        fields["origin_prefix"] = [*system, *ids]
         fields["inter"] = [0.1] * (len(system) + many)
 
     remote.change_row(row, change, keep_id=False)
@@ -232,7 +234,7 @@ def bomb(remote: Remote, dice: random.Random) -> str:
     sums = ((xxhash.xxh3_64_intdigest(block),),) * layout.layers
     sizes = (len(block),) * layout.layers
     try:
-        found = replace(header, codec="entropy", run_sums=sums, block_sizes=sizes).encode()
+        found = replace(header, codec="entropy", extent_sums=sums, block_sizes=sizes).encode()
     except ValueError:  # larger than any block: said only
         found = with_fields(payload.read_bytes(), lambda fields: fields.update(codec="entropy", block_sizes=sizes))
     remote.change_row(row, lambda fields: fields.update(codec="entropy"))
@@ -320,6 +322,7 @@ LIES = (other_values, other_share, other_scores)
 def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
     key: str | None, fuzz: Any, fuzz_decoder: Decoder, tmp_path: Path
 ) -> None:
+    (tmp_path / "shared").mkdir()
     config = RemoteConfig(f"file://{tmp_path}/shared", key=key, **PATIENT)  # type: ignore[arg-type]
     with ChunkCacheStore.open(tmp_path / "honest", remote=config) as store, Engine(fuzz_decoder, store) as engine:
         for _ in engine.stream(fuzz.question, fuzz.chunks):

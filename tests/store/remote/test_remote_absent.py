@@ -89,7 +89,8 @@ def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path, caplog: pytest.
         shutil.rmtree(shared)
         store.put(capture("another")).result()
         store.flush(10)
-        assert store.lookup("ns", "model", ["a third"]) == {"a third": []}
-        assert store.remote_outcome == "failed"
+        found = store.find("ns", "model", ["a third"])
+        assert found.variants == {"a third": []}
+        assert found.remote == "failed"
     assert not shared.exists()
     assert len(warnings_of(caplog)) == 1, warnings_of(caplog)

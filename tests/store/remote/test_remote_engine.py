@@ -351,8 +351,8 @@ def test_uses_are_counted_on_the_remote(tmp_path: Path, make_redis: Any) -> None
         store.used(variant.variant_id, cfo=0.25, tokens=100)
         assert store.flush(5)
     with redis.Redis.from_url(url) as server:
-        ((_, worth),) = server.zrange("cachecraft/v2:worth", 0, -1, withscores=True)
-        assert worth == 2.0 + 4.0 * 2.0  # (1 + f_r) · (1 + exact share)
+        ((_, score),) = server.zrange("cachecraft/v3:score", 0, -1, withscores=True)
+        assert score == 2.0 + 4.0 * 2.0  # (1 + f_r) · (1 + exact share)
 
 
 def test_what_the_disk_has_no_room_for_may_be_remote_still(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ class Shared:
     def __init__(self, folder: Path, decoder: Decoder) -> None:
         self.folder, self.decoder = folder, decoder
         self.url = f"file://{folder}/shared"
+        (folder / "shared").mkdir()
         self.engines: list[Engine] = []
 
     def engine(self, **settings: Any) -> Engine:
@@ -85,11 +87,14 @@ class Shared:
 
 
 def variant_of(fields: dict[str, Any]) -> Variant:
-    key = fields["key"]
-    identity = VariantKey(key["namespace"], key["fingerprint"], key["chunk_id"], tuple(key["origin_prefix"]))
-    names = ("variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share")
-    rest = ("codec", "nbytes", "reuse_frequency", "created")
-    return Variant(identity, *(fields[name] for name in names), None, *(fields[name] for name in rest))
+    identity = VariantKey(
+        fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["origin_prefix"])
+    )
+    names = (
+        "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
+        "reuse_frequency", "created",
+    )  # fmt: skip
+    return Variant(key=identity, session=None, **{name: fields[name] for name in names})
 
 
 def ask(engine: Engine, **how: Any) -> Generation:
@@ -169,15 +174,14 @@ def test_a_row_says_nothing_of_its_use_here(shared: Shared) -> None:
 
 @pytest.mark.parametrize("many", [300, 30_000])
 @pytest.mark.parametrize("same", [True, False])
-def test_a_long_birth_prefix_stalls_nothing(many: int, same: bool, shared: Shared) -> None:
+def test_a_long_origin_prefix_stalls_nothing(many: int, same: bool, shared: Shared) -> None:
     captured = ask(shared.engine())
 
     def change(fields: dict[str, Any]) -> None:
-        key = fields["key"]
-        key["origin_prefix"] = key["origin_prefix"][:1] + [
+        fields["origin_prefix"] = fields["origin_prefix"][:1] + [
             CHUNKS[0].chunk_id if same else f"{n:032x}" for n in range(many)
         ]
-        fields["inter"] = [0.1] * len(key["origin_prefix"])
+        fields["inter"] = [0.1] * len(fields["origin_prefix"])
         fields["variant_id"] = variant_of(fields).key.variant_id
 
     shared.change_rows(change)
@@ -213,7 +217,9 @@ def test_a_header_of_billions_allocates_nothing(field: str, value: int, shared: 
 
 def raw_header(honest: Header, wrong: Header) -> bytes:
     """The bytes of a header that claims what `wrong` says; only its fields, which are what a reader builds from."""
-    metadata = json.dumps({"__metadata__": wrong._metadata()}, separators=(",", ":")).encode()
+    text = json.dumps(wrong._fields(), separators=(",", ":"))
+    claim = {"fields": text, "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    metadata = json.dumps({"__metadata__": claim}, separators=(",", ":")).encode()
     length = len(honest.encode())
     assert 8 + len(metadata) <= length
     return struct.pack("<Q", length - 8) + metadata.ljust(length - 8)
@@ -221,6 +227,7 @@ def raw_header(honest: Header, wrong: Header) -> bytes:
 
 def test_a_use_that_cannot_be_counted_and_a_stranger_keep_nothing_from_being_sent(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/shared"
+    (tmp_path / "shared").mkdir()
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 
     def variant(chunk: str) -> Variant:
@@ -260,7 +267,7 @@ def test_hostile_numbers_on_redis_end_no_sending(make_redis: Any) -> None:
             key = VariantKey("ns", "model", f"chunk {number}", ("system",))
             numbers = (10, "tokens", (0.5,), 0.3, 0.6, 1.0, None, "raw", layout.nbytes(10), 0.0, 1e9)
             variant = Variant(key, key.variant_id, *numbers)
-            server.set("cachecraft/v2:bytes", hostile)
+            server.set("cachecraft/v3:bytes", hostile)
             assert tier.put(variant, encode(variant, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
             assert tier.flush(30)
             assert len(tier.lookup("ns", "model", [f"chunk {number}"])[f"chunk {number}"]) == 1

@@ -1,4 +1,4 @@
-"""What answers leave behind, and what becomes of it when garbage is collected at the worst moment."""
+"""Background jobs: in order, and safe when the garbage collector runs while a lock is held."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from cachecraft_rag.engine.background import BackgroundJobs
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.errands import Errands
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
@@ -53,14 +53,14 @@ LOCKS: dict[str, Callable[[Engine], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOCKS)
-@pytest.mark.parametrize("closed_by", ["nobody", "a generator around it"])
+@pytest.mark.parametrize("closed_by", ["the collector", "a generator around it"])
 def test_garbage_may_be_collected_while_a_lock_is_held(
     tiny_decoder: Any, tmp_path: Path, name: str, closed_by: str
 ) -> None:
     gc.disable()
     try:
         with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as engine:
-            if closed_by == "nobody":
+            if closed_by == "the collector":
                 gone = abandon(engine)
             else:  # as integrations do: a generator that closes the answer at its end
 
@@ -84,7 +84,7 @@ def test_garbage_may_be_collected_while_a_lock_is_held(
 
             assert within(10, collect), "the answer's end waits for a lock that its own thread holds"
             assert gone() is None
-            engine._errands.wait()
+            engine._background.wait()
             engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
             assert store.stats().captures == {"stored": 3}
     finally:
@@ -92,23 +92,23 @@ def test_garbage_may_be_collected_while_a_lock_is_held(
 
 
 def test_jobs_are_done_in_order_and_a_mistake_ends_none_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    errands, done = Errands("test"), list[int]()
+    jobs, done = BackgroundJobs("test"), list[int]()
     with caplog.at_level(logging.ERROR, "cachecraft_rag"):
         for number in range(5):
-            errands.add(lambda number=number: done.append(10 // (number - 2)))
-        errands.wait()
+            jobs.add(lambda number=number: done.append(10 // (number - 2)))
+        jobs.wait()
     assert done == [-5, -10, 10, 5]
     assert "ZeroDivisionError" in caplog.text
-    errands.close()
-    errands.add(lambda: done.append(0))
-    errands.wait()
-    errands.close()
+    jobs.close()
+    jobs.add(lambda: done.append(0))
+    jobs.wait()
+    jobs.close()
     assert done[-1] == 0
 
 
-def test_the_thread_ends_when_nobody_has_the_errands_any_more() -> None:
-    errands = Errands("test")
-    thread = errands._thread
-    del errands
+def test_the_thread_ends_when_the_jobs_are_deleted() -> None:
+    jobs = BackgroundJobs("test")
+    thread = jobs._thread
+    del jobs
     thread.join(10)
     assert not thread.is_alive()

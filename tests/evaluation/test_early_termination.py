@@ -12,24 +12,23 @@ from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.evaluation.formats.dataset import handbook_dataset
 from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
-from cachecraft_rag.evaluation.quality.early_termination import RULES, Judgement, judge_focus
+from cachecraft_rag.evaluation.quality.early_termination import RULES, RuleComparison, compare_rules
 from cachecraft_rag.evaluation.quality.intervals import Interval
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Progress
 
 
 def test_every_rule_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
     dataset = handbook_dataset(passages=3, limit=3, seed=1)
-    seen: list[tuple[int, int, str]] = []
+    seen: list[Progress] = []
     with (
         ChunkCacheStore.open(tmp_path) as store,
         Engine(tiny_decoder("Llama", num_hidden_layers=8), store, best_last=False) as engine,
     ):
-        captures = origins_of(condition_named("unrelated"), engine, dataset, seed=1, answer_tokens=4)
-        found = judge_focus(
-            engine, dataset, captures, ratio=0.3, answer_tokens=4, progress=lambda *told: seen.append(told)
-        )
+        origins = origins_of(condition_named("unrelated"), engine, dataset, seed=1, answer_tokens=4)
+        found = compare_rules(engine, dataset, origins, ratio=0.3, answer_tokens=4, progress=seen.append)
     assert [(one.method, one.rule) for one in found] == [(m, r) for m in ("craft", "default") for r in RULES]
-    assert seen == [(0, 3, ""), (1, 3, ""), (2, 3, "")]
+    assert seen == [Progress(done, 3, "") for done in range(3)]
     for one in found:
         assert 0.0 <= one.saved < 1.0
         assert one.difference.mean == pytest.approx(one.kl.mean - one.flat_kl.mean)
@@ -41,6 +40,6 @@ def test_every_rule_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., 
 @pytest.mark.parametrize(("low", "high", "wins"), [(-0.2, -0.1, True), (-0.2, 0.1, False), (0.1, 0.2, False)])
 def test_only_the_whole_interval_wins(low: float, high: float, wins: bool) -> None:
     kl = Interval(0.1, 0.0, 0.2)
-    judged = Judgement("craft", "gap", kl, kl, Interval((low + high) / 2, low, high), 0.3)
-    assert judged.wins is wins
-    assert json.loads(json.dumps(judged.as_dict()))["wins"] is wins
+    compared = RuleComparison("craft", "gap", kl, kl, Interval((low + high) / 2, low, high), 0.3)
+    assert compared.wins is wins
+    assert json.loads(json.dumps(compared.as_dict()))["wins"] is wins

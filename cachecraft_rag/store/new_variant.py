@@ -1,4 +1,4 @@
-"""A capture as the store takes it: its row, and what is wrong with it."""
+"""From a capture to the variant that the catalog will list, or to the reason why it cannot be stored."""
 
 from __future__ import annotations
 

@@ -1,0 +1,53 @@
+"""Retrieval without a framework: a question in, the nearest chunks out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.checks import check_text, check_whole
+from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.types import SearchHit
+
+if TYPE_CHECKING:
+    from cachecraft_rag.store import ChunkCacheStore
+
+DEFAULT_TOP_K = 5
+INDEX_FOLDER = "index"  # inside the store folder
+
+
+class Retriever:
+    """An index and the embedding model that made its vectors; the caller closes both.
+
+    `CacheCraft` is one, so the framework classes take either: with a plain `Retriever` no answering model is loaded.
+
+    index     the chunks and their vectors
+    embedder  must be the model that the index was made with
+    caches    the chunk-caches of these chunks, to evict what is deleted from the index; None if there are none
+    """
+
+    def __init__(self, index: FaissStore, embedder: Embedder, *, caches: ChunkCacheStore | None = None) -> None:
+        self.index, self.embedder, self.caches = index, embedder, caches
+
+    def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
+        """The `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
+
+        Raises:
+            ConfigError: a question that is not a text, or a `top_k` below 1.
+            IndexStoreError: the index holds no documents yet.
+        """
+        check_text("question", question, damaged=True)
+        check_whole("top_k", top_k, least=1)
+        hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
+        if not hits and self.index.stats().chunks == 0:
+            raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
+        return hits
+
+
+def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
+    """Open the retrieval index inside the store folder `root`, or make it."""
+    return FaissStore.open(Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint)

@@ -1,0 +1,202 @@
+"""Formats that other processes and later versions read: frozen byte by byte in `tests/data/layout-3`.
+
+Whoever has to change one of them raises `LAYOUT_VERSION` and `IDENTITY_VERSION`, and adds a folder for the new layout.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from cachecraft_rag.store.catalog import Catalog, Limits
+from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.layout import Header, NewerVersionError, OlderVersionError, encode
+from cachecraft_rag.store.remote.rows import Row, decode_row, framed, unframed
+from cachecraft_rag.types import (
+    LAYOUT_VERSION,
+    Damaged,
+    KVLayout,
+    Payload,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+    digest,
+)
+
+DATA = Path(__file__).parents[1] / "data" / "layout-3"
+LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")
+KEY = VariantKey(
+    namespace="tenant ☃",
+    fingerprint="2-" + digest("model"),
+    chunk_id=digest("chunk"),
+    origin_prefix=(digest("system"), digest("before")),
+)
+VARIANT = Variant(
+    key=KEY,
+    variant_id=KEY.variant_id,
+    tokens=3,
+    tokens_digest=digest("tokens"),
+    inter=(0.5, 0.25),
+    intra=0.125,
+    cci=0.625,
+    exact_share=0.75,
+    session=None,
+    codec="raw",
+    nbytes=LAYOUT.nbytes(3),
+    reuse_frequency=1.5,
+    created=1.5e9,
+    primed=True,
+)
+SCORES = TokenScores(np.array([0.0, 0.5, 1.0], np.float32), np.array([2.0, 1.0, 0.0], np.float32))
+KV = torch.arange(48, dtype=torch.float32).reshape(2, 2, 3, 1, 4)
+ROW = Row(replace(VARIANT, home="remote", payload=Payload(nbytes=5000, seal=b"\x01" * 16)), SCORES, 5000)
+ROOMY = Limits(disk_bytes=10**9, max_variants=10, variants_per_chunk=10)
+
+
+def as_json(value: object) -> object:
+    return {"hex": value.hex()} if isinstance(value, bytes) else value
+
+
+def from_json(value: Any) -> object:
+    return bytes.fromhex(value["hex"]) if isinstance(value, dict) else value
+
+
+def tables(path: Path) -> dict[str, Any]:
+    """What a catalog holds, by table and column; without those of SQLite itself."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {
+            name: [
+                {column: as_json(value) for column, value in dict(row).items()}
+                for row in connection.execute(f"SELECT * FROM {name}")
+            ]
+            for name in sorted(names)
+        }
+
+
+def written(path: Path) -> dict[str, Any]:
+    """The catalog that holds the variant alone."""
+    with closing(Catalog(path)) as catalog:
+        assert catalog.reserve(VARIANT, file_bytes=4288, writer="me", limits=ROOMY) == []
+        assert catalog.commit(VARIANT, SCORES, file_bytes=4288, writer="me", limits=ROOMY) == []
+    return tables(path)
+
+
+def test_a_file_is_byte_by_byte_what_layout_3_says() -> None:
+    encoded = encode(VARIANT, LAYOUT, KV)
+    whole = (DATA / "chunk-cache.safetensors").read_bytes()
+    assert encoded.header + b"".join(encoded.blocks) == whole
+    header = Header.decode(whole[:4096])
+    assert (header.key, header.layout, header.tokens, header.codec) == (KEY, LAYOUT, 3, "raw")
+
+
+def test_a_row_of_a_remote_is_byte_by_byte_what_layout_3_says() -> None:
+    raw = (DATA / "remote.row").read_bytes()
+    assert ROW.encode() == raw
+    row = decode_row(raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id)
+    assert row.variant == replace(ROW.variant, reuse_frequency=0.0)  # what others say of uses is not believed
+    assert row.variant.payload == ROW.variant.payload
+    assert (row.token_scores.inter.tolist(), row.token_scores.received.tolist()) == ([0.0, 0.5, 1.0], [2.0, 1.0, 0.0])
+
+
+def test_a_row_of_the_catalog_is_what_layout_3_says(tmp_path: Path) -> None:
+    frozen = json.loads((DATA / "catalog.json").read_text())
+    assert written(tmp_path / "catalog.sqlite") == frozen
+    with closing(Catalog(tmp_path / "again.sqlite")) as catalog:
+        with closing(sqlite3.connect(tmp_path / "again.sqlite")) as connection, connection:
+            for table in ("scopes", "variants", "token_scores", "token_received"):
+                for row in frozen[table]:
+                    marks = ",".join("?" * len(row))
+                    query = f"INSERT INTO {table} ({','.join(row)}) VALUES ({marks})"
+                    connection.execute(query, [from_json(value) for value in row.values()])
+        assert catalog.lookup(KEY.namespace, KEY.fingerprint, [KEY.chunk_id]) == {KEY.chunk_id: [VARIANT]}
+        assert catalog.token_scores([VARIANT.variant_id])[VARIANT.variant_id].inter.tolist() == [0.0, 0.5, 1.0]
+
+
+# -- other versions ---------------------------------------------------------------------------------------------------
+
+
+def changed_file(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The frozen file with other fields, as another version would write it."""
+    whole = (DATA / "chunk-cache.safetensors").read_bytes()
+    entries = json.loads(whole[8:4096])
+    fields = json.loads(entries["__metadata__"]["fields"])
+    change(fields)
+    text = json.dumps(fields, separators=(",", ":"))
+    entries["__metadata__"] |= {"fields": text, "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    packed = json.dumps(entries, separators=(",", ":")).encode()
+    return whole[:8] + packed.ljust(4088) + whole[4096:]
+
+
+def changed_row(change: Callable[[dict[str, Any]], object]) -> bytes:
+    created, text, _ = unframed((DATA / "remote.row").read_bytes())
+    fields = json.loads(text)
+    change(fields)
+    return framed(created, json.dumps(fields, separators=(",", ":")).encode())
+
+
+def read(raw: bytes) -> Row:
+    return decode_row(raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id)
+
+
+def on_disk(folder: Path, raw: bytes) -> DiskTier:
+    tier = DiskTier(folder)
+    path = tier.path(VARIANT.variant_id, VARIANT.created)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(raw)
+    return tier
+
+
+def later(fields: dict[str, Any]) -> None:
+    fields["layout_version"] = LAYOUT_VERSION + 1
+    fields["chunks"] = fields.pop("chunk_id")
+
+
+def earlier(fields: dict[str, Any]) -> None:
+    fields["layout_version"] = LAYOUT_VERSION - 1
+
+
+def more(fields: dict[str, Any]) -> None:
+    fields["age"] = {"days": 3}
+
+
+def test_fields_that_are_not_known_are_ignored(tmp_path: Path) -> None:
+    assert read(changed_row(more)).variant == read((DATA / "remote.row").read_bytes()).variant
+    loaded = on_disk(tmp_path, changed_file(more)).read(VARIANT)
+    assert not isinstance(loaded, Unavailable)
+    assert torch.equal(loaded.kv, KV)
+
+
+def test_what_is_newer_is_a_miss_and_no_damage(tmp_path: Path) -> None:
+    found = on_disk(tmp_path, changed_file(later)).read(VARIANT)
+    assert isinstance(found, Unavailable)
+    assert not isinstance(found, Damaged)
+    assert found.reason == "stored by a newer version of cachecraft-rag (layout 4, this one knows 3)"
+    with pytest.raises(NewerVersionError, match="layout 4"):
+        read(changed_row(later))
+
+
+def test_what_is_older_is_a_miss_for_good(tmp_path: Path) -> None:
+    found = on_disk(tmp_path, changed_file(earlier)).read(VARIANT)
+    assert isinstance(found, Damaged)
+    assert found.reason == "stored by an older version of cachecraft-rag; computed again"
+    with pytest.raises(OlderVersionError):
+        read(changed_row(earlier))
+
+
+@pytest.mark.parametrize("version", ["4", None, 4.5, True, -1.5])
+def test_a_version_that_is_none_is_damage(version: object) -> None:
+    with pytest.raises(ValueError, match="row damaged"):
+        read(changed_row(lambda fields: fields.update(layout_version=version)))
