@@ -127,8 +127,9 @@ class AttentionAccumulator:
         self._edges = torch.tensor(self._bounds[: capture.segment + 2], device=device)
         self._positions = torch.arange(capture.start, capture.stop, device=device)
         self._visible: dict[int | None, Visibility] = {}
-        self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, device=device)
-        self._received = torch.zeros(capture.stop, device=device)
+        # The dtype is named: transformers changes the process's default while it loads another model.
+        self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, dtype=torch.float32, device=device)
+        self._received = torch.zeros(capture.stop, dtype=torch.float32, device=device)
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:

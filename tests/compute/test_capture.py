@@ -129,3 +129,16 @@ def test_captures_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: Ma
     assert len(found[3].inter) == 3
     share = sum(found[2].inter) + found[2].intra
     assert 0 < share < 35  # a share of each row's attention: own positions are left out
+
+
+def test_statistics_do_not_depend_on_the_default_dtype(tiny_decoder: MakeDecoder) -> None:
+    # transformers changes the process's default while it loads a model, and captures are described in another thread.
+    output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[2]))
+    wanted = described(output)[2]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = described(output)[2]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.inter, found.intra, found.cci) == (wanted.inter, wanted.intra, wanted.cci)
+    assert np.array_equal(found.token_scores.received, wanted.token_scores.received)
