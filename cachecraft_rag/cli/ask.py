@@ -12,7 +12,6 @@ from rich.table import Table
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
@@ -160,6 +159,8 @@ def ask(
     as_json: options.Json = False,
 ) -> None:
     """Answer one question over the indexed documents."""
+    from cachecraft_rag.engine.sampling import SamplingParams
+
     options.set_threads(threads)
     config = options.engine_config(
         dtype=dtype,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ContextLengthError
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
+    from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.rag import AnswerStream, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
@@ -41,6 +41,8 @@ def chat(
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
+    from cachecraft_rag.engine.sampling import SamplingParams
+
     options.set_threads(threads)
     config = options.engine_config(
         dtype=dtype, device=device, namespace=namespace, remote=remote, remote_key_file=remote_key_file

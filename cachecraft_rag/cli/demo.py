@@ -17,7 +17,6 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
@@ -88,12 +87,16 @@ def _prepare(rag: CacheCraft) -> None:
 
 def _warm_up(rag: CacheCraft, top_k: int) -> None:
     """Run both sides once before anything is timed: the first pass of a process is always slow."""
+    from cachecraft_rag.engine.sampling import SamplingParams
+
     with waiting("Warming up"):
         _own_prefill(rag, "Are you ready?", top_k)
         rag.ask("Are you ready?", top_k=1, sampling=SamplingParams(max_new_tokens=1))
 
 
 def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
+    from cachecraft_rag.engine.sampling import SamplingParams
+
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
     reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)
     full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig(reuse=False, capture=False))

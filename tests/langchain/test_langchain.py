@@ -38,7 +38,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
-from cachecraft_rag.langchain.chat_model import CacheCraftGenerator, ChatCacheCraft, conversation
+from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, conversation
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder

@@ -22,7 +22,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.langchain.chat_model import ChatCacheCraft
+from cachecraft_rag.langchain import ChatCacheCraft
 from cachecraft_rag.retrievers.langchain import CacheCraftRetriever, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 

@@ -14,7 +14,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, IndexStoreError
-from cachecraft_rag.langchain.chat_model import ChatCacheCraft
+from cachecraft_rag.langchain import ChatCacheCraft
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
