@@ -11,7 +11,7 @@ raises. Only `open` and the administrator's methods (`stats`, `rows`, `evict`, `
 Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
 """
 
-from cachecraft_rag.store.catalog import Listed, RowFilter
+from cachecraft_rag.store.catalog_records import Listed, RowFilter
 from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.config import StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
