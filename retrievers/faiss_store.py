@@ -1,9 +1,9 @@
 """The vector store: chunks of documents in SQLite, found by FAISS, returned by chunk id.
 
 SQLite is the truth, the vectors included. The FAISS index is derived from it: each search compares the index's
-generation with the database's and brings in what has changed, whichever process changed it. So there is nothing to keep in step:
-a process killed at any moment, a lost or damaged index file, another process that writes, all end in the same catching
-up.
+generation with the database's and brings in what has changed, whichever process changed it. So there is nothing to keep
+in step: a process killed at any moment, a lost or damaged index file, another process that writes, all end in the same
+catching up.
 
 A chunk has one row and one vector, and an owner for each place in a document where it stands. It goes with its last
 owner.

@@ -1,12 +1,14 @@
-"""The chunk-cache store: the catalog's rows, files on disk, tensors in memory, and the rules that keep them in step.
+"""The chunk-cache store: rows in a catalog, tensors in memory, in files and on a remote, and the rules that keep them
+in step.
 
     with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:  # remote="redis://…" to share them
-        variants = store.lookup(namespace, fingerprint, chunk_ids)   # rows only, a millisecond
-        loaded = store.load(variants[chunk_ids[0]][0])               # host memory first, then disk
-        store.put(capture)                                             # returns at once; a background thread writes
+        variants = store.lookup(namespace, fingerprint, chunk_ids)  # rows only, a millisecond
+        loaded = store.load(variants[chunk_ids[0]][0])              # from memory, else disk, else the remote
+        store.put(capture)                                          # returns at once; a background thread writes
 
-What cannot be served is a miss with a reason, what cannot be written is dropped with a logged reason; neither ever
-raises. Only `open` and the administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
+A variant that cannot be served is a miss with a reason, also one that an older or newer version of the package stored.
+A capture that cannot be written is dropped with a logged reason. Neither raises an error. Only `open` and the
+administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
 
 Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
 """

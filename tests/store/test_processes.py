@@ -73,7 +73,7 @@ def engine(tiny_decoder: Any, tmp_path: Path) -> Any:
     with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as made:
         for _ in made.stream("Which tray?", CHUNKS, sampling=SHORT):
             pass
-        made.captures.wait_for([chunk.chunk_id for chunk in CHUNKS])
+        made.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
         yield made
 
 
