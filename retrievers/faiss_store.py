@@ -1,9 +1,9 @@
 """The vector store: chunks of documents in SQLite, found by FAISS, returned by chunk id.
 
 SQLite is the truth, the vectors included. The FAISS index is derived from it: each search compares the index's
-generation with the database's and brings in what has changed, whoever changed it. So there is nothing to keep in step:
-a process killed at any moment, a lost or damaged index file, another process that writes, all end in the same catching
-up.
+generation with the database's and brings in what has changed, whichever process changed it. So there is nothing to keep
+in step: a process killed at any moment, a lost or damaged index file, another process that writes, all end in the same
+catching up.
 
 A chunk has one row and one vector, and an owner for each place in a document where it stands. It goes with its last
 owner.
@@ -172,7 +172,7 @@ class FaissStore(Closeable):
         """
         matrix = self._checked(vectors, len(chunks))
         with self._writing() as db:
-            # First out, then in: a chunk nobody else has gets the new vector, as after a change of its metadata.
+            # First out, then in: a chunk without another owner gets the new vector, as after a change of its metadata.
             removed = self._drop_places(db, keys or ())
             db.execute(
                 "INSERT INTO documents VALUES (?, '', '') ON CONFLICT (doc_id) DO UPDATE SET content_digest = ''",
@@ -306,7 +306,7 @@ class FaissStore(Closeable):
     # --- life ---
 
     def save(self) -> None:
-        """Write the index file, so that the next process starts sooner.
+        """Write the index file, so that the next process starts faster.
 
         Nothing is lost without it: every change is on the disk when the method that makes it returns.
         """

@@ -1,12 +1,14 @@
-"""The chunk-cache store: the catalog's rows, files on disk, tensors in memory, and the rules that keep them in step.
+"""The chunk-cache store: rows in a catalog, tensors in memory, in files and on a remote, and the rules that keep them
+in step.
 
     with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:  # remote="redis://…" to share them
-        variants = store.lookup(namespace, fingerprint, chunk_ids)   # rows only, a millisecond
-        loaded = store.load(variants[chunk_ids[0]][0])               # host memory first, then disk
-        store.put(capture)                                             # returns at once; a background thread writes
+        variants = store.lookup(namespace, fingerprint, chunk_ids)  # rows only, a millisecond
+        loaded = store.load(variants[chunk_ids[0]][0])              # from memory, else disk, else the remote
+        store.put(capture)                                          # returns at once; a background thread writes
 
-What cannot be served is a miss with a reason, what cannot be written is dropped with a logged reason; neither ever
-raises. Only `open` and the administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
+A variant that cannot be served is a miss with a reason, also one that an older or newer version of the package stored.
+A capture that cannot be written is dropped with a logged reason. Neither raises an error. Only `open` and the
+administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
 
 Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
 
@@ -17,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cachecraft_rag.store.catalog import Listed, RowFilter
+    from cachecraft_rag.store.catalog_records import Listed, RowFilter
     from cachecraft_rag.store.chunk_store import ChunkCacheStore
     from cachecraft_rag.store.config import StoreConfig, StoreStats
     from cachecraft_rag.store.durable import CATALOG_FILE, CheckReport, Evicted, Finding
@@ -40,8 +42,8 @@ _HOME = {
     "ChunkCacheStore": "chunk_store",
     "Evicted": "durable",
     "Finding": "durable",
-    "Listed": "catalog",
-    "RowFilter": "catalog",
+    "Listed": "catalog_records",
+    "RowFilter": "catalog_records",
     "StoreConfig": "config",
     "StoreStats": "config",
 }

@@ -4,8 +4,8 @@ What makes it fit for its two hard duties:
 
 * *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
   and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
-  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of an origin prefix
-  are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
+  every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of an origin
+  prefix are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
   their own.
 * *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
   that may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal,
@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.checks import check_kind, check_number, check_text
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, OlderRow, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
     NOTHING,
@@ -40,8 +39,7 @@ from cachecraft_rag.store.catalog_rows import (
     sum_of_scores,
     variant_of_row,
 )
-from cachecraft_rag.store.catalog_rows import pack_ids as pack_ids
-from cachecraft_rag.store.catalog_rows import unpack_ids as unpack_ids
+from cachecraft_rag.store.catalog_schema import MIGRATIONS
 from cachecraft_rag.store.database import Database, fetched, kind_of_cache
 from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.store.expected import unsound, unsound_scores
@@ -50,66 +48,6 @@ from cachecraft_rag.types import IDENTITY_VERSION, Payload, TokenScores, Variant
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
 _MOST_USES = 1e15
-
-# See `Database`: append-only, so the first ones speak of what is now called otherwise.
-_MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """CREATE TABLE scopes (
-             scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
-             UNIQUE (namespace, fingerprint))""",
-        """CREATE TABLE variants (
-             scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
-             birth_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
-             inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
-             session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
-             reuse_frequency REAL NOT NULL, created REAL NOT NULL,
-             worth REAL GENERATED ALWAYS AS ((1.0 + reuse_frequency) * (1.0 + exact_share)) VIRTUAL,
-             PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
-        "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
-        "CREATE INDEX variants_by_worth ON variants (worth, created)",
-        "CREATE TABLE token_scores (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
-        """CREATE TABLE files_at_risk (
-             variant_id TEXT NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL, reserved_bytes INTEGER NOT NULL,
-             PRIMARY KEY (variant_id, created)) WITHOUT ROWID""",
-        # Kept by triggers, so the sums are exact in every transaction of every process and cost nothing to read.
-        "CREATE TABLE totals (variants INTEGER NOT NULL, file_bytes INTEGER NOT NULL)",
-        "INSERT INTO totals VALUES (0, 0)",
-        "CREATE TABLE limits (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
-        """CREATE TRIGGER variant_added AFTER INSERT ON variants BEGIN
-             UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
-        """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
-             UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
-             DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
-    ),
-    # A second table rather than a column of `token_scores`: a row there has scores of eq. 14, which a chunk without
-    # an origin prefix lacks, and a process that still runs the version before would fail to insert.
-    (
-        "CREATE TABLE token_received (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
-        "DROP TRIGGER variant_removed",
-        """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
-             UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
-             DELETE FROM token_scores WHERE variant_id = old.variant_id;
-             DELETE FROM token_received WHERE variant_id = old.variant_id; END""",
-    ),
-    ("ALTER TABLE variants ADD COLUMN primed INTEGER NOT NULL DEFAULT 0",),
-    # Checksums over what never changes in a row, and over its token scores. NULL in rows of before, and in those of a
-    # process that still runs the version before: the next opening adds the first, once the fields are verified.
-    (
-        "ALTER TABLE variants ADD COLUMN row_sum INTEGER",
-        "ALTER TABLE variants ADD COLUMN scores_sum INTEGER",
-        "CREATE INDEX variants_without_sum ON variants (variant_id) WHERE row_sum IS NULL",
-    ),
-    # The eviction score as a plain column, so that it may depend on more than its own row. Not NOT NULL: of a damaged
-    # row it may be no number.
-    (
-        "ALTER TABLE variants RENAME COLUMN birth_prefix TO origin_prefix",
-        "DROP INDEX variants_by_worth",
-        "ALTER TABLE variants DROP COLUMN worth",
-        "ALTER TABLE variants ADD COLUMN score REAL",
-        "UPDATE variants SET score = (1.0 + reuse_frequency) * (1.0 + exact_share)",
-        "CREATE INDEX variants_by_score ON variants (score, created)",
-    ),
-)
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
     FROM variants AS v JOIN scopes AS s USING (scope)"""
@@ -128,110 +66,13 @@ _FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
 
 
-@dataclass(frozen=True, slots=True)
-class FileRef:
-    """One file of one variant: `created` tells the file of a replaced variant from that of its successor."""
-
-    variant_id: str
-    created: float
-    file_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A row as administration sees it: the variant and the bytes of its file, header included."""
-
-    variant: Variant
-    file_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class DamagedRow:
-    """A row that is not as it was written: what is known of its file, and what is wrong.
-
-    newer   it is of a newer version of the package, which may read it: it is to be left alone
-    """
-
-    file: FileRef
-    chunk_id: str
-    reason: str
-    newer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OlderRow:
-    """A row that an older version stored; `visible`: the session that asks may know of it."""
-
-    file: FileRef
-    chunk_id: str
-    visible: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over the whole catalog; `reserved_bytes` are files being written or deleted right now, by any process."""
-
-    variants: int
-    chunks: int
-    file_bytes: int
-    reserved_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the catalog may hold: bytes of files, variants in all, and variants of one chunk."""
-
-    disk_bytes: int
-    max_variants: int
-    variants_per_chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowFilter:
-    """Which rows an administrator means; None leaves a part open, no chunk ids at all means no rows.
-
-    `created_before` is in seconds since the epoch, `chunk_prefix` how a chunk id begins: tables show no more of it.
-    """
-
-    namespace: str | None = None
-    fingerprint: str | None = None
-    chunk_ids: tuple[str, ...] | None = None
-    chunk_prefix: str | None = None
-    created_before: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field; raises ConfigError."""
-        for name in ("namespace", "fingerprint", "chunk_prefix"):
-            check_text(name, getattr(self, name), optional=True)
-        check_kind("chunk_ids", self.chunk_ids, (tuple, list), optional=True)
-        for chunk_id in self.chunk_ids or ():
-            check_text("each of chunk_ids", chunk_id)
-        check_number("created_before", self.created_before, least=-math.inf, optional=True)
-
-    def as_sql(self) -> tuple[str, list[str | float]]:
-        """A condition on variants `v` and scopes `s`, and its parameters.
-
-        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row.
-        """
-        chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
-        parts = (
-            ("s.namespace = ?", self.namespace),
-            ("s.fingerprint = ?", self.fingerprint),
-            ("v.chunk_id IN (SELECT value FROM json_each(?))", chunks),
-            ("instr(v.chunk_id, ?) = 1", self.chunk_prefix),  # not GLOB or LIKE: a prefix has no wildcards
-            ("v.created < ?", self.created_before),
-        )
-        given = [(condition, value) for condition, value in parts if value is not None]
-        return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [value for _, value in given]
-
-
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
     def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
         self.path = path
-        self._db = Database(path, kind=kind_of_cache(_MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
+        self._db = Database(path, kind=kind_of_cache(MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
         if read_only:
             return
         try:
@@ -281,7 +122,7 @@ class Catalog:
     def of_older_versions(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
     ) -> list[OlderRow]:
-        """The rows of these chunks that an older version of the package stored, for any model: they serve nobody."""
+        """The rows of these chunks that an older version of the package stored, for any model; none can be served."""
         newest = identity_version(fingerprint) or 0
         with self._db.reading() as connection:
             query = "SELECT scope, fingerprint FROM scopes WHERE namespace = ?"
@@ -337,7 +178,7 @@ class Catalog:
             return Totals(*connection.execute(query).fetchone())
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
-        """Whether a row stands behind exactly this file (or, if asked, somebody announced to create or delete it)."""
+        """Whether a row stands behind exactly this file (or, if asked, a writer announced to create or delete it)."""
         query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
             UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
         with self._db.reading() as connection:
@@ -405,7 +246,7 @@ class Catalog:
         return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
 
     def settle(self, files: Iterable[FileRef]) -> None:
-        """These files exist no more (or never did): nobody needs to look for them any longer."""
+        """These files exist no more, or never did: they need not be looked for."""
         with self._db.writing() as connection:
             connection.executemany(_SETTLE, [(file.variant_id, file.created) for file in files])
 

@@ -18,8 +18,8 @@ _MOST_READERS = 1024
 class StoreConfig:
     """Settings of a store.
 
-    The first three limit the folder. Where one is None, it stays as the folder was told last, or is as in `DEFAULT_LIMITS`
-    where it was never told: a command that only looks at a store does not change it. The others belong to the process.
+    The first three limit the folder. None keeps the limit that was set last, or that of `DEFAULT_LIMITS`, so a command
+    that only looks at a store does not change it. The others belong to the process.
 
     disk_bytes          all files together
     variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
@@ -29,8 +29,8 @@ class StoreConfig:
     queue_bytes         captures waiting to be written; what comes while it is full is dropped
     readers             threads that read files, for all requests together
     read_bytes_per_s    limit on reading files, for a disk that others need too
-    codec               how captures are written, a name of `codecs.CODECS`; what is stored already keeps its own. Memory
-                        keeps a capture as it was computed, so what a lossy codec changes shows after it has left memory
+    codec               how captures are written, a name of `codecs.CODECS`; what is stored already keeps its own.
+                        Memory keeps a capture as it was computed: a lossy codec shows once it has left memory
     busy_timeout_s      how long a background write waits for another process's transaction
     remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`
     """

@@ -181,7 +181,7 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     """A connection to a file that this user cannot change, in a folder that may not be written either.
 
     Where SQLite's helper files are there, another process may be writing: the file is then read along with them. Where
-    they are not, and cannot be made, nobody has it open, and it is read as it lies there. Raises sqlite3.Error.
+    they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error.
     """
     place = path.absolute().as_uri()
     connection = sqlite3.connect(

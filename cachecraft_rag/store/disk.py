@@ -1,4 +1,4 @@
-"""The disk tier: one file per variant, written once, never changed. What is in it, `tiers.layout` says."""
+"""The disk tier: one file per variant, written once, never changed. What is in it, `store.layout` says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _File:
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._throttle = throttle
-        self._guard = threading.Lock()  # nobody may close a descriptor that a read is using: its number is used again
+        self._guard = threading.Lock()  # no descriptor may be closed while a read uses it: its number is used again
         self._readers, self._closed = 0, False
 
     @property

@@ -2,8 +2,8 @@
 
 The order of a write: make room, announce the file in the catalog, bytes to a temporary name, sync, rename, row, commit.
 The order of an eviction: row away, commit, unlink, tell the catalog. So at any moment a kill leaves either a whole
-chunk-cache with its row, or bytes that the catalog knows to be nobody's and the next opening removes. Those count until
-then, and so do files that are about to be deleted: the byte budget holds at every moment, whoever writes or dies.
+chunk-cache with its row, or bytes that the catalog knows to have no row, which the next opening removes. Those count
+until then, and so do files that are about to be deleted: the byte budget holds at every moment, in all processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import Catalog, DamagedRow, FileRef, Limits, Listed
+from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed
 from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, FoundFile
 from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
@@ -214,7 +215,7 @@ class DurableVariants:
             for text in self.catalog.problems()
         ]
         findings += self._sweep(repair=repair)
-        files = list(self.disk.scan())  # before the rows: a file younger than this list is nobody's leftover
+        files = list(self.disk.scan())  # before the rows: a file younger than this list is no leftover
         total, rows = self.catalog.totals().variants, 0
         for rows, row in enumerate(self.catalog.scan(), start=1):
             findings += self._check_row(row, repair=repair)
@@ -272,12 +273,12 @@ class DurableVariants:
             if self._presence.is_alive(file.writer):
                 return []
             if repair:
-                _unlink(file.path)  # the dead do not come back, so nobody has to be stopped for this
+                _unlink(file.path)  # its writer is dead for good, so no other has to be stopped for this
             return [_finding("leftover of a writer", file.path, _KILLED, repair=repair)]
         known = FileRef(file.variant_id, file.created)
         if self.catalog.holds(known, or_at_risk=True):  # most files end here
             return []
-        # Between the look and the deletion nobody may announce this file or commit its row.
+        # Between the look and the deletion no writer may announce this file or commit its row.
         with nullcontext() if self.read_only else self.catalog.standstill():
             if self.catalog.holds(known, or_at_risk=True) or not file.path.exists():
                 return []

@@ -56,8 +56,8 @@ class Expected:
     def flaw(self, variant: Variant) -> str:
         """Why this variant cannot be of this model, or "".
 
-        One that was tokenised in another way is no flaw, but it serves nobody: the planner passes over it. Whether its
-        id is that of its identity shows when it is opened: a hash for each would take as long as the rest.
+        One that was tokenised in another way is no flaw, but it serves no request: the planner passes over it. Whether
+        its id is that of its identity shows when it is opened: a hash for each would take as long as the rest.
         """
         tokens, tokens_digest = self.segments[variant.key.chunk_id]
         prefix = variant.key.origin_prefix
@@ -66,7 +66,7 @@ class Expected:
         if variant.tokens + len(prefix) > self.context_length:
             return "it is longer than the model's context"
         if len(set(prefix)) != len(prefix):  # a prompt holds no segment twice
-            return "a segment stands twice in its capture prefix"
+            return "a segment stands twice in its origin prefix"
         if variant.nbytes != self.layout.nbytes(variant.tokens):
             return f"it says it has {variant.nbytes} bytes, and the model's have {self.layout.nbytes(variant.tokens)}"
         # The second is that of a private variant from before sessions had ids of their own.
@@ -75,7 +75,7 @@ class Expected:
         return ""
 
     def informed(self, variant: Variant) -> Variant:
-        """The variant with what its payload must be, for whoever opens it."""
+        """The variant with what its payload must be, for the one who opens it."""
         return replace(variant, payload=replace(variant.payload, layout=self.layout))
 
     def sift(self, offered: Mapping[str, list[Variant]]) -> tuple[Found, list[tuple[Variant, str]]]:
@@ -96,7 +96,7 @@ def unsound(variant: Variant) -> str:
         if not (type(tokens) is type(nbytes) is int and 0 < tokens < most and 0 < nbytes < most):
             return "its sizes are no sizes"
         if type(variant.primed) is not bool or len(inter) != len(key.origin_prefix):
-            return "its scores are not those of its capture prefix"
+            return "its scores are not those of its origin prefix"
         attention = tokens * _ROUNDING
         # The sum, because it is NaN where one of them is.
         if inter and not (min(inter) >= 0.0 and sum(inter) <= attention * len(inter)):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import FileRef
+from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.durable import DurableVariants
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.layout import STORED_BY_OLDER

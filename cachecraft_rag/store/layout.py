@@ -103,7 +103,7 @@ class Header:
         if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
             raise ValueError("block sizes")
         if max(sizes) > codec_named(self.codec).most_bytes(self.layout, self.tokens):
-            raise ValueError("block sizes: larger than any block of so many tokens")
+            raise ValueError("block sizes: larger than any block of that many tokens")
         return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
 
     def _require_checksums(self) -> None:

@@ -34,7 +34,7 @@ class Throttle:
             yield piece, start
 
     def _take(self, nbytes: int) -> None:
-        """Wait for so many bytes; the bucket goes into debt, so whoever comes next waits for them too."""
+        """Wait for `nbytes`; the bucket goes into debt, so the next caller waits for them too."""
         with self._lock:
             now = time.perf_counter()
             filled = self._tokens + (now - self._filled) * self.bytes_per_s

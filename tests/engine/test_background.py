@@ -47,7 +47,8 @@ LOCKS: dict[str, Callable[[Engine], Any]] = {
     "host memory": lambda engine: engine.store._memory.host._lock,
     "captures": lambda engine: engine.write_back._guard,
     "captures' thread": lambda engine: engine.write_back._worker._shutdown_lock,
-    "writer": lambda engine: engine.store._writer._shutdown_lock,
+    "queue": lambda engine: engine.store._writer._lock,
+    "writer": lambda engine: engine.store._writer._thread._shutdown_lock,
     "deletions": lambda engine: engine.loader._store._durable._lock,
 }
 

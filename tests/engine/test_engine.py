@@ -23,7 +23,7 @@ from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import RowFilter
+from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.types import Chunk, LoadedVariant
 

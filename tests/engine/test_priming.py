@@ -15,7 +15,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import RowFilter
+from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk
 
 MakeDecoder = Callable[..., Decoder]

@@ -13,7 +13,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats.dataset import Dataset
 from cachecraft_rag.evaluation.quality.conditions import CONDITIONS, Surroundings, condition_named, origins_of
-from cachecraft_rag.store.catalog import RowFilter
+from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk
 
 

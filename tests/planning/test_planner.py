@@ -42,7 +42,7 @@ def prompt_of(*names: str, system: str = SYSTEM) -> Prompt:
 
 
 def variant(name: str, *before: str, inter: tuple[float, ...] | None = None, **changes: Any) -> Variant:
-    """A stored chunk-cache of the chunk, captured behind the system and the named chunks, which it all looked at alike."""
+    """A stored chunk-cache, captured behind the system and the named chunks, to which it attended alike."""
     prefix = (changes.pop("system", SYSTEM), *before)
     key = VariantKey("default", "model", name, prefix)
     made = Variant(

@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import _MIGRATIONS, Catalog, FileRef, Limits, RowFilter, pack_ids, unpack_ids
-from cachecraft_rag.store.catalog_rows import COLUMNS, sum_of
+from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog_records import FileRef, Limits, RowFilter
+from cachecraft_rag.store.catalog_rows import COLUMNS, pack_ids, sum_of, unpack_ids
+from cachecraft_rag.store.catalog_schema import MIGRATIONS
 from cachecraft_rag.store.database import Database, kind_of_cache
 from cachecraft_rag.store.eviction import eviction_score
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
@@ -33,7 +35,19 @@ def make(
     key = VariantKey(namespace, fingerprint, chunk, prefix)
     inter = tuple(0.5**n for n in range(len(prefix)))
     return Variant(
-        key, key.variant_id, 7, "tokens", inter, 0.25, 0.75, exact_share, session, "raw", 700, frequency, created
+        key=key,
+        variant_id=key.variant_id,
+        tokens=7,
+        tokens_digest="tokens",
+        inter=inter,
+        intra=0.25,
+        cci=0.75,
+        exact_share=exact_share,
+        session=session,
+        codec="raw",
+        nbytes=700,
+        reuse_frequency=frequency,
+        created=created,
     )
 
 
@@ -128,7 +142,7 @@ def as_lists(scores: TokenScores) -> tuple[list[float] | None, ...]:
 
 def test_a_catalog_of_before_received_attention_opens_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "catalog.sqlite"
-    Database(path, kind=kind_of_cache(_MIGRATIONS[:1]), busy_timeout_s=5.0).close()
+    Database(path, kind=kind_of_cache(MIGRATIONS[:1]), busy_timeout_s=5.0).close()
     old = make("old")
     scores = np.arange(7, dtype="<f4").tobytes()
     connection = sqlite3.connect(path, isolation_level=None)

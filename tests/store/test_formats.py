@@ -18,7 +18,8 @@ import pytest
 import torch
 import xxhash
 
-from cachecraft_rag.store.catalog import Catalog, Limits
+from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog_records import Limits
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.store.layout import Header, NewerVersionError, OlderVersionError, encode
 from cachecraft_rag.store.remote.rows import Row, decode_row, framed, unframed

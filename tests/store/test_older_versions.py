@@ -21,7 +21,8 @@ from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import Catalog, RowFilter
+from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import STORED_BY_OLDER
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, digest

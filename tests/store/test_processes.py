@@ -73,7 +73,7 @@ def engine(tiny_decoder: Any, tmp_path: Path) -> Any:
     with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as made:
         for _ in made.stream("Which tray?", CHUNKS, sampling=SHORT):
             pass
-        made.captures.wait_for([chunk.chunk_id for chunk in CHUNKS])
+        made.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
         yield made
 
 
@@ -116,7 +116,11 @@ def test_a_fork_may_not_use_an_open_store(engine: Engine) -> None:
 def test_closing_in_a_fork_waits_for_nothing_and_takes_nothing_from_the_parent(engine: Engine, tmp_path: Path) -> None:
     index = FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="x@1")
     index.upsert("one", [CHUNKS[0]], np.array([[1.0, 0.0]]))
-    with engine.store._lock, engine.write_back._guard, index._lock:  # as another thread may have them at that moment
+    with (
+        engine.store._lock,
+        engine.write_back._guard,
+        index._db._read_lock,
+    ):  # as another thread may have them at that moment
 
         def close() -> None:
             engine.close()

@@ -36,7 +36,19 @@ def make(name: str = "chunk", *, tokens: int = 3, layout: KVLayout = LAYOUT, cre
     key = VariantKey("tenant ☃", "model", digest(name), (digest("system"), digest("before")))
     nbytes = layout.nbytes(tokens)
     return Variant(
-        key, key.variant_id, tokens, digest("tokens"), (0.5, 0.25), 0.1, 0.6, 1.0, None, "raw", nbytes, 0.0, created
+        key=key,
+        variant_id=key.variant_id,
+        tokens=tokens,
+        tokens_digest=digest("tokens"),
+        inter=(0.5, 0.25),
+        intra=0.1,
+        cci=0.6,
+        exact_share=1.0,
+        session=None,
+        codec="raw",
+        nbytes=nbytes,
+        reuse_frequency=0.0,
+        created=created,
     )
 
 

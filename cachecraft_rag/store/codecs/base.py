@@ -49,7 +49,7 @@ class Codec(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether a block is the memory of the tensor itself: whoever reads one reads it straight into the tensor."""
+        """Whether a block is the memory of the tensor itself, so that it can be read straight into the tensor."""
         ...
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int | None:

@@ -62,10 +62,10 @@ async def told(asking: Awaitable[T], failure: Callable[[Exception], OSError], *e
 
     Raised outside the handler: what the library said may hold a secret, and stays out of the chain of causes.
     """
-    known: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
+    expected: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:
         return await asking
-    except known as error:
+    except expected as error:
         meant = failure(error)
     raise meant
 
@@ -80,8 +80,8 @@ class Backend(Protocol):
     async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
         """The rows in each place, as they are there, in as few round trips as can be.
 
-        Of a place with more than `MOST_VARIANTS` or `LONGEST_ROWS` bytes of them, not all: nobody who keeps to the
-        rules has written those.
+        Of a place with more than `MOST_VARIANTS` or `LONGEST_ROWS` bytes of them, not all: no engine of ours has
+        written that many.
         """
         ...
 
@@ -93,7 +93,7 @@ class Backend(Protocol):
         ...
 
     async def put(self, parcel: Parcel) -> Outcome:
-        """Make room within the budget, send payload, then row; nobody sees the one before the other."""
+        """Make room within the budget, send payload, then row; a row is seen only once its payload is there."""
         ...
 
     async def raise_score(self, gains: Mapping[str, float]) -> None:

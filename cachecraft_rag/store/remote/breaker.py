@@ -1,4 +1,4 @@
-"""A circuit breaker: after a few failures in a row nobody waits for the remote any more, until a probe succeeds."""
+"""A circuit breaker: after a few failures in a row the remote is left alone until a probe succeeds."""
 
 from __future__ import annotations
 

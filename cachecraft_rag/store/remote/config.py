@@ -78,7 +78,7 @@ class RemoteConfig:
                         memory:// within one process). Credentials are in it or in the environment, as the libraries
                         know them
     budget_bytes        all chunk-caches there together; where engines differ, the smallest budget wins
-    variants_per_chunk  the least worthy of a chunk give way beyond so many
+    variants_per_chunk  of one chunk; beyond that those with the lowest eviction score give way
     ask_below           a chunk with fewer variants than this in the local store is asked for; at 1 an engine that has
                         all it needs never waits for the remote
     lookup_timeout_s    longest wait for the rows of a request; None = 0.1 s for Redis, 0.5 s for object stores, whose
@@ -88,7 +88,7 @@ class RemoteConfig:
     put_timeout_s       longest upload of one chunk-cache
     close_timeout_s     how long `close` waits for what is still to be sent
     queue_bytes         chunk-caches waiting to be sent; what comes while it is full is dropped
-    failures            so many time-outs or errors of a kind in a row, and the remote is left alone
+    failures            time-outs or errors of one kind in a row after which the remote is left alone
     cool_down_s         … for so long; then one try in the background, with twice the pause after each that fails
     key                 a secret that all engines share: what is sent is signed with it, and nothing else is believed.
                         Else that of `key_file`, of the environment (CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE),

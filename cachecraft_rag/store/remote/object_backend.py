@@ -239,7 +239,7 @@ class ObjectBackend:
         self._levels.update((entry.name, max(entry.level, self._levels.get(entry.name, 0))) for entry in entries)
 
     async def _delete(self, entries: Sequence[_Entry]) -> None:
-        """Rows first: what nobody finds any more is not missed."""
+        """Rows first: a payload without a row is not found any more."""
         rows = [entry.row for entry in entries if entry.row is not None]
         rest = [path for entry in entries for path in entry.paths if path != entry.row]
         for paths in (rows, rest):

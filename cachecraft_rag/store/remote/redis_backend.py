@@ -186,7 +186,7 @@ class RedisBackend:
         for part in payload:
             for start in range(0, part.nbytes, PIECE_BYTES):
                 await self._told(self._redis.append(key, part[start : start + PIECE_BYTES]))
-                if start == 0:  # from the first piece on: nobody else removes what a killed writer leaves
+                if start == 0:  # from the first piece on: only this removes what a killed writer leaves
                     await self._told(self._redis.expire(key, patience))
 
     async def raise_score(self, gains: Mapping[str, float]) -> None:

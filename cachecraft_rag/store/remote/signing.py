@@ -1,9 +1,9 @@
-"""Signed remotes: with a key that its engines share, nobody else's chunk-caches are believed.
+"""Signed remotes: with a key that its engines share, only what they signed is believed.
 
 A row ends in an HMAC-SHA256 over all of it. It holds the seal of its payload: a keyed digest (HMAC-SHA256, cut to 128
 bits) of each slice of 256 KiB, in order. The stream verifies a slice before anybody gets a byte of it, so loading layer
 by layer goes on as before; one digest over the whole payload would have to wait for its end. xxh3 is fast and keyless:
-whoever changes bytes can change it too.
+who changes bytes can change it too.
 
 Row and payload are bound to each other and to their identity. What is not: that the row is the newest one. Whoever can
 write can bring back an older chunk-cache of the same identity, with its row.

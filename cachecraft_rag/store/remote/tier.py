@@ -95,7 +95,7 @@ class RemoteTier(Closeable):
             loop=self._loop,
             allowed=self._allowed,
         )
-        # A daemon: at the end of the interpreter nobody waits for a server that hangs. `close` runs before that.
+        # A daemon: the end of the interpreter does not wait for a server that hangs. `close` runs before that.
         self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-remote", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -163,7 +163,7 @@ class RemoteTier(Closeable):
         if flaw := expected.flaw(row.variant):
             raise ValueError(flaw)
         if row.payload_bytes > longest_payload(row.variant, expected.layout):
-            raise ValueError("its payload is longer than any of so many tokens")
+            raise ValueError("its payload is longer than any of that many tokens")
 
     def _is_signed(self, raw: bytes, row: Row) -> bool:
         """Whether a row may be believed; without a key every one is."""
@@ -307,7 +307,7 @@ class RemoteTier(Closeable):
         return "answered", rows
 
     def _wait(self, ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        """The answer, within so many seconds, whatever happens in between. Raises OSError, TimeoutError."""
+        """The answer, within `timeout_s` seconds, whatever happens in between. Raises OSError, TimeoutError."""
         try:
             future = self._submit(_patiently(ask))
         except RuntimeError:
@@ -407,7 +407,7 @@ class RemoteTier(Closeable):
 
 
 def _log_mistake(future: Future[T]) -> None:
-    """Nobody waits for this future, and a mistake in our own code must not go unheard."""
+    """Log what the background raised: a mistake of our own must be seen."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("The remote tier sends no more", exc_info=error)
 

@@ -152,10 +152,23 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
             return "another file in its place", False
         codec = dice.choice(("raw", "int8", "entropy"))
         row = was | {"tokens": tokens, "nbytes": layout.nbytes(tokens), "codec": codec}
-        scores = ((0.1,) * len(header.key.origin_prefix), 0.1, 0.6, 1.0)
-        numbers = (tokens, header.tokens_digest, *scores, None, codec, row["nbytes"], 0.0, was["created"])
+        variant = Variant(
+            key=header.key,
+            variant_id=header.key.variant_id,
+            tokens=tokens,
+            tokens_digest=header.tokens_digest,
+            inter=(0.1,) * len(header.key.origin_prefix),
+            intra=0.1,
+            cci=0.6,
+            exact_share=1.0,
+            session=None,
+            codec=codec,
+            nbytes=row["nbytes"],
+            reuse_frequency=0.0,
+            created=was["created"],
+        )
         kv = torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype))
-        encoded = encode(Variant(header.key, header.key.variant_id, *numbers), layout, kv)
+        encoded = encode(variant, layout, kv)
         path.write_bytes(encoded.header + b"".join(encoded.blocks))
         folder.put(database, was, row | {"file_bytes": encoded.nbytes}, row_sum)
     return f"file: {kind}, {codec}", False

@@ -1,0 +1,227 @@
+"""What a store does in the background: captures and copies are written, uses counted, damaged variants discarded."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.catalog_records import FileRef
+from cachecraft_rag.store.durable import DurableVariants
+from cachecraft_rag.store.layout import Encoded, encode
+from cachecraft_rag.store.memory import Memory
+from cachecraft_rag.store.new_variant import flaw_of, variant_of
+from cachecraft_rag.store.remote import RemoteTier
+from cachecraft_rag.types import Capture, TokenScores, Unavailable, Variant
+
+logger = logging.getLogger("cachecraft_rag.store")
+T = TypeVar("T")
+
+
+class BackgroundWriter:
+    """One thread that changes the catalog, the disk and the remote, one job after the other.
+
+    Any thread may call any method; none waits. What cannot be written is dropped with a reason, which is counted.
+
+    Args:
+        queue_bytes: captures and copies waiting to be written; what comes while it is full is dropped.
+        codec: how captures are written.
+        warn_once: gets the kind of a problem, and the problem in words.
+    """
+
+    def __init__(
+        self,
+        durable: DurableVariants,
+        memory: Memory,
+        remote: RemoteTier | None,
+        *,
+        queue_bytes: int,
+        codec: str,
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self._durable, self._memory, self._remote = durable, memory, remote
+        self._queue_bytes, self._codec, self._warn_once = queue_bytes, codec, warn_once
+        self._lock = threading.Lock()  # guards the fields below; held for moments only
+        self._closed = False
+        self._last_created = 0.0
+        self._gains: dict[str, float] = {}
+        self._gains_scheduled = False
+        self._queued_bytes = 0
+        self._captures: Counter[str] = Counter()
+        # One thread: captures are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
+        # executor's own exit handler waits for it, so a program that forgets `close` still stores what it put.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-store-writer")
+
+    def put(self, capture: Capture) -> Future[Variant | Unavailable]:
+        """See `ChunkCacheStore.put`."""
+        variant = self._variant_of(capture)
+        with self._lock:
+            reason = self._refusal(capture, variant)
+            if not reason:
+                self._queued_bytes += variant.nbytes
+        future = None
+        if not reason:
+            self._memory.host.add(variant, capture.kv)
+            future = self.submit(partial(self._store, variant, capture))
+            if future is not None:
+                future.add_done_callback(partial(self._done, variant))
+            else:
+                self._done(variant)
+        if future is None:
+            future = Future()
+            future.set_result(self._drop(variant, reason or "the store is closed"))
+        return future
+
+    def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
+        """Write what came from the remote to the local disk, if the queue has room."""
+        with self._lock:
+            if self._closed or self._queued_bytes + variant.nbytes > self._queue_bytes:
+                return
+            self._queued_bytes += variant.nbytes
+        future = self.submit(partial(self._write_copy, variant, encoded))
+        if future is None:
+            self._done(variant)
+        else:
+            future.add_done_callback(lambda _: self._done(variant))
+
+    def add_gain(self, variant_id: str, gain: float) -> None:
+        """f_r += gain in the catalog; gains are written in batches."""
+        with self._lock:
+            self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
+            due, self._gains_scheduled = not self._gains_scheduled, True
+        if due:
+            self.submit(self.write_gains)
+
+    def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
+        """Remove the row and the file of a variant that can never be served."""
+        self.submit(partial(self._discard, file, chunk_id, reason))
+
+    def submit(self, job: Callable[[], T]) -> Future[T] | None:
+        """Hand a job to the thread; None when the store is closed.
+
+        At the end of the interpreter no thread takes jobs any more, but an engine that was never closed still hands
+        over its captures: the caller then does the job itself.
+        """
+        try:
+            future = self._thread.submit(job)
+        except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+            if self._closed:
+                return None
+            future = Future()
+            future.set_result(job())
+        future.add_done_callback(log_mistake)
+        return future
+
+    def shut_down(self) -> None:
+        """Take nothing any more, and wait until everything that was taken is written."""
+        with self._lock:
+            self._closed = True
+        self._thread.shutdown()
+
+    def write_gains(self) -> None:
+        """Write the uses noted so far; those that cannot be written now are written with the next."""
+        with self._lock:
+            gains, self._gains, self._gains_scheduled = self._gains, {}, False
+        if self._durable.read_only or self._durable.gone():
+            return
+        try:
+            self._durable.catalog.raise_frequencies(gains)
+        except StoreError as error:
+            self._warn_once("used", f"Uses are written down later: {error}")
+            with self._lock:  # the next use tries again
+                for variant_id, gain in gains.items():
+                    self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Bytes that are waiting, and captures by outcome: "stored", or why one was dropped."""
+        with self._lock:
+            return self._queued_bytes, dict(self._captures)
+
+    def _store(self, variant: Variant, capture: Capture) -> Variant | Unavailable:
+        """Write one capture. Whatever the disk or the catalog objects to becomes a dropped capture."""
+        try:
+            encoded = encode(variant, capture.layout, capture.kv)
+        except ValueError as error:  # a lossy codec and values that it cannot take
+            return self._drop(variant, f"it cannot be encoded: {error}")
+        stored = self._write(variant, capture, encoded)
+        if self._remote is not None and capture.session is None:  # also what the disk has no room for
+            self._remote.put(variant, encoded, capture.token_scores)
+        return stored
+
+    def _write(self, variant: Variant, capture: Capture, encoded: Encoded) -> Variant | Unavailable:
+        try:
+            reason = self._durable.write(variant, encoded, capture.token_scores)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
+        except StoreError as error:
+            reason = f"the catalog cannot be written: {error}"
+        if reason:
+            return self._drop(variant, reason)
+        with self._lock:
+            self._captures["stored"] += 1
+        return variant
+
+    def _write_copy(self, variant: Variant, encoded: Encoded) -> None:
+        scores = self._remote.token_scores([variant.variant_id]) if self._remote is not None else {}
+        try:
+            if self._durable.catalog.holds(FileRef(variant.variant_id, variant.created), or_at_risk=True):
+                return  # another request, or a process on the same folder, fetched it too
+            reason = self._durable.write(variant, encoded, scores.get(variant.variant_id, TokenScores()))
+        except (OSError, StoreError) as error:
+            reason = str(error)
+        if reason:
+            self._warn_once(kind_of(reason), f"A chunk-cache from the remote is not kept on disk: {reason}")
+
+    def _done(self, variant: Variant, future: Future[Variant | Unavailable] | None = None) -> None:
+        with self._lock:
+            self._queued_bytes -= variant.nbytes
+        if future is not None and future.cancelled():
+            self._drop(variant, "cancelled by the caller")
+
+    def _discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
+        try:
+            self._durable.discard(file, chunk_id, reason)
+        except StoreError as error:
+            self._warn_once("discard", f"A damaged chunk-cache stays in the catalog: {error}")
+
+    def _variant_of(self, capture: Capture) -> Variant:
+        with self._lock:  # `created` names the file, so no two captures of this process may share it
+            created = self._last_created = max(time.time(), self._last_created + 1e-6)
+        return variant_of(capture, codec=self._codec, created=created)
+
+    def _refusal(self, capture: Capture, variant: Variant) -> str:
+        """Why a capture cannot even be queued, or ""; the caller holds the lock."""
+        if self._closed:
+            return "the store is closed"
+        most = self._durable.limits.disk_bytes
+        if variant.codec == "raw" and variant.nbytes > most:  # others: when its size is known
+            return f"larger than the whole byte budget: {variant.nbytes} of {most} bytes"
+        if self._queued_bytes + variant.nbytes > self._queue_bytes:
+            return f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
+        return flaw_of(capture, variant)
+
+    def _drop(self, variant: Variant, reason: str) -> Unavailable:
+        self._memory.remove(variant.variant_id, variant.created)
+        with self._lock:
+            self._captures[kind_of(reason)] += 1
+        self._warn_once(kind_of(reason), f"Chunk-cache of chunk {variant.key.chunk_id} is not stored: {reason}")
+        return Unavailable(variant.variant_id, reason)
+
+
+def kind_of(reason: str) -> str:
+    """The part of a reason that repeats, to count by."""
+    return reason.partition(":")[0]
+
+
+def log_mistake(future: Future[T]) -> None:
+    """Log what a background job raised: its future may be dropped, and a mistake of our own must be seen."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("A background job of the store failed", exc_info=error)

@@ -1,0 +1,107 @@
+"""What goes into the catalog and what comes out of it, apart from variants."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+from cachecraft_rag.checks import check_kind, check_number, check_text
+from cachecraft_rag.types import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """One file of one variant: `created` tells the file of a replaced variant from that of its successor."""
+
+    variant_id: str
+    created: float
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row as administration sees it: the variant and the bytes of its file, header included."""
+
+    variant: Variant
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRow:
+    """A row that is not as it was written: what is known of its file, and what is wrong.
+
+    newer   it is of a newer version of the package, which may read it: it is to be left alone
+    """
+
+    file: FileRef
+    chunk_id: str
+    reason: str
+    newer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OlderRow:
+    """A row that an older version stored; `visible`: the session that asks may know of it."""
+
+    file: FileRef
+    chunk_id: str
+    visible: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the whole catalog; `reserved_bytes` are files being written or deleted right now, by any process."""
+
+    variants: int
+    chunks: int
+    file_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the catalog may hold: bytes of files, variants in all, and variants of one chunk."""
+
+    disk_bytes: int
+    max_variants: int
+    variants_per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilter:
+    """Which rows an administrator means; None leaves a part open, no chunk ids at all means no rows.
+
+    `created_before` is in seconds since the epoch, `chunk_prefix` how a chunk id begins: tables show no more of it.
+    """
+
+    namespace: str | None = None
+    fingerprint: str | None = None
+    chunk_ids: tuple[str, ...] | None = None
+    chunk_prefix: str | None = None
+    created_before: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        for name in ("namespace", "fingerprint", "chunk_prefix"):
+            check_text(name, getattr(self, name), optional=True)
+        check_kind("chunk_ids", self.chunk_ids, (tuple, list), optional=True)
+        for chunk_id in self.chunk_ids or ():
+            check_text("each of chunk_ids", chunk_id)
+        check_number("created_before", self.created_before, least=-math.inf, optional=True)
+
+    def as_sql(self) -> tuple[str, list[str | float]]:
+        """A condition on variants `v` and scopes `s`, and its parameters.
+
+        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row.
+        """
+        chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
+        parts = (
+            ("s.namespace = ?", self.namespace),
+            ("s.fingerprint = ?", self.fingerprint),
+            ("v.chunk_id IN (SELECT value FROM json_each(?))", chunks),
+            ("instr(v.chunk_id, ?) = 1", self.chunk_prefix),  # not GLOB or LIKE: a prefix has no wildcards
+            ("v.created < ?", self.created_before),
+        )
+        given = [(condition, value) for condition, value in parts if value is not None]
+        return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [value for _, value in given]
