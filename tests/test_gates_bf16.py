@@ -35,12 +35,13 @@ EVERYTHING, QUESTION = range(BOUNDS[-1]), range(BOUNDS[-2], BOUNDS[-1])
 PATHS = ["everything computed", "same prefix reused"]
 KEEP = len(QUESTION)
 LAYER_PROMPTS = 4  # from one prompt to the next the ratio of the errors moves by less than a hundredth
-LOGIT_PROMPTS = 24  # 480 positions: the mean error's own error is 4 %
+SHORT_BOUNDS = [0, 12, 36, 66, 84, 100]  # a CPU without bf16 instructions takes 25 times as long
+LOGIT_PROMPTS = 24  # 384 positions: the mean error's own error is 4 %
 
 
-def token_ids(seed: int) -> list[int]:
+def token_ids(seed: int, length: int = BOUNDS[-1]) -> list[int]:
     """Random tokens of every model's vocabulary."""
-    return torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def layers(precisions: HalfPrecision) -> list[Layers]:
     found = []
     for seed in range(LAYER_PROMPTS):
         with precisions.half.watched() as seen:
-            precisions.half.own_logits(token_ids(seed=seed))
+            precisions.half.own_logits(token_ids(seed))
         inputs = [hidden for hidden, _ in seen]
         own = torch.stack([out[0, -KEEP:].float().flatten() for _, out in seen])
         found.append(Layers(inputs, own, attention_of_layers(precisions.exact, inputs)[0]))
@@ -156,29 +157,22 @@ def test_the_gate_of_layers_notices_one_rounding_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"cachecraft_rag.{where}", worse)
-    assert not layers_are_as_exact_as_the_models_own(precisions.half, layers)
+    assert not layers_are_as_exact_as_the_models_own(precisions.half, layers[:2])
 
 
-@pytest.fixture(scope="module")
-def logits(precisions: HalfPrecision) -> list[tuple[Tensor, Tensor]]:
-    """Of each prompt the logits in fp32 and those of the model's own bf16, `[positions, vocabulary]` each."""
-    prompts = [token_ids(seed=seed) for seed in range(LOGIT_PROMPTS)]
-    return [(precisions.exact.own_logits(p, keep=KEEP), precisions.half.own_logits(p, keep=KEEP)) for p in prompts]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(
-    precisions: HalfPrecision, logits: list[tuple[Tensor, Tensor]], path: str
-) -> None:
-    half, ours, own = precisions.half, [], []
-    for seed, (truth, theirs) in enumerate(logits):
-        ids = token_ids(seed=seed)
-        found = prefill(half, PrefillJob(ids, Rows.of(BOUNDS, new=EVERYTHING), captures=range(4)))
-        if path == "same prefix reused":
-            stored = [ResidentKV(one.start, one.kv) for one in found.recorder.captures]
-            found = prefill(half, PrefillJob(ids, Rows.of(BOUNDS, new=QUESTION), resident=stored))
-        ours.append(relative(half.logits(found.hidden[:, -KEEP:]), truth))
-        own.append(relative(theirs, truth))
-    ratio = float(torch.stack(ours).mean() / torch.stack(own).mean())
-    print(f"logits in bf16, {path}: error {ratio:.3f} of the model's own")
-    assert ratio <= 1.2
+def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfPrecision) -> None:
+    half, bounds = precisions.half, SHORT_BOUNDS
+    question = range(bounds[-2], bounds[-1])
+    keep = len(question)
+    errors = torch.empty(3, LOGIT_PROMPTS, keep)
+    for seed in range(LOGIT_PROMPTS):
+        ids = token_ids(seed, bounds[-1])
+        everything = prefill(half, PrefillJob(ids, Rows.of(bounds, new=range(bounds[-1])), captures=range(4)))
+        stored = [ResidentKV(one.start, one.kv) for one in everything.recorder.captures]
+        reusing = prefill(half, PrefillJob(ids, Rows.of(bounds, new=question), resident=stored))
+        ours = [half.logits(one.hidden[:, -keep:]) for one in (everything, reusing)]
+        truth = precisions.exact.own_logits(ids, keep=keep)
+        errors[:, seed] = torch.stack([relative(one, truth) for one in (*ours, half.own_logits(ids, keep=keep))])
+    *found, own = errors.mean((1, 2)).tolist()
+    print(f"logits in bf16: errors {found[0] / own:.3f} and {found[1] / own:.3f} of the model's own")
+    assert max(found) <= 1.2 * own
