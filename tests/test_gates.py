@@ -226,7 +226,8 @@ def test_recomputing_every_token_of_moved_chunks_repairs_them(decoder: Decoder) 
 PATHS = ["everything computed", "same prefix reused"]
 KEEP = len(QUESTION)
 LAYER_PROMPTS = 4  # from one prompt to the next the ratio of the errors moves by less than a hundredth
-LOGIT_PROMPTS = 24  # 480 positions: the mean error's own error is 4 %
+SHORT_BOUNDS = [0, 12, 36, 66, 84, 100]  # a CPU without bf16 instructions takes 25 times as long
+LOGIT_PROMPTS = 24  # 384 positions: the mean error's own error is 4 %
 
 
 @dataclass(frozen=True)
@@ -340,29 +341,21 @@ def test_the_gate_of_layers_notices_one_rounding_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"cachecraft_rag.{where}", worse)
-    assert not layers_are_as_exact_as_the_models_own(precisions.half, layers)
+    assert not layers_are_as_exact_as_the_models_own(precisions.half, layers[:2])
 
 
-@pytest.fixture(scope="module")
-def logits(precisions: HalfPrecision) -> list[tuple[Tensor, Tensor]]:
-    """Of each prompt the logits in fp32 and those of the model's own bf16, `[positions, vocabulary]` each."""
-    prompts = [token_ids(seed=seed) for seed in range(LOGIT_PROMPTS)]
-    return [(precisions.exact.own_logits(p, keep=KEEP), precisions.half.own_logits(p, keep=KEEP)) for p in prompts]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(
-    precisions: HalfPrecision, logits: list[tuple[Tensor, Tensor]], path: str
-) -> None:
-    half, ours, own = precisions.half, [], []
-    for seed, (truth, theirs) in enumerate(logits):
-        ids = token_ids(seed=seed)
-        found = prefill(half, PrefillInput(ids, BOUNDS, EVERYTHING, births=(0, *CHUNKS)), logits_to_keep=KEEP)
-        if path == "same prefix reused":
-            work = PrefillInput(ids, BOUNDS, QUESTION, reused=births_of(found))
-            found = prefill(half, work, logits_to_keep=KEEP)
-        ours.append(relative(found.logits, truth))
-        own.append(relative(theirs, truth))
-    ratio = float(torch.stack(ours).mean() / torch.stack(own).mean())
-    print(f"logits in bf16, {path}: error {ratio:.3f} of the model's own")
-    assert ratio <= 1.2
+def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfPrecision) -> None:
+    half, errors = precisions.half, torch.empty(3, LOGIT_PROMPTS, SHORT_BOUNDS[-1] - SHORT_BOUNDS[-2])
+    question = range(SHORT_BOUNDS[-2], SHORT_BOUNDS[-1])
+    keep = len(question)
+    for seed in range(LOGIT_PROMPTS):
+        ids = token_ids(seed=seed, length=SHORT_BOUNDS[-1])
+        work = PrefillInput(ids, SHORT_BOUNDS, range(SHORT_BOUNDS[-1]), births=(0, *CHUNKS))
+        everything = prefill(half, work, logits_to_keep=keep)
+        reusing = PrefillInput(ids, SHORT_BOUNDS, question, reused=births_of(everything))
+        found = (everything.logits, prefill(half, reusing, logits_to_keep=keep).logits, half.own_logits(ids, keep=keep))
+        truth = precisions.exact.own_logits(ids, keep=keep)
+        errors[:, seed] = torch.stack([relative(one, truth) for one in found])
+    *ours, own = errors.mean((1, 2)).tolist()
+    print(f"logits in bf16: errors {ours[0] / own:.3f} and {ours[1] / own:.3f} of the model's own")
+    assert max(ours) <= 1.2 * own
