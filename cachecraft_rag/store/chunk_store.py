@@ -167,7 +167,8 @@ class ChunkCacheStore(Closeable):
             stream: its payload, where it is on its way from the remote already.
         """
         self._check_open()
-        ours = variant.variant_id == variant.key.variant_id  # memory knows it by its id alone; a file says what it is
+        # Memory knows a variant by its id alone; a file says what it is.
+        ours = variant.variant_id == variant.key.variant_id_in(variant.session)
         if ours and (held := self._memory.read(variant)) is not None:
             if isinstance(stream, RemoteStream):
                 stream.close()

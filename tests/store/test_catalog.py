@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog_records import FileRef, Limits, RowFilter
-from cachecraft_rag.store.catalog_rows import COLUMNS, pack_ids, sum_of, unpack_ids
+from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, sum_of, unpack_ids
 from cachecraft_rag.store.catalog_schema import MIGRATIONS
 from cachecraft_rag.store.database import Database, kind_of_cache
 from cachecraft_rag.store.eviction import eviction_score
@@ -189,7 +189,7 @@ def test_rows_of_before_checksums_are_read_and_get_theirs_at_the_next_opening(tm
         assert None not in stored_sums(path)
         assert catalog.lookup("ns", "model", ["old"])["old"] == [make("old", frequency=2.0)]
         catalog.raise_frequencies({make("old").variant_id: 1.0})  # what changes is no part of it
-        assert catalog.examine("ns", "model", ["old"]) == ({"old": [make("old", frequency=3.0)]}, [])
+        assert catalog.find("ns", "model", ["old"]) == ({"old": [make("old", frequency=3.0)]}, [])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_row_that_was_changed_is_named_and_no_answer(catalog: Catalog, column:
     add(catalog, make("other", created=2.0))
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
         connection.execute(f"UPDATE variants SET {column} = ? WHERE chunk_id = 'chunk'", (value,))
-    found, damaged = catalog.examine("ns", "model", ["chunk", "other"], session="mine")
+    found, damaged = catalog.find("ns", "model", ["chunk", "other"], session="mine")
     assert (found["chunk"], found["other"]) == ([], [make("other", created=2.0)])
     assert [(row.chunk_id, "its row in the catalog is damaged" in row.reason) for row in damaged] == [("chunk", True)]
     assert catalog.rows(RowFilter())[0].variant == make("other", created=2.0)
@@ -220,8 +220,8 @@ def test_a_changed_row_of_nonsense_with_the_right_checksum_is_no_answer(catalog:
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
         (row,) = connection.execute(f"SELECT {COLUMNS} FROM variants AS v").fetchall()
         row = [9.0 if place == COLUMNS_OF.index("cci") else value for place, value in enumerate(row)]
-        connection.execute("UPDATE variants SET cci = 9.0, row_sum = ?", (sum_of("ns", "model", row),))
-    found, damaged = catalog.examine("ns", "model", ["chunk"])
+        connection.execute("UPDATE variants SET cci = 9.0, row_sum = ?", (sum_of("ns", "model", CatalogRow(*row)),))
+    found, damaged = catalog.find("ns", "model", ["chunk"])
     assert (found["chunk"], [row.reason for row in damaged]) == (
         [], ["its row in the catalog is damaged: a number of it is out of range"]
     )  # fmt: skip
@@ -232,7 +232,7 @@ def test_text_that_is_no_text_hides_one_row_only(catalog: Catalog) -> None:
     add(catalog, make("other", created=2.0))
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
         connection.execute("UPDATE variants SET codec = CAST(x'ff' AS TEXT) WHERE chunk_id = 'chunk'")
-    found, damaged = catalog.examine("ns", "model", ["chunk", "other"])
+    found, damaged = catalog.find("ns", "model", ["chunk", "other"])
     assert (len(found["other"]), len(damaged)) == (1, 1)
 
 

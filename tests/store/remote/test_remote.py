@@ -726,9 +726,9 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
         ({"url": "redis://host:port"}, "is no remote"),
         ({"url": "s3://"}, "names no host, bucket or path"),
         ({"url": "unix://"}, "names no host, bucket or path"),
-        ({"budget_bytes": 0}, "budget_bytes must be a whole number, at least 1 .*, not 0"),
-        ({"read_timeout_s": -1.0}, "read_timeout_s must be a number, above 0 .*, not -1"),
-        ({"cool_down_s": float("nan")}, "cool_down_s must be a number, .* not nan"),
+        ({"budget_bytes": 0}, "budget_bytes is 0; it must be a whole number, at least 1"),
+        ({"read_timeout_s": -1.0}, "read_timeout_s is -1.0; it must be a number, above 0"),
+        ({"cool_down_s": float("nan")}, "cool_down_s is nan; it must be a number"),
     ],
 )
 def test_a_wrong_setting_is_named(change: dict[str, Any], message: str) -> None:
