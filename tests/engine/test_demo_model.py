@@ -189,11 +189,11 @@ def test_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_demo_model_is_converted_once(demo_model: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in module.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in demo_model.iterdir()}
     told: list[str] = []
     assert module.demo_model_folder(told.append) == demo_model
     assert told == []
-    assert {path.name: path.stat().st_mtime_ns for path in module.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in demo_model.iterdir()} == before
 
 
 def test_demo_model_answers(demo_model: Path) -> None:

@@ -72,12 +72,12 @@ def step(store: ChunkCacheStore, loader: Loader, dice: random.Random) -> str:
                 assert torch.equal(loaded.kv, right)
     else:
         opened = [one for one in map(store.open_variant, variants) if isinstance(one, StoredVariant)]
-        tail = loader.begin([(one, 1000 * n) for n, one in enumerate(opened)])
-        tail.take(dice.randrange(300))
-        tail.layer_first = dice.random() < 0.5
-        tail.wait(lambda: not tail.incomplete(), dice.random() * 0.02)  # often left before its end
-        loader.end(tail)
-        for run in tail.runs:
+        loads = loader.begin([(one, 1000 * n) for n, one in enumerate(opened)])
+        loads.take(dice.randrange(300))
+        loads.layer_first = dice.random() < 0.5
+        loads.wait(lambda: not loads.incomplete(), dice.random() * 0.02)  # often left before its end
+        loader.end(loads)
+        for run in loads.extents:
             if run.layers == LAYOUT.layers:
                 right = content(run.stored.variant.key)[:, :, run.first : run.last]
                 assert torch.equal(run.stored.kv[:, :, run.first : run.last], right)
