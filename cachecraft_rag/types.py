@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from cachecraft_rag.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -73,6 +75,9 @@ class Chunk:
     chunk_id: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self, known_id: str) -> None:
+        given: object = self.text
+        if not isinstance(given, str):
+            raise ConfigError(f"a chunk's text must be a str, not {type(given).__name__}: write Chunk(text)")
         object.__setattr__(self, "chunk_id", known_id or chunk_id_of(self.text))
 
 

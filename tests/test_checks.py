@@ -87,8 +87,8 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (StoreConfig, {"readers": 2.5}, "whole number"),
         (StoreConfig, {"busy_timeout_s": math.inf}, "at most 1e"),
         (ReuseConfig, {"reuse": 0}, "True or False"),
-        (ReuseConfig, {"focus": ["off"]}, "off, printed, gap or share"),
-        (ReuseConfig, {"without": "overlap"}, "frozenset"),
+        (ReuseConfig, {"early_termination": ["off"]}, "off, printed, gap or share"),
+        (ReuseConfig, {"ablate": "overlap"}, "must be a list"),
     ],
     ids=str,
 )
@@ -172,7 +172,7 @@ def test_any_argument_of_a_question(engine: Engine, name: str, value: Any) -> No
     taken_or_refused(lambda: engine.stream(**arguments))
 
 
-@pytest.mark.parametrize("name", ["question", "along", "max_new_tokens", "config"])
+@pytest.mark.parametrize("name", ["question", "target", "max_new_tokens", "config"])
 @PROPERTY
 @given(value=GARBAGE.filter(lambda value: value is not None))
 def test_any_argument_of_an_examination(engine: Engine, name: str, value: Any) -> None:
