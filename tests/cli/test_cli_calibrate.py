@@ -132,7 +132,14 @@ def test_answers_and_statistics_show_it(home: Path) -> None:
 
 
 def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
-    arguments = ("--store", home / "table", "--quality", "1", "--metric", "top1")
+    arguments = (
+        "--store",
+        home / "table",
+        "--quality",
+        "0.99",
+        "--metric",
+        "top1",
+    )  # in bf16 a rounding may turn one token
     shown, report = run(home, *arguments), last_json(run(home, *arguments, "--json"))
     for point in report["curve"]:
         line = next(line for line in shown.splitlines() if line.split()[:1] == [f"{point['alpha']:g}"])

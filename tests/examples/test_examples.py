@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain.chat_model", "cachecraft_rag.llama_index"} | {
+PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain", "cachecraft_rag.llama_index"} | {
     "cachecraft_rag.retrievers.langchain",
     "cachecraft_rag.retrievers.llama_index",
 }
