@@ -30,11 +30,11 @@ pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and questions of two articles, one file with gold answers, one without.
 
-    The model comes in bfloat16, so that a calibration in another dtype than the user's would not be found; with this
-    seed its quality falls below 1 wherever anything is reused.
+    The model comes in float32: in bfloat16 it is a matter of rounding, and so of the CPU, whether recomputing everything
+    gives the tokens of full prefill. With this seed the quality falls below 1 wherever much is reused.
     """
     folder = tmp_path_factory.mktemp("home")
-    decoder = tiny_decoder("Llama", dtype="bfloat16", seed=3)
+    decoder = tiny_decoder("Llama", seed=3)
     decoder.model.save_pretrained(folder / "model")
     decoder.tokenizer.save_pretrained(folder / "model")
     articles = {
@@ -132,14 +132,7 @@ def test_answers_and_statistics_show_it(home: Path) -> None:
 
 
 def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
-    arguments = (
-        "--store",
-        home / "table",
-        "--quality",
-        "0.99",
-        "--metric",
-        "top1",
-    )  # in bf16 a rounding may turn one token
+    arguments = ("--store", home / "table", "--quality", "1", "--metric", "top1")
     shown, report = run(home, *arguments), last_json(run(home, *arguments, "--json"))
     for point in report["curve"]:
         line = next(line for line in shown.splitlines() if line.split()[:1] == [f"{point['alpha']:g}"])
@@ -158,7 +151,7 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
 
 
 def test_the_other_half_checks_the_promise(home: Path) -> None:
-    arguments = ("--store", home / "checked", "--quality", "1", "--metric", "top1", "--check")
+    arguments = ("--store", home / "checked", "--quality", "1", "--metric", "top1", "--check", "--seed", "1")
     report = last_json(run(home, *arguments, "--json"))
     assert report["questions"] == 3
     assert report["check"]["held"] is True

@@ -183,7 +183,7 @@ def test_waiting_for_a_chunk_without_a_capture_under_way_returns_at_once(
     queue: WriteBackQueue, lock: FairLock, output: PrefillResult
 ) -> None:
     with lock.take():  # nothing can be described meanwhile
-        queue.submit(output.recorder, output.merged.kv[:, 0], context())
+        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
         waiting = threading.Thread(target=lambda: [queue.wait_for(["nothing", "of", "the kind"]), queue.wait_for([])])
         waiting.start()
         waiting.join(60)
