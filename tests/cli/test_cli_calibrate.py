@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and questions of two articles, one file with gold answers, one without.
 
-    The model comes in float32: in bfloat16 it is a matter of rounding, and so of the CPU, whether recomputing everything
-    gives the tokens of full prefill. With this seed the quality falls below 1 wherever much is reused.
+    The model comes in float32: in bfloat16 it is a matter of rounding, and so of the CPU, whether recomputing
+    everything gives the tokens of full prefill. With this seed the quality falls below 1 wherever much is reused.
     """
     folder = tmp_path_factory.mktemp("home")
     decoder = tiny_decoder("Llama", seed=3)
