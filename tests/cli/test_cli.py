@@ -236,6 +236,7 @@ def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path) -> None:
 
 @pytest.mark.slow
 def test_a_key_of_a_remote_comes_from_a_file_and_is_not_shown(home: Path) -> None:
+    (home / "signed").mkdir()
     (home / "short.key").write_text("hunter2")
     (home / "remote.key").write_text("a key of enough characters")
     remote = ("--remote", f"file://{home}/signed")
