@@ -1,4 +1,4 @@
-"""The site of `make docs`: it builds without a warning, explains every public name, and loads nothing from elsewhere."""
+"""The site of `make docs`: it builds without a warning, explains every public name, and loads nothing from outside."""
 
 from __future__ import annotations
 
