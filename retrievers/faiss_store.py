@@ -319,7 +319,7 @@ class FaissStore(Closeable):
             try:
                 index.save(self.folder / INDEX_FILE, store=self._store)
             except OSError as error:
-                logger.warning("%s cannot be written (%s); it will be built anew", self.folder / INDEX_FILE, error)
+                logger.warning("%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error)
             else:
                 self._saved_stamp = index.stamp
 

@@ -223,7 +223,7 @@ def test_shell_lines_run(
 
     monkeypatch.setenv(demo_model.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    decoder = tiny_decoder("Qwen3", max_position_embeddings=8192)
+    decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2)
     model = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-{demo_model._key()}"
     decoder.model.save_pretrained(model)
     decoder.tokenizer.save_pretrained(model)
@@ -246,8 +246,11 @@ def test_shell_lines_run(
 
 
 def article(name: str) -> dict[str, Any]:
-    """An article of SQuAD's published form: six paragraphs, a question about each."""
-    towns = {"Arden": 1701, "Brook": 1802, "Corry": 1903, "Dale": 1604, "Elm": 1705, "Firth": 1806}
+    """An article of SQuAD's published form: eleven short paragraphs, a question about each.
+
+    With two of them 22 questions: some are left to measure after a warm-up of 20.
+    """
+    towns = {name: 1700 + 11 * place for place, name in enumerate("ABCDEFGHIJK")}
     return {
         "title": name,
         "paragraphs": [

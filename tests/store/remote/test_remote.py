@@ -720,7 +720,7 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"url": "ftp://host"}, "is no remote; give a URL such as redis://"),
+        ({"url": "ftp://host"}, "is not the URL of a remote; write one such as redis://"),
         ({"url": "host:6379"}, "is no remote"),
         ({"url": ""}, "is no remote"),
         ({"url": "redis://host:port"}, "is no remote"),
