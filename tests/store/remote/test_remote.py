@@ -712,7 +712,7 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
     with pytest.raises(ConfigError) as unknown:
         RemoteConfig("http://me:hunter7@host")
     told = caplog.text + repr(wrong.stats()) + repr(wrong.config) + str(refused.value) + str(unknown.value)
-    assert "is left alone for a while" in told
+    assert "failed and is not asked for a while" in told
     assert "redis://***@127.0.0.1" in told
     assert "hunter" not in told
 
