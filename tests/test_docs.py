@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig
+from cachecraft_rag.types import KVLayout
+
 if TYPE_CHECKING:
     from cachecraft_rag.engine.decoder import Decoder
 
@@ -297,3 +300,45 @@ def test_links_lead_somewhere() -> None:
         ):
             inside = ROOT if module.startswith(("kernels", "retrievers")) else ROOT / "cachecraft_rag"
             assert (inside / module).exists(), f"{page}: {module}"
+
+
+def test_the_glossary_is_short_and_the_code_speaks_no_other_dialect() -> None:
+    table = PAGES["docs/architecture.md"].read_text(encoding="utf-8").split("## Words")[1].split("\n## ")[0]
+    words = re.findall(r"^\| ([a-z][a-z ,-]*) \|", table, re.MULTILINE)[1:]  # the first is the table's head
+    assert 10 <= len(words) <= 15
+    sources = [path for name in ("cachecraft_rag", "kernels", "retrievers") for path in (ROOT / name).rglob("*.py")]
+    code = {path: path.read_text(encoding="utf-8") for path in sources}
+    everything = "\n".join(code.values()).lower()
+    for word in (single for words_of_a_row in words for single in words_of_a_row.split(", ")):
+        assert re.search(word.replace(" ", "[ _-]?").replace("-", "[ _-]?"), everything), f"{word}: not in the code"
+    # What the words above have replaced. Renamed options are still understood, where the code says so.
+    former = re.compile(r"\b(births?|born|birthing|scouts?|two_?ends|judge_focus|TwoEnds|AtHand)\b")
+    pages = {path: path.read_text(encoding="utf-8") for page, path in PAGES.items() if page != "docs/log.md"}
+    for path, text in (code | pages).items():
+        found = [line for line in text.splitlines() if former.search(line) and "_OLD_NAMES" not in line]
+        assert not found, f"{path.relative_to(ROOT)}: {found}"
+
+
+def test_the_tables_of_sizes_follow_from_the_formula() -> None:
+    page = PAGES["docs/sizes.md"].read_text(encoding="utf-8")
+    shapes = re.findall(r"^\| ([\w.-]+)[^|]* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    per_token = {}
+    for model, layers, heads, size, megabytes in shapes:
+        per_token[model] = KVLayout(int(layers), int(heads), int(size), "bfloat16").nbytes(1)
+        assert round(per_token[model] / 1000) == int(megabytes), model
+    assert len(per_token) >= 15
+    budgets = re.findall(r"^\| ([\w.-]+)[^|]* \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    held = [row for row in budgets if row not in shapes]
+    assert len(held) >= 4
+    for model, *thousands in held:
+        wanted = [round(nbytes / per_token[model] / 1000) for nbytes in (2 << 30, 20 << 30, 10**11, 10**12)]
+        assert [int(number.replace(",", "")) for number in thousands] == wanted, model
+    assert StoreConfig().host_bytes == 2 << 30
+    assert DEFAULT_LIMITS["disk_bytes"] == 20 << 30
+    rows = re.findall(r"^\| \d+ GB \|(.*)\|$", PAGES["docs/choosing.md"].read_text(encoding="utf-8"), re.MULTILINE)
+    for row in rows:
+        named, _, megabytes = row.split("|")
+        assert [round(per_token[name.strip()] / 1000) for name in named.split(" or ")] == [
+            int(number) for number in megabytes.split(" or ")
+        ]
+    assert len(rows) >= 5
