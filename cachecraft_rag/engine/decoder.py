@@ -69,7 +69,7 @@ class Decoder:
     """A supported decoder-only language model with its tokenizer.
 
     Attributes:
-        name: what the user asked for.
+        name: as it was given to `load`.
         tokenizer: the model's own.
         layout: shape and dtype of its chunk-caches.
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
