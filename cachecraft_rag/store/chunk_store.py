@@ -104,8 +104,8 @@ class ChunkCacheStore(Closeable):
         """The variants of each chunk: shared ones and those private to exactly this session. One query, no tensors.
 
         Every chunk id that was passed in is a key of the result. Chunks with too few variants here are looked up on
-        the remote, for no longer than its time limit. A catalog that cannot be read gives empty lists and one warning: the answer
-        then computes everything, which is better than no answer. Raises StoreError only after `close`.
+        the remote, for no longer than its time limit. A catalog that cannot be read gives empty lists and one warning:
+        the answer then computes everything, which is better than no answer. Raises StoreError only after `close`.
         """
         return self.find(namespace, fingerprint, chunk_ids, session=session).variants
 
