@@ -6,12 +6,14 @@ the model they load. The shell lines run in order in one folder, where the same 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,8 +35,26 @@ PAGES = {
 MODEL = "Qwen/Qwen3-0.6B"
 STAND_INS = {"s3://bucket/prefix": "memory://"}  # servers that a test has not
 SHELL_STAND_INS = {"redis://cache-host:6379/0": "file://{folder}/shared"}
+# API pages show the examples in these files' docstrings.
+EXAMPLES = {
+    "docs/api/cachecraft.md": ("cachecraft_rag/__init__.py", "cachecraft_rag/rag.py"),
+    "docs/api/langchain.md": ("cachecraft_rag/langchain/__init__.py", "cachecraft_rag/langchain/chat_model.py"),
+    "docs/api/llama_index.md": ("cachecraft_rag/llama_index/__init__.py",),
+}
 # The names that a page's blocks take from the reader's program.
 PREPARE = {
+    "docs/api/langchain.md": """
+from langchain_classic.chains import create_retrieval_chain
+from langchain_core.documents import Document
+from langchain_core.runnables import RunnableLambda
+from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft
+retriever = any_retriever = RunnableLambda(lambda _: [Document("Descale the kettle every 8 weeks.")])
+""",
+    "docs/api/llama_index.md": """
+from llama_index.core import Document, VectorStoreIndex
+from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding
+index = VectorStoreIndex.from_documents([Document(text="Descale the kettle.")], embed_model=CacheCraftEmbedding())
+""",
     "README.md": """
 from langchain_core.documents import Document as Text
 from langchain_core.runnables import RunnableLambda
@@ -70,6 +90,9 @@ rag.add_documents("docs/")
 }
 # What the blocks leave is looked at, so that a block that does nothing does not pass.
 AFTERWARDS = {
+    "docs/api/cachecraft.md": "assert answer.text and rag.ask('How often?').stats.tokens_reused > 0",
+    "docs/api/langchain.md": "assert chain.invoke({'input': 'When?'})['answer'] and chat.engine.store.stats().chunks",
+    "docs/api/llama_index.md": "assert response.metadata['cachecraft']['chunk_ids']",
     "docs/choosing.md": "assert decoder.layout.kv_heads == 2",
     "docs/deployment.md": """
 assert all(answer.text and answer.sources for answer in answers)
@@ -145,6 +168,23 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
     return [(f"{page}:{text.count(chr(10), 0, match.start()) + 1}", match[1]) for match in found]
 
 
+def docstring_examples(name: str) -> list[tuple[str, str]]:
+    """Indented blocks, and doctests that the doctest run skips, in the docstrings of a file's module and classes."""
+    nodes = [
+        node
+        for node in ast.walk(ast.parse((ROOT / name).read_text("utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef)
+    ]
+    found = []
+    for block in (block for node in nodes for block in (ast.get_docstring(node) or "").split("\n\n")):
+        lines = block.splitlines()
+        if "+SKIP" in block:
+            found.append("\n".join(line[4:] for line in lines if line.startswith((">>> ", "... "))))
+        elif lines and all(line.startswith("    ") for line in lines):
+            found.append(textwrap.dedent(block))
+    return [(name, code) for code in found]
+
+
 def shell_lines() -> list[tuple[str, str]]:
     """Each line of each shell block, without its comment."""
     lines = [(place, line) for page in PAGES for place, code in blocks(page, "sh") for line in code.splitlines()]
@@ -165,9 +205,15 @@ def test_every_block_is_python_shell_or_plain_output() -> None:
 
 
 @pytest.mark.slow
-def test_python_blocks_run(tiny_decoder: Callable[..., Decoder], handbook: Path, tmp_path: Path) -> None:
+def test_python_blocks_run(
+    tiny_decoder: Callable[..., Decoder], handbook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = tiny_decoder("Qwen3", max_position_embeddings=8192)
     pages = {page: blocks(page, "python") for page in PAGES if blocks(page, "python")}
+    for page, files in EXAMPLES.items():
+        pages[page] = [example for name in files for example in docstring_examples(name)]
+        assert len(pages[page]) >= len(files)
+    stand_in_for_the_demo_model(decoder, tmp_path / "cache", monkeypatch)
     work = []
     for page, code in pages.items():
         folder = tmp_path / page.replace("/", "-")
@@ -184,6 +230,17 @@ def test_python_blocks_run(tiny_decoder: Callable[..., Decoder], handbook: Path,
     done = subprocess.run(command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-4000:]}"
     assert done.stdout.endswith("done\n")
+
+
+def stand_in_for_the_demo_model(decoder: Decoder, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this process's children, "demo" is this model."""
+    from cachecraft_rag.engine import demo_model
+
+    monkeypatch.setenv(demo_model.CACHE_VARIABLE, str(cache))
+    model = cache / "models" / f"smollm2-135m-instruct-{demo_model._key()}"
+    decoder.model.save_pretrained(model)
+    decoder.tokenizer.save_pretrained(model)
+    demo_model._write_manifest(model)
 
 
 def parse(command: Any, arguments: Sequence[str], parent: Any = None) -> None:
@@ -222,15 +279,9 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
 def test_shell_lines_run(
     tiny_decoder: Callable[..., Decoder], handbook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cachecraft_rag.engine import demo_model
-
-    monkeypatch.setenv(demo_model.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2)
-    model = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-{demo_model._key()}"
-    decoder.model.save_pretrained(model)
-    decoder.tokenizer.save_pretrained(model)
-    demo_model._write_manifest(model)
+    stand_in_for_the_demo_model(decoder, tmp_path / "cache", monkeypatch)
     folder = tmp_path / "reader"
     (folder / "docs").mkdir(parents=True)
     (folder / "shared").mkdir()
@@ -270,6 +321,17 @@ def article(name: str) -> dict[str, Any]:
             for town, year in towns.items()
         ],
     }
+
+
+def test_examples_that_doctest_skips_run_here() -> None:
+    skipped = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("cachecraft_rag", "kernels", "retrievers")
+        for path in (ROOT / folder).rglob("*.py")
+        if "doctest: +SKIP" in path.read_text(encoding="utf-8")
+    }
+    assert skipped
+    assert skipped <= {name for names in EXAMPLES.values() for name in names}
 
 
 def test_what_is_not_run_is_still_there() -> None:
