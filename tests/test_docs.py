@@ -300,10 +300,7 @@ def test_shell_lines_run(
 
 
 def article(name: str) -> dict[str, Any]:
-    """An article of SQuAD's published form: eleven short paragraphs, a question about each.
-
-    With two of them 22 questions: some are left to measure after a warm-up of 20.
-    """
+    """An article of SQuAD's published form: eleven short paragraphs, and a question about every second one."""
     towns = {name: 1700 + 11 * place for place, name in enumerate("ABCDEFGHIJK")}
     return {
         "title": name,
@@ -316,7 +313,9 @@ def article(name: str) -> dict[str, Any]:
                         "question": f"When was the {name} of {town} built?",
                         "answers": [{"text": str(year), "answer_start": 0}],
                     }
-                ],
+                ]
+                if year % 2 == 0
+                else [],
             }
             for town, year in towns.items()
         ],
