@@ -280,7 +280,7 @@ def test_shell_lines_run(
     tiny_decoder: Callable[..., Decoder], handbook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2)
+    decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2, vocab_size=1024)
     stand_in_for_the_demo_model(decoder, tmp_path / "cache", monkeypatch)
     folder = tmp_path / "reader"
     (folder / "docs").mkdir(parents=True)
