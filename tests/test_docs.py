@@ -138,13 +138,14 @@ for page, parts in json.load(sys.stdin):
 print("done")
 """
 
-# Reads [[place, line], …] from stdin and runs `cachecraft` lines in this process, others with bash.
+# Reads [[place, folder, line], …] from stdin and runs `cachecraft` lines in this process, others with bash.
 RUN_SHELL = """
-import json, shlex, subprocess, sys
+import json, os, shlex, subprocess, sys
 from typer.testing import CliRunner
 from cachecraft_rag.cli.app import app
-for place, line in json.load(sys.stdin):
+for place, folder, line in json.load(sys.stdin):
     print(place, line, flush=True)
+    os.chdir(folder)
     if line.startswith("cachecraft "):
         done = CliRunner().invoke(app, shlex.split(line)[1:], input="", catch_exceptions=False)
         assert done.exit_code == 0, done.output
@@ -283,21 +284,23 @@ def test_shell_lines_run(
     monkeypatch.setenv("COLUMNS", "200")
     decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2, vocab_size=1024)
     stand_in_for_the_demo_model(decoder, tmp_path / "cache", monkeypatch)
-    folder = tmp_path / "reader"
-    (folder / "docs").mkdir(parents=True)
-    (folder / "shared").mkdir()
-    for page in ("kettle-wren-k2.md", "returns.md"):
-        shutil.copy(handbook / page, folder / "docs")
-    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": [article("mill"), article("bridge")]}))
+    reader, remote = tmp_path / "reader", tmp_path / "remote"  # what is stored already is not sent to a new remote
+    (tmp_path / "shared").mkdir()
+    for folder in (reader, remote):
+        (folder / "docs").mkdir(parents=True)
+        for page in ("kettle-wren-k2.md", "returns.md"):
+            shutil.copy(handbook / page, folder / "docs")
+    (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": [article("mill"), article("bridge")]}))
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]
     for name, stand_in in SHELL_STAND_INS.items():
-        lines = [(place, line.replace(name, stand_in.format(folder=folder))) for place, line in lines]
+        lines = [(place, line.replace(name, stand_in.format(folder=tmp_path))) for place, line in lines]
+    work = [(place, str(remote if place.startswith("docs/remote.md") else reader), line) for place, line in lines]
     command = [sys.executable, "-c", RUN_SHELL]
-    done = subprocess.run(command, cwd=folder, input=json.dumps(lines), capture_output=True, text=True, timeout=850)
+    done = subprocess.run(command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.endswith("done\n")
-    assert (folder / "cachecraft-eval" / "report.md").is_file()
-    assert list((folder / "shared").rglob("*"))  # what the lines with a remote have sent
+    assert (reader / "cachecraft-eval" / "report.md").is_file()
+    assert list((tmp_path / "shared").rglob("*"))  # what the lines with a remote have sent
 
 
 def article(name: str) -> dict[str, Any]:
