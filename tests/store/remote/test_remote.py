@@ -721,9 +721,9 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
     ("change", "message"),
     [
         ({"url": "ftp://host"}, "is not the URL of a remote; write one such as redis://"),
-        ({"url": "host:6379"}, "is no remote"),
-        ({"url": ""}, "is no remote"),
-        ({"url": "redis://host:port"}, "is no remote"),
+        ({"url": "host:6379"}, "is not the URL of a remote"),
+        ({"url": ""}, "is not the URL of a remote"),
+        ({"url": "redis://host:port"}, "is not the URL of a remote"),
         ({"url": "s3://"}, "names no host, bucket or path"),
         ({"url": "unix://"}, "names no host, bucket or path"),
         ({"budget_bytes": 0}, "budget_bytes is 0; it must be a whole number, at least 1"),

@@ -403,7 +403,7 @@ def test_settings_reach_the_store_and_wrong_ones_are_named(tmp_path: Path) -> No
     with ChunkCacheStore.open(tmp_path) as store:
         assert (store.config.disk_bytes, store.config.remote) == (5000, None)
         assert store.stats().remote is None
-    with pytest.raises(ConfigError, match="is no remote"):
+    with pytest.raises(ConfigError, match="is not the URL of a remote"):
         ChunkCacheStore.open(tmp_path, remote="nowhere")
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="cannot be used"):
