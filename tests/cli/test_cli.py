@@ -230,7 +230,7 @@ def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path) -> None:
     assert "remote redis://***@127.0.0.1:1/0: does not answer" in dead.stdout
     for command in (["store", "stats"], ["ask", QUESTION], ["chat"]):
         wrong = run(*command, "--remote", "http://me:secret@host", cwd=home, code=2)
-        assert "give a URL such as redis://" in wrong.stderr
+        assert "write one such as redis://" in wrong.stderr
         assert "secret" not in wrong.stderr
 
 
