@@ -123,7 +123,7 @@ class FaissStore(Closeable):
         embedding model, or if its database is damaged.
         """
         check_path("folder", folder)
-        path = Path(folder)
+        path = Path(folder).absolute()  # for as long as it is open, wherever the process goes
         if not os.path.isfile(path / DATABASE) and (dim is None or embedder_fingerprint is None):
             raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
         read_only = os.path.isfile(path / DATABASE) and not can_be_written(path / DATABASE)

@@ -94,7 +94,7 @@ class ChunkCacheStore(Closeable):
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
         check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
-        return cls(Path(root), replace(config or StoreConfig(), **settings))
+        return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings))
 
     # -- the request's path -------------------------------------------------------------------------------------------
 

@@ -106,6 +106,19 @@ def test_a_capture_is_found_and_served_from_memory(store: ChunkCacheStore) -> No
     assert np.array_equal(scores.received, 1.0 - scores.inter)
 
 
+def test_a_relative_folder_stays_where_it_is_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ChunkCacheStore.open("store") as store:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        stored(store, make())
+        store.flush()
+    assert len(files(tmp_path / "store")) == 1
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_the_tiers_keep_the_common_protocol(tmp_path: Path) -> None:
     variant = stored_on_disk(tmp_path)
     tiers: list[MemoryTier | DiskTier] = [MemoryTier(1 << 20), DiskTier(tmp_path / "variants")]
