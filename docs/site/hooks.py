@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
 
+@event_priority(100)  # before mkdocstrings, which drops search paths that are not there yet
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Copy the package as it installs, because two of its folders lie beside it: docstrings are read, not imported."""
     tree = ROOT / "build" / "api"
