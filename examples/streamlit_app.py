@@ -127,7 +127,7 @@ def suggestion(documents: list[str]) -> str | None:
         return None
     turns = st.session_state.turns
     asked = {turn.question for turn in turns}
-    known = [entry["question"] for entry in json.loads((HANDBOOK / "questions.json").read_text(encoding="utf-8"))]
+    known = [entry["question"] for entry in json.loads((HANDBOOK / ".questions.json").read_text(encoding="utf-8"))]
     offered = [question for question in known[1:] if question not in asked][:3]
     clicked: str | None = st.pills("Questions to try", offered, key=f"try-{len(turns)}")
     return clicked

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, megabytes, out, print_json, progress_bar, waiting
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
@@ -19,6 +19,7 @@ from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 if TYPE_CHECKING:
     from cachecraft_rag.engine.chunk_bound import ModelTokens
     from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.engine.priming import PrimingEstimate
     from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexReport
@@ -46,7 +47,7 @@ def load(model: str, store: Path, config: EngineConfig, *, embeddings: str | Non
 
 
 def index(
-    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF.")],
+    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
     store: options.Store = DEFAULT_STORE,
     prime: Annotated[
         bool, typer.Option("--prime", help="Also compute all chunk-caches now, so that the first question is fast too.")
@@ -59,6 +60,9 @@ def index(
     remote: options.Remote = None,
     remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
+    codec: options.Codec = "raw",
+    disk_mb: options.DiskMB = None,
+    system: options.System = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
     ] = False,
@@ -67,7 +71,14 @@ def index(
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
     options.set_threads(threads)
     config = options.engine_config(
-        dtype=dtype, device=device, namespace=namespace, remote=remote, remote_key_file=remote_key_file
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        remote=remote,
+        remote_key_file=remote_key_file,
+        codec=codec,
+        disk_bytes=options.nbytes(disk_mb),
+        system=system,
     )
     require_readable(folder)  # before the models are loaded and a store is made
     with waiting("Loading the embedding model"):
@@ -88,20 +99,40 @@ def index(
             follow_links=follow_links,
         )
     evict_removed(store, report)
-    captured = None
+    captured = estimate = None
     skipped: list[str] = []
     if prime:
-        with (
-            load(model, store, config, embeddings=embeddings) as rag,
-            progress_bar("Computing chunk-caches") as show,
-        ):
-            captured = rag.prime(progress=show, skipped=skipped.append)
+        with load(model, store, config, embeddings=embeddings) as rag:
+            estimate = rag.estimate_priming()
+            print_estimate(estimate, codec)
+            with progress_bar("Computing chunk-caches", remaining=True) as show:
+                captured = rag.prime(progress=show, skipped=skipped.append)
     if as_json:
-        print_json({**asdict(report), "captured": captured, "not_primed": skipped})
+        told = {"captured": captured, "not_primed": skipped, "estimate": None if estimate is None else asdict(estimate)}
+        print_json(asdict(report) | told)
     else:
         print_index_report(report, captured)
         for sentence in skipped:
             err.print(sentence, style="yellow", markup=False, highlight=False)
+
+
+def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
+    """What priming will compute and store, before it starts; a warning if not all of it can stay."""
+    err.print(
+        f"to compute: {estimate.captures} chunk-caches, {estimate.tokens:,} tokens, "
+        f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
+        f"{megabytes(estimate.disk_budget)}, {megabytes(estimate.disk_free)} of the disk are free",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not estimate.fits:
+        err.print(
+            "That is more than fits: the least useful chunk-caches will be removed. Raise --disk-mb, or choose a "
+            "smaller --codec (docs/sizes.md).",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def chunk_bound(model: str) -> ModelTokens | None:
@@ -156,6 +187,13 @@ def ask(
     remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
+    top_p: options.TopP = 1.0,
+    stop: options.Stop = None,
+    where: options.WhereOption = None,
+    system: options.System = None,
+    codec: options.Codec = "raw",
+    disk_mb: options.DiskMB = None,
+    memory_mb: options.MemoryMB = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer one question over the indexed documents."""
@@ -169,11 +207,18 @@ def ask(
         remote=remote,
         remote_key_file=remote_key_file,
         reuse=ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=early_termination),  # type: ignore[arg-type]
+        system=system,
+        codec=codec,
+        disk_bytes=options.nbytes(disk_mb),
+        host_bytes=options.nbytes(memory_mb),
     )
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
+    )
+    allowed = options.where_of(where)
     require_index(store)
     with load(model, store, config, embeddings=embeddings) as rag:
-        stream = rag.stream(question, top_k=top_k, sampling=sampling)
+        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=sampling)
         if as_json:
             print_json(stream.answer().as_dict())
         else:
