@@ -233,7 +233,7 @@ def test_the_chart_has_both_times_where_both_are_known() -> None:
     (data,) = drawn["datasets"].values()
     rows = [(row["question"], row["how"], row["seconds"], row["speedup"]) for row in data]
     assert rows == [
-        (1, "full prefill", 1.0, ""),
+        (1, "without reuse", 1.0, ""),
         (1, "with reuse", 0.25, "4.0×"),
         (2, "with reuse", 0.25, ""),
     ]
@@ -281,7 +281,7 @@ def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
 
     ask(app, QUESTIONS[0])
     assert [note.value for note in app.info] == [
-        "There is nothing to ask about yet. Drop a document on the left, or add the sample handbook."
+        "There is nothing to ask about yet. Add a document on the left, or the sample handbook."
     ]
     assert not app.session_state.turns
 
@@ -303,8 +303,12 @@ def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
     second = last_stats(app)
     assert second.tokens_reused > second.tokens_prompt / 2
     assert len(pictures(app)) == 2
-    assert "cc-host" not in pictures(app)[0]
-    assert "cc-host" in pictures(app)[1]
+    assert "cc-host" in pictures(app)[0]  # the newest stands first
+    assert "cc-host" not in pictures(app)[1]
+    assert [found.count('class="cc-source"') for found in pictures(app)] == [
+        len(turn.answer.sources) for turn in app.session_state.turns
+    ][::-1]
+    assert 'class="cc-all" open' in pictures(app)[0]
     assert app.metric[0].label == "First token"
     assert any("Hit rate" in element.value for element in app.html)
 
@@ -526,8 +530,8 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     def ask_here(question: str, count: int) -> None:
         field = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, '[data-testid="stChatInputTextArea"]'))
         field.send_keys(question, Keys.ENTER)
-        # The chip about full prefill comes last, when the page has settled.
-        wait_for(lambda: len([line for line in all_of(".cc-line") if "full prefill" in line.text]) == count)
+        # The chip with the time without reuse comes last, when the page has settled.
+        wait_for(lambda: len([line for line in all_of(".cc-line") if "without reuse" in line.text]) == count)
 
     chrome.get(page)
     document = tmp_path / "kettle.md"
@@ -538,6 +542,7 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     ask_here(QUESTIONS[0], 1)
     ask_here(QUESTIONS[1], 2)
     bars = wait_for(lambda: len(found := all_of(".cc-prompt .cc-bar")) == 2 and found)
+    bars.reverse()  # the newest stands first
     assert [len(bar.find_elements(By.CSS_SELECTOR, ".cc-host")) > 0 for bar in bars] == [False, True]
     segments = bars[1].find_elements(By.CSS_SELECTOR, ".cc-part")
     widths = [segment.size["width"] for segment in segments]
@@ -549,7 +554,7 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     assert {"variant", "CFO", "β′", "host memory"} <= set(re.split(r"\n", tip.text))
 
     numbers = [re.search(r"([\d.]+) (m?s) to first token", line.text) for line in all_of(".cc-line")]
-    first, second = [float(n[1]) / (1000 if n[2] == "ms" else 1) for n in numbers if n]
+    second, first = [float(n[1]) / (1000 if n[2] == "ms" else 1) for n in numbers if n]
     assert second < first
     assert len(all_of('[data-testid="stVegaLiteChart"] svg [aria-roledescription="bar"]')) == 4  # two for each question
 
@@ -560,7 +565,7 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     wait_for(lambda: "▌" in chrome.find_element(By.TAG_NAME, "body").text)
     field.send_keys("How long is its warranty?", Keys.ENTER)  # before that answer has ended
     wait_for(lambda: len(all_of(".cc-line")) == 4)
-    assert "stopped" in all_of(".cc-line")[2].text
+    assert "stopped" in all_of(".cc-line")[1].text
 
     errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
     assert not errors
