@@ -366,3 +366,66 @@ def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second
     assert stats["tokens_reused"] > 0.5 * stats["tokens_prompt"]
     assert second["own_prefill_s"] > 0
     assert stats["ttft_s"] > 0
+
+
+def test_priming_says_what_it_will_take_before_it_starts(home: Path) -> None:
+    done = run("index", "docs", "-s", "sized", "--prime", "--codec", "int8", "--disk-mb", "1", "--json", cwd=home)
+    report = last_json(done)
+    estimate = report["estimate"]
+    assert estimate["disk_budget"] == 1_000_000
+    assert estimate["captures"] == report["chunks_embedded"] + 1
+    assert estimate["nbytes"] > estimate["disk_budget"]
+    assert f"to compute: {estimate['captures']} chunk-caches" in done.stderr
+    assert "That is more than fits" in done.stderr
+    assert last_json(run("store", "stats", "-s", "sized", "--json", cwd=home))["disk_bytes"] <= 1_000_000
+
+
+def test_sizes_come_from_the_config_alone(home: Path) -> None:
+    (row,) = last_json(run("sizes", "--json", cwd=home))
+    assert row["tokens"] == 1000
+    width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
+    assert row["nbytes"]["raw"] == 2 * row["layers"] * row["kv_heads"] * row["head_dim"] * width * 1000
+    (counted,) = last_json(run("sizes", "demo", "--documents", "docs", "--json", cwd=home))
+    assert 500 < counted["tokens"] < 5000
+    assert "int8" in run("sizes", "demo", cwd=home).stdout
+
+
+def test_options_of_a_question(home: Path) -> None:
+    """A filter, a stop text, an instruction of one's own, budgets."""
+    command = ["ask", QUESTION, "--max-tokens", "12", "--json"]
+    filtered = last_json(run(*command, "--where", "source=docs/warr*", "--memory-mb", "0", cwd=home))
+    assert {source["metadata"]["source"] for source in filtered["sources"]} == {"docs/warranty.md"}
+    whole = last_json(run(*command, cwd=home))
+    word = whole["text"].split()[2]
+    stopped = last_json(run(*command, "--stop", word, cwd=home))
+    assert word not in stopped["text"]
+    assert stopped["stats"]["finish"] == "stop"
+    other = last_json(run(*command, "--system", "Answer in French.", cwd=home))
+    assert other["stats"]["tokens_prompt"] != whole["stats"]["tokens_prompt"]
+    assert "write NAME=VALUE" in run(*command, "--where", "source", cwd=home, code=2).stderr
+    assert "codec unknown" in run(*command, "--codec", "zip", cwd=home, code=2).stderr
+
+
+def test_chat_takes_the_same_options(home: Path) -> None:
+    chosen = ("--recompute-ratio", "0.5", "--where", "source=docs/returns.md", "--stop", "zzz")
+    done = run("chat", "--max-new-tokens", "4", *chosen, cwd=home, typed=f"{QUESTION}\n/sources\n")
+    assert "docs/returns.md" in done.stdout
+    assert "docs/warranty.md" not in done.stdout
+
+
+def test_documents_are_listed_and_removed(home: Path) -> None:
+    copy = home / "fewer"
+    shutil.copytree(home / "chunk-caches", copy)
+    listed = last_json(run("documents", "ls", "--json", "-s", copy, cwd=home))
+    assert [document["doc_id"] for document in listed] == ["docs/returns.md", "docs/warranty.md"]
+    assert "2 documents" in run("documents", "ls", "-s", copy, cwd=home).stdout
+    before = last_json(run("store", "stats", "--json", "-s", copy, cwd=home))["variants"]
+    wrong = run("documents", "remove", "docs/warrant.md", "-s", copy, cwd=home, code=2)
+    assert "did you mean docs/warranty.md" in wrong.stderr
+    removed = last_json(run("documents", "remove", "docs/warranty.md", "--json", "-s", copy, cwd=home))
+    assert removed["chunk_caches"] > 0
+    after = last_json(run("store", "stats", "--json", "-s", copy, cwd=home))["variants"]
+    assert before - after == removed["chunk_caches"]
+    run("documents", "remove", "docs/", "-s", copy, cwd=home)
+    assert last_json(run("documents", "ls", "--json", "-s", copy, cwd=home)) == []
+    assert "cachecraft index DIR" in run("documents", "ls", "-s", "typo", cwd=home, code=2).stderr
