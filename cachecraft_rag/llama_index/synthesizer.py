@@ -58,9 +58,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     """A response synthesizer that passes the nodes to the engine as chunks, so that their chunk-caches are reused.
 
     A node's chunk is the text the model sees of it (`MetadataMode.LLM`), without its `file_path`.
-    `response.metadata["cachecraft"]` is `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids; for
-    a stream it is complete at the stream's end. `get_response` returns text alone; its statistics are in the `AnswerStatsEvent`. Pass the nodes best
-    first, as retrievers return them: the engine puts the best one nearest to the question.
+    `response.metadata["cachecraft"]` is `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids;
+    for a stream it is complete at the stream's end. `get_response` returns text alone; its statistics are in the
+    `AnswerStatsEvent`. Pass the nodes best first, as retrievers return them: the engine puts the best one nearest to
+    the question.
 
     Args:
         engine: you close it yourself.

@@ -609,7 +609,7 @@ def page(demo_model: Path, tmp_path: Path) -> Iterator[str]:
             assert listening_on(port) in ({"127.0.0.1"}, None)
         finally:
             server.terminate()
-            server.wait(timeout=30)
+            server.wait(timeout=200)
     assert "Traceback" not in log.read_text()
     assert "External URL" not in log.read_text()
     assert not outside.exists(), outside.read_text()
@@ -668,7 +668,7 @@ def chrome(tmp_path: Path) -> Iterator[Chrome]:
         browser.quit()
 
 
-def wait_for(holds: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+def wait_for(holds: Callable[[], Any], timeout_s: float = 400.0) -> Any:
     """What `holds` returns once it is true; Streamlit replaces and moves elements while it looks."""
     from selenium.common import exceptions
 
