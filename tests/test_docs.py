@@ -80,6 +80,8 @@ assert [found.page_content for found in vectors.similarity_search("kettle", k=1)
 assert numbers["tokens_computed"] > 0 and numbers["chunk_ids"]
 assert pipeline.run(documents=[page]) and retriever.retrieve("kettle") and query_engine.query("How often?").source_nodes
 """,
+    "docs/documents.md": "assert not rag.documents() and answer.text",
+    "docs/sizes.md": "assert estimate.fits and rag.estimate_priming().captures == 0",
     "docs/remote.md": "assert rag.engine.store.stats().remote is not None",
 }
 # Reads [[page, [[place, code], …]], …] from stdin; each page has a folder and a namespace of its own.
@@ -96,6 +98,7 @@ print("done")
 
 # Shell lines that no test can run, by their first words.
 NOT_RUN = {
+    "pip install torch --index-url": "downloads from torch's own index",
     "(umask 077; openssl": "makes a key with openssl, which need not be installed",
     "CACHECRAFT_MODEL=Qwen/Qwen3-0.6B make app": "starts a server",
 }
