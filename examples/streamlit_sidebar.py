@@ -209,6 +209,14 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
         key="compare",
         help="After each answer the same prompt is computed in full, up to the first token, and timed.",
     )
+    length, brief, remember = answer_settings(small=small)
+    sampling = SamplingParams(max_new_tokens=length)
+    config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, early_termination=focus)
+    return Settings(top_k, sampling, config, compare, remember, brief, tuple(state.get("picked", ())))
+
+
+def answer_settings(*, small: bool) -> tuple[int, bool, bool]:
+    """The longest answer in tokens, whether it ends after one sentence, and whether earlier turns are included."""
     with st.expander("Answer"):
         length = st.slider("Maximum length", 16, 512, 96, 16, key="length", help="In tokens, about ¾ of a word each.")
         brief = st.toggle(
@@ -220,9 +228,7 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
             key="remember",
             help=f"The prompt includes the last {REMEMBERED_TURNS} turns. Small models get confused.",
         )
-    sampling = SamplingParams(max_new_tokens=length)
-    config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, early_termination=focus)
-    return Settings(top_k, sampling, config, compare, remember, brief, tuple(state.get("picked", ())))
+    return length, brief, remember
 
 
 @st.fragment(run_every=4.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,30 +90,34 @@ def index(
         embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
         bound = chunk_bound(model)
     with progress_bar("Indexing") as show, open_index(store, embedder) as found:
-        report = index_folder(
-            folder,
-            found,
-            embedder,
-            progress=show,
-            model=bound,
-            follow_links=follow_links,
-        )
+        report = index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
     evict_removed(store, report)
-    captured = estimate = None
-    skipped: list[str] = []
+    primed = Primed(None, None, ())
     if prime:
         with load(model, store, config, embeddings=embeddings) as rag:
-            estimate = rag.estimate_priming()
-            print_estimate(estimate, codec)
-            with progress_bar("Computing chunk-caches", remaining=True) as show:
-                captured = rag.prime(progress=show, skipped=skipped.append)
+            primed = prime_all(rag)
     if as_json:
-        told = {"captured": captured, "not_primed": skipped, "estimate": None if estimate is None else asdict(estimate)}
-        print_json(asdict(report) | told)
+        print_json(asdict(report) | asdict(primed))
     else:
-        print_index_report(report, captured)
-        for sentence in skipped:
-            err.print(sentence, style="yellow", markup=False, highlight=False)
+        print_index_report(report, primed)
+
+
+@dataclass(frozen=True)
+class Primed:
+    """The result of --prime; None without it. `not_primed` are sentences about documents with chunks that were left."""
+
+    captured: int | None
+    estimate: PrimingEstimate | None
+    not_primed: tuple[str, ...]
+
+
+def prime_all(rag: CacheCraft) -> Primed:
+    """Say what priming will take, and do it."""
+    estimate, skipped = rag.estimate_priming(), list[str]()
+    print_estimate(estimate, rag.engine.store.config.codec)
+    with progress_bar("Computing chunk-caches", remaining=True) as show:
+        captured = rag.prime(progress=show, skipped=skipped.append)
+    return Primed(captured, estimate, tuple(skipped))
 
 
 def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
@@ -155,18 +159,20 @@ def evict_removed(store: Path, report: IndexReport) -> None:
             caches.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
 
 
-def print_index_report(report: IndexReport, captured: int | None) -> None:
+def print_index_report(report: IndexReport, primed: Primed) -> None:
     """The report in two or three lines."""
     out.print(
         f"{len(report.added)} documents added, {len(report.updated)} updated, {len(report.removed)} removed, "
         f"{len(report.unchanged)} unchanged; {report.chunks_embedded} chunks embedded in {report.seconds:.1f} s"
     )
-    if captured is not None:
-        out.print(f"{captured} chunk-caches computed")
+    if primed.captured is not None:
+        out.print(f"{primed.captured} chunk-caches computed")
     for problem in report.problems:
         err.print(f"left out {problem.reason}", style="yellow", highlight=False)
     if not any((report.added, report.updated, report.removed, report.unchanged)):
         err.print(f"nothing was found to index; files end in {', '.join(SUFFIXES)}", style="yellow", highlight=False)
+    for sentence in primed.not_primed:
+        err.print(sentence, style="yellow", markup=False, highlight=False)
 
 
 def ask(
@@ -197,8 +203,6 @@ def ask(
     as_json: options.Json = False,
 ) -> None:
     """Answer one question over the indexed documents."""
-    from cachecraft_rag.engine.sampling import SamplingParams
-
     options.set_threads(threads)
     config = options.engine_config(
         dtype=dtype,
@@ -212,9 +216,7 @@ def ask(
         disk_bytes=options.nbytes(disk_mb),
         host_bytes=options.nbytes(memory_mb),
     )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
-    )
+    sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)
     require_index(store)
     with load(model, store, config, embeddings=embeddings) as rag:
@@ -222,10 +224,15 @@ def ask(
         if as_json:
             print_json(stream.answer().as_dict())
         else:
-            print_stream(stream)
-            print_sources(stream)
-            print_stats(stream.stats)
-            print_calibration(rag)
+            print_answer(rag, stream)
+
+
+def print_answer(rag: CacheCraft, stream: AnswerStream) -> None:
+    """An answer, its sources and its numbers."""
+    print_stream(stream)
+    print_sources(stream)
+    print_stats(stream.stats)
+    print_calibration(rag)
 
 
 def print_stream(stream: AnswerStream) -> None:

@@ -51,8 +51,6 @@ def chat(
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
-    from cachecraft_rag.engine.sampling import SamplingParams
-
     options.set_threads(threads)
     config = options.engine_config(
         dtype=dtype,
@@ -66,9 +64,7 @@ def chat(
         disk_bytes=options.nbytes(disk_mb),
         host_bytes=options.nbytes(memory_mb),
     )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
-    )
+    sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)
     require_index(store)
     with load(model, store, config, embeddings=embeddings) as rag:
@@ -79,15 +75,20 @@ def chat(
             import_module("readline")  # if installed, it gives `input` arrow keys and a history
         err.print(HELP, style="dim")
         print_calibration(rag)
-        while True:
-            try:
-                typed = input("> ").strip()
-            except EOFError:
-                out.print()
-                break
-            if typed in ("/quit", "/exit"):
-                break
-            conversation.take(typed)
+        converse(conversation)
+
+
+def converse(conversation: Conversation) -> None:
+    """Handle lines until the end of the input, or /quit."""
+    while True:
+        try:
+            typed = input("> ").strip()
+        except EOFError:
+            out.print()
+            return
+        if typed in ("/quit", "/exit"):
+            return
+        conversation.take(typed)
 
 
 class Conversation:

@@ -22,6 +22,7 @@ from cachecraft_rag.types import Metadata, Progress
 MOST_THREADS = 1024
 if TYPE_CHECKING:
     from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.store.remote import RemoteConfig
 
@@ -129,6 +130,17 @@ def engine_config(
         remote=remote_of(remote, remote_key_file),
         reuse=reuse,
         **others,
+    )
+
+
+def sampling_of(
+    max_new_tokens: int, temperature: float, *, top_p: float, seed: int | None, stop: list[str] | None
+) -> SamplingParams:
+    """The options that say how tokens are drawn. Raises ConfigError."""
+    from cachecraft_rag.engine.sampling import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
 
 
