@@ -743,6 +743,27 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     assert hosts_asked(chrome) == {"127.0.0.1"}
 
 
+@pytest.mark.slow
+def test_the_list_of_what_to_remove_closes_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    def one(selector: str) -> Any:
+        return wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, selector))
+
+    chrome.get(page)
+    (tmp_path / "kettle.md").write_text(KETTLE, encoding="utf-8")
+    one('input[type="file"]').send_keys(str(tmp_path / "kettle.md"))
+    wait_for(lambda: "Ready: kettle.md" in one("body").text)
+    wait_for(lambda: one('[data-testid="stPopover"] button').click() or True)
+    field = one('[data-testid="stPopoverBody"] input')
+    field.send_keys("kettle", Keys.ENTER)
+    wait_for(lambda: one(".st-key-remove button").is_enabled())
+    wait_for(lambda: one(".st-key-remove button").click() or True)
+    wait_for(lambda: "Removed: 1 document" in one("body").text)
+    wait_for(lambda: not chrome.find_elements(By.CSS_SELECTOR, '[data-testid="stPopoverBody"]'))
+
+
 def hosts_asked(chrome: Chrome) -> set[str]:
     """The hosts that the page has made requests to."""
     messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
