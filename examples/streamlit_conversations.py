@@ -14,7 +14,7 @@ from collections import OrderedDict
 from streamlit_picture import Turn
 
 MOST_CONVERSATIONS = 200  # the longest unused goes first
-_ENDS = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|\n")
+_ENDS = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s+(\S))|\n")
 _LABEL = re.compile(r"\s*(?:[-*•#>]+|\(?(?:\d{1,3}|[A-Za-z])[.)]?|step \d+[.:]?)\s*", re.IGNORECASE)
 _ABBREVIATED = re.compile(
     r"(?:^|[\s(])(?:e\.g|i\.e|cf|vs|ca|approx|no|nos|fig|dr|mr|mrs|ms|prof|st|[A-Z])$", re.IGNORECASE
@@ -54,6 +54,7 @@ def first_sentence(text: str) -> str | None:
     """The text up to the end of its first sentence; None while that is still to come.
 
     The number of a list, an initial and an abbreviation end no sentence, and neither does a line that announces a list.
+    A full stop counts once the next word has begun, with a letter that is not a small one.
 
     >>> first_sentence("1. 29 days"), first_sentence("1. 29 days. Then")
     (None, '1. 29 days.')
@@ -66,7 +67,7 @@ def first_sentence(text: str) -> str | None:
         line = text[: end.start()].rpartition("\n")[2]
         if not line.strip() or _LABEL.fullmatch(line) or line.rstrip().endswith((":", ",", ";")):
             continue
-        if end[0] == "." and _ABBREVIATED.search(line):
+        if end[1] is not None and (end[1].islower() or _ABBREVIATED.search(line)):
             continue
         return text[: end.end()].rstrip()
     return None
