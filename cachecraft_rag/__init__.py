@@ -1,4 +1,4 @@
-"""cachecraft-rag: answers over retrieved chunks, sooner, from the chunks' stored key/value tensors.
+"""cachecraft-rag: faster answers over retrieved chunks, by reusing their stored keys and values.
 
     from cachecraft_rag import CacheCraft
 

@@ -7,7 +7,7 @@
     ├── DocumentError          a document cannot be read
     ├── IndexStoreError        the retrieval index is missing, or was made with another embedding model
     ├── StoreError             the chunk-cache store cannot be opened or written at all
-    ├── ForkError              what is used was opened in another process, of which this is a fork
+    ├── ForkError              an engine, store or index was used in a fork of the process that opened it
     └── ContextLengthError     the prompt does not fit the model's context
 
 Every message says what to do next. A missing or corrupt chunk-cache is never an exception: it is a miss with a reason.
@@ -43,7 +43,7 @@ class StoreError(CacheCraftError):
 
 
 class ForkError(CacheCraftError):
-    """What is used was opened before this process was forked; open it anew in the child."""
+    """An engine, store or index was used in a fork of the process that opened it; open one in each child."""
 
 
 class ContextLengthError(CacheCraftError):

@@ -128,8 +128,8 @@ def require_readable(path: Path) -> None:
             raise DocumentError(_no_file(path))
         if not path.is_file():
             raise DocumentError(
-                f"{shown(path)}: there is no such file or folder; check the spelling. If it is gone for good, index an "
-                "empty folder in its place: that removes its documents"
+                f"{shown(path)}: there is no such file or folder; check the spelling. If it was deleted on "
+                "purpose, index an empty folder in its place: that removes its documents"
             )
     except OSError as error:  # a folder on the way to it may not be entered
         raise DocumentError(inaccessible(path, error)) from error
@@ -188,7 +188,7 @@ def parsing(name: str) -> Iterator[None]:
         raise DocumentError(f"{name}: cannot be read: {error}") from error
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
-        advice = "save it anew with another program, or leave it out"
+        advice = "save it again with another program, or leave it out"
         raise DocumentError(f"{name}: cannot be read ({what}); {advice}") from error
 
 
@@ -208,7 +208,7 @@ def shown(path: Path) -> str:
 
 
 def _no_file(path: Path) -> str:
-    return f"{shown(path)}: is a pipe, socket or device and no file; copy what it gives into a file, or leave it out"
+    return f"{shown(path)}: is a pipe, socket or device, not a file; copy its content into a file, or leave it out"
 
 
 def _unsupported(path: Path) -> str:
@@ -358,7 +358,7 @@ def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     except DocumentError:
         raise
     except Exception as error:  # the parser raises anything from KeyError to RecursionError
-        advice = "open it in a viewer and save or print it to PDF anew"
+        advice = "open it in a viewer and save or print it as PDF again"
         what = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DocumentError(f"{shown(path)}: is damaged or locked ({what}); {advice}") from error
     return "\f".join(page.replace("\f", "\n") for page in pages), {"format": "text", "pages": len(pages)}

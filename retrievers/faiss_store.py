@@ -118,9 +118,9 @@ class FaissStore(Closeable):
     ) -> Self:
         """Open the store in a folder; it is made if it is not there, provided that `dim` and the fingerprint are given.
 
-        Without them an existing store is opened as it is, which is enough to look at it and to delete. Of a fingerprint
-        `name@digest` only the digest counts. Raises `IndexStoreError` where there is no store, where it was made with
-        another embedding model, and where its database is damaged.
+        Without them an existing store is opened as it is, which is enough to read and to delete. In a fingerprint
+        `name@digest` only the digest counts. Raises `IndexStoreError` if there is no store, if it was made with another
+        embedding model, or if its database is damaged.
         """
         check_path("folder", folder)
         path = Path(folder)
@@ -189,7 +189,7 @@ class FaissStore(Closeable):
             db.execute("UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id))
 
     def delete_document(self, doc_id: str) -> Change:
-        """Remove a document and those of its chunks that no other document has; one that is not there is no error."""
+        """Remove a document and those of its chunks that no other document has. An unknown document is no error."""
         with self._writing() as db:
             before = [row[0] for row in db.execute("DELETE FROM owners WHERE doc_id = ? RETURNING number", (doc_id,))]
             db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
@@ -319,7 +319,7 @@ class FaissStore(Closeable):
             try:
                 index.save(self.folder / INDEX_FILE, store=self._store)
             except OSError as error:
-                logger.warning("%s cannot be written (%s); it will be built anew", self.folder / INDEX_FILE, error)
+                logger.warning("%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error)
             else:
                 self._saved_stamp = index.stamp
 

@@ -105,18 +105,18 @@ class VectorIndex:
         except FileNotFoundError:
             return None
         except OSError as error:
-            logger.warning("%s cannot be read (%s); building the index anew", path, error)
+            logger.warning("%s cannot be read (%s); rebuilding the index", path, error)
             return None
         start = len(_MAGIC) + 4
         size = int.from_bytes(data[len(_MAGIC) : start], "little")
         header, checksum, payload = data[start : start + size], data[start + size :][:16], data[start + size + 16 :]
         # FAISS ends the process on some damaged files, so nothing reaches it that has not been checked.
         if not data.startswith(_MAGIC) or checksum != _checksum(header, payload):
-            logger.warning("%s is damaged; building the index anew", path)
+            logger.warning("%s is damaged; rebuilding the index", path)
             return None
         meta = json.loads(header)
         if (meta["store"], meta["dim"]) != (store, dim):
-            logger.warning("%s belongs to another index; building the index anew", path)
+            logger.warning("%s belongs to another index; rebuilding it", path)
             return None
         loaded = cls(dim)
         loaded._index = loaded._faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))

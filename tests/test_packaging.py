@@ -132,6 +132,7 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "CHANGELOG.md",
         "Makefile",
         "constraints.txt",
+        "mkdocs.yml",
     ):
         shutil.copy(ROOT / name, target / name)
     return target
@@ -148,7 +149,15 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(clean_tree: Path, tmp_path:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (tree,) = (tmp_path / "unpacked").iterdir()
-    for name in ("LICENSE", "Makefile", "constraints.txt", "tests/test_packaging.py", "examples/handbook/welcome.md"):
+    for name in (
+        "LICENSE",
+        "Makefile",
+        "constraints.txt",
+        "mkdocs.yml",
+        "docs/site/hooks.py",
+        "tests/test_packaging.py",
+        "examples/handbook/welcome.md",
+    ):
         assert (tree / name).is_file(), name
     wheel = build("wheel", tree, tmp_path)
     with zipfile.ZipFile(wheel) as archive:

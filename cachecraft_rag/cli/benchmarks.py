@@ -91,7 +91,7 @@ def cake(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Computing only, loading only and overlapped prefill (Cake), from files read at limited bandwidths.
+    """Time to the first token by computing, by loading, and by both at once (Cake), at limited disk speeds.
 
     Takes about a quarter of an hour with the demo model and the default grid.
     """
@@ -154,7 +154,7 @@ def load(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """The share of the disk's speed (by dd) that reads reach, and of loading time that layer-wise loading hides."""
+    """How fast stored chunk-caches are read, compared with dd, and how much loading hides behind computing."""
     options.set_threads(threads)
     check_number("--mb-per-s", mb_per_s, optional=True)
     with progress_bar("Benchmark") as show:

@@ -68,7 +68,7 @@ def calibrate(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the least recomputation that keeps a quality, with 95 % confidence, and save it beside the store.
+    """Find how little can be recomputed at a given quality (95 % confidence), and save it for this store.
 
     Every engine opened on that store with that model then recomputes this much. Nothing else in the store changes.
     """

@@ -48,7 +48,8 @@ def early_termination(
     condition = condition_named(origin)
     if condition.behind is None:
         raise ConfigError(
-            "early-termination needs an origin that does not change: unrelated, neighbours, alone or similar"
+            f"with the origin {origin}, chunk-caches change from question to question; choose unrelated, neighbours, "
+            "alone or similar"
         )
     dataset = evaluate.dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=None)
     with ExitStack() as opened:

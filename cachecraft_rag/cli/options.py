@@ -36,7 +36,7 @@ Remote = Annotated[
 RemoteKeyFile = Annotated[
     Path | None,
     typer.Option(
-        "--remote-key-file", help="File with the engines' key: sign shared chunk-caches, and use signed ones only."
+        "--remote-key-file", help="File with the key of all engines: sign shared chunk-caches, use only signed ones."
     ),
 ]
 Model = Annotated[
@@ -47,15 +47,16 @@ Embeddings = Annotated[
     str | None,
     typer.Option("--embeddings", help="sentence-transformers model for retrieval.", show_default="the bundled one"),
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 … or auto.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Number format of the model: float32, bfloat16, float16 or auto.")]
+Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1 … or auto.")]
 Namespace = Annotated[
-    str, typer.Option("--namespace", help="Tenant that chunk-caches belong to (the index belongs to --store).")
+    str, typer.Option("--namespace", help="Tenant. Chunk-caches are not shared with other tenants; the index is.")
 ]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads.", show_default="torch's choice")
+    int | None,
+    typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads.", show_default="torch's choice"),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed for sampled answers.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Makes sampled answers repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
 Ratio = Annotated[
@@ -64,14 +65,14 @@ Ratio = Annotated[
         "--recompute-ratio",
         min=0.0,
         max=1.0,
-        help="Share of each moved chunk's tokens to recompute.",
-        show_default="CFO decides",
+        help="Share of each moved chunk's tokens to recompute; 1 is exact.",
+        show_default="decided for each chunk",
     ),
 ]
 EarlyTermination = Annotated[
     str,
     typer.Option(
-        "--early-termination", help="Rule that stops recomputing unfocused chunks early: off, share, gap or printed."
+        "--early-termination", help="Stop early for chunks the question does not look at: off, share, gap, printed."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, in tokens.")]
@@ -101,7 +102,7 @@ DiskMB = Annotated[
 MemoryMB = Annotated[
     float | None, typer.Option("--memory-mb", min=0, help="Memory for chunk-caches.", show_default="2147 MB")
 ]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
 
 DEFAULT_STORE = Path("chunk-caches")
 
@@ -263,7 +264,7 @@ def numbers(text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(map(math.isfinite, found)):
-        raise ConfigError(f"{text!r} is no list of numbers; write for example 0.5,1,2")
+        raise ConfigError(f"{text!r} is not a list of numbers; write for example 0.5,1,2")
     return found
 
 

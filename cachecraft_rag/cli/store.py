@@ -165,7 +165,7 @@ def evict(
     everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Remove chunk-caches, lowest eviction score first. Only cached computation is lost; documents stay."""
+    """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay."""
     from cachecraft_rag.store import RowFilter
 
     check_number("--older-than-days", older_than_days, optional=True)

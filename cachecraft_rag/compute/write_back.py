@@ -83,14 +83,14 @@ class WriteBackQueue:
             nbytes = capture.nbytes
             with self._guard:
                 if self._waiting_bytes > self._max_bytes:
-                    logger.warning("captures are dropped: %d MB of them wait already", self._waiting_bytes // 10**6)
+                    logger.warning("captures are dropped: %d MB are waiting already", self._waiting_bytes // 10**6)
                     return
                 try:
                     job = self._worker.submit(
                         self._store_capture, capture, recorder, keys, context=context, key=key, session=session
                     )
                 except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
-                    logger.info("the captures of an answer that outlived its engine are dropped")
+                    logger.info("an answer ended after its engine was closed; its captures are dropped")
                     return
                 self._pending[key.chunk_id] = job
                 self._waiting_bytes += nbytes

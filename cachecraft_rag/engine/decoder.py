@@ -51,9 +51,9 @@ def _attention(
     """The attention function registered with transformers; tensors arrive as `[1, heads, rows, head_dim]`."""
     if layer_pass is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} ran outside a pass of this package: either its model does not hand keyword "
-            "arguments on to its attention, which makes it unsupported, or it was called directly; do that inside "
-            "Decoder.stock()."
+            f"{type(module).__name__} ran outside a pass of this package. If you called the model yourself, do it "
+            "inside Decoder.stock(). Otherwise the model does not pass keyword arguments on to its attention, and is "
+            "not supported."
         )
     out = layer_pass.attend(
         module.layer_idx,
@@ -69,7 +69,7 @@ class Decoder:
     """A supported decoder-only language model with its tokenizer.
 
     Attributes:
-        name: what the user asked for.
+        name: as it was given to `load`.
         tokenizer: the model's own.
         layout: shape and dtype of its chunk-caches.
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
@@ -119,7 +119,7 @@ class Decoder:
         Raises:
             ModelNotFoundError: nothing of that name can be loaded.
             UnsupportedModelError: it has no raw keys to store.
-            ConfigError: an unknown dtype, or a device that is not to be had.
+            ConfigError: an unknown dtype, or a device that is not there.
         """
         from huggingface_hub import try_to_load_from_cache
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -263,7 +263,7 @@ def _not_found(name: str, error: Exception) -> ModelNotFoundError:
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name, `auto` being CUDA where there is one. Raises ConfigError where it is not to be had."""
+    """The device of that name, `auto` being CUDA if there is one. Raises ConfigError if it is not there."""
     try:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(1, device=place)
@@ -345,7 +345,7 @@ def _position_reason(model: Any) -> str | None:
     if any(word in kind for kind in kinds for word in state) or config.model_type in ("rwkv", "xlstm"):
         return "its state-space, recurrent or linear-attention layers keep one running state, not a key per token"
     if kinds - {"full_attention", "sliding_attention"}:
-        return f"its layers are of a kind that is not known here ({', '.join(sorted(kinds))})"
+        return f"its layers are of an unknown kind ({', '.join(sorted(kinds))})"
     if any(name.rpartition(".")[2] in _POSITION_TABLES for name, _ in model.named_modules()):
         return "learned or absolute positions are added to the tokens, so its keys cannot be moved"
     return None

@@ -172,7 +172,7 @@ class Engine(Closeable):
         config: EngineConfig | None = None,
         **options: Any,
     ) -> Self:
-        """Load a model, try it out (`self_check`) and open (or make) the chunk-caches below a store folder.
+        """Load a model, check it (`self_check`) and open (or make) the chunk-caches in a store folder.
 
         Args:
             model: Hugging Face name or folder, or "demo" for SmolLM2-135M-Instruct.
@@ -274,7 +274,7 @@ class Engine(Closeable):
         return ScoredAnswer(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """What is stored of these segments for this model; nothing that could not be of it, or of them."""
+        """The stored variants of these segments for this model; what does not fit model or segment is left out."""
         tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
         expected = Expected(self.decoder.layout, self.decoder.context_length, tokens)
         return self.store.find(
@@ -282,7 +282,7 @@ class Engine(Closeable):
         )
 
     def close(self) -> None:
-        """Finish the captures under way. A store that `from_pretrained` did not open stays open."""
+        """Store the captures that are still waiting. A store that `from_pretrained` did not open stays open."""
         if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
             return
         with self._opened:

@@ -45,7 +45,7 @@ class PromptBuilder:
         best_last: bool = True,
     ) -> None:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
-            raise ConfigError("the system prompt holds one of this package's own marks; choose other words")
+            raise ConfigError("the system prompt contains a mark that this package uses itself; change its wording")
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._best_last = best_last

@@ -31,8 +31,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", tuple(listed("stop", self.stop)))
         """Check every field; raises ConfigError."""
+        object.__setattr__(self, "stop", tuple(listed("stop", self.stop)))
         check_whole("max_new_tokens", self.max_new_tokens, least=1)
         check_number("temperature", self.temperature, most=FINITE)
         check_number("top_p", self.top_p, above=True, most=1)

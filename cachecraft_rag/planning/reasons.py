@@ -36,10 +36,10 @@ _SENTENCES = {
     Reason.OTHER_TOKENS: "stored chunk-caches were tokenised differently",
     Reason.OTHER_PREFIX: "stored behind other chunks only",
     Reason.NOT_WORTH_FIXING: "CFO is 1: fixing it costs as much as computing it",
-    Reason.LOSSY_CODEC: "behind its origin prefix, but a lossy codec has stored it",
+    Reason.LOSSY_CODEC: "behind its origin prefix, but stored by a lossy codec",
     Reason.NOT_LOADED: "it could not be loaded",
     Reason.COMPUTED_FASTER: "computing it was faster than loading it",
-    Reason.PROMPT_FULL: "the prompt was full: chunks are left out from the last-ranked on",
+    Reason.PROMPT_FULL: "the prompt was full; the lowest-ranked chunks are left out",
     Reason.TOO_LONG: "it does not fit the model's context",
 }
 _DETAIL_ALONE = frozenset({Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.TOO_LONG})

@@ -21,7 +21,7 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A row as administration sees it: the variant and the bytes of its file, header included."""
+    """A row of `ChunkCacheStore.rows`: the variant and the bytes of its file, header included."""
 
     variant: Variant
     file_bytes: int

@@ -103,9 +103,9 @@ class ChunkCacheStore(Closeable):
     ) -> dict[str, list[Variant]]:
         """The variants of each chunk: shared ones and those private to exactly this session. One query, no tensors.
 
-        Every asked chunk id is a key. The remote is asked for chunks of which too little is here, and waited for no
-        longer than its look-up may take. A catalog that cannot be read gives empty lists and one warning: the answer
-        then computes everything, which is better than no answer. Raises StoreError only after `close`.
+        Every chunk id that was passed in is a key of the result. Chunks with too few variants here are looked up on
+        the remote, for no longer than its time limit. A catalog that cannot be read gives empty lists and one warning:
+        the answer then computes everything, which is better than no answer. Raises StoreError only after `close`.
         """
         return self.find(namespace, fingerprint, chunk_ids, session=session).variants
 
@@ -147,7 +147,7 @@ class ChunkCacheStore(Closeable):
         return found
 
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
-        """`open_variant` for each, in the same order; what comes from the remote comes at the same time."""
+        """`open_variant` for each, in the same order; those on the remote are fetched at the same time."""
         self._check_open()
         variants = list(variants)
         far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
@@ -158,13 +158,13 @@ class ChunkCacheStore(Closeable):
     def open_variant(
         self, variant: Variant, stream: RemoteStream | Unavailable | None = None
     ) -> LoadedVariant | StoredVariant | Unavailable:
-        """The tensor if memory has it; else the stored variant, opened to be read; or why it cannot be served.
+        """The tensor if it is in memory, else the stored variant, ready to be read, or why it cannot be served.
 
         What was opened must be handed back: to `keep`, or to `lost`. A variant whose file is missing or damaged leaves
         the catalog, in the background. Raises StoreError only after `close`.
 
         Args:
-            stream: its payload, where it is on its way from the remote already.
+            stream: its payload, if it is already on its way from the remote.
         """
         self._check_open()
         # Memory knows a variant by its id alone; a file says what it is.
@@ -195,7 +195,7 @@ class ChunkCacheStore(Closeable):
         return stored
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
-        """Take note of a load; `whole`: all of it was read, and memory keeps it, and the disk what was remote."""
+        """Record a load. If it was read as a `whole`, memory keeps it, and the disk too if it was remote."""
         stored.close()
         self._count_load(stored.tier)
         if whole:
@@ -204,7 +204,7 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Take note that a variant could not be had; what is missing or damaged leaves the catalog, or the remote."""
+        """Record that a variant could not be read; if it is missing or damaged, it is removed where it was found."""
         remote = self._remote if variant.home == "remote" else None
         self._count_load(kind_of(why.reason) + (" (remote)" if remote else ""))
         if isinstance(why, Damaged):
@@ -229,7 +229,7 @@ class ChunkCacheStore(Closeable):
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
-        """Run a job on one of the threads that read; False, and it is dropped, after `close`."""
+        """Run a job on one of the reading threads. After `close` the job is dropped and the result is False."""
         self._home.require()
         try:
             self._readers.submit(job).add_done_callback(log_mistake)
@@ -264,7 +264,7 @@ class ChunkCacheStore(Closeable):
     def stats(self) -> StoreStats:
         """Sizes, budgets and counts; a remote is asked too. Raises StoreError when the catalog cannot be read.
 
-        Of a folder that is gone nothing is left; the counts of this process go on.
+        If the folder was deleted, its sizes are 0; the counts of this process stay.
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
@@ -312,8 +312,8 @@ class ChunkCacheStore(Closeable):
     def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
         """Compare rows and files, read every byte, and report what is wrong; with `repair` put it right.
 
-        Safe while other processes read and write: what a living writer is busy with is left alone. `progress` is told
-        after each row. Raises StoreError when the catalog or the folder cannot be read.
+        Safe while other processes read and write: files that a running writer is working on are left alone. `progress`
+        is called after each row. Raises StoreError when the catalog or the folder cannot be read.
         """
         self._require_folder()
         try:
@@ -336,7 +336,7 @@ class ChunkCacheStore(Closeable):
         return written and (self._remote is None or self._remote.flush(left))
 
     def close(self) -> None:
-        """Write what is waiting, then let go of everything; a remote gets `close_timeout_s`. May be called twice."""
+        """Write what is waiting, then close everything; a remote gets `close_timeout_s`. May be called twice."""
         if not self._home.here:  # a fork of its process: nothing waits here, and its files are that one's
             return
         with self._lock:

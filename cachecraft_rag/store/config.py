@@ -1,4 +1,4 @@
-"""What a store is told when it is opened, and what it tells of itself."""
+"""Settings of a store, and its statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoreConfig:
     host_bytes          tensors kept in memory; 0 switches the host tier off
     device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
     queue_bytes         captures waiting to be written; what comes while it is full is dropped
-    readers             threads that read files, for all requests together
+    readers             threads that read files, shared by all requests
     read_bytes_per_s    limit on reading files, for a disk that others need too
     codec               how captures are written, a name of `codecs.CODECS`; what is stored already keeps its own.
                         Memory keeps a capture as it was computed: a lossy codec shows once it has left memory
@@ -77,10 +77,10 @@ class StoreStats:
     """The state of the whole store (all processes) and what this process did with it.
 
     disk_bytes  files with a row, and files being written or deleted
-    lookups     chunks asked for, by outcome: "found", "no variant", or "refused": what is stored is not what it says
-    loads       chunk-caches loaded, by tier ("device", "host", "disk", "remote") or by the reason why not
-    captures      chunk-caches put, by outcome: "stored" or the reason why one was not; those sent to the remote: there
-    remote      what the remote says and what this process did with it; None without one
+    lookups     chunks that were looked up, by outcome: "found", "no variant", or "refused" (it did not pass the checks)
+    loads       chunk-caches that were loaded, by tier ("device", "host", "disk", "remote") or by the reason why not
+    captures    chunk-caches that were put, by outcome: "stored" or the reason why not; for the remote see `remote`
+    remote      sizes on the remote, and what this process did there; None without a remote
     """
 
     variants: int

@@ -226,7 +226,7 @@ def _message(path: Path, error: sqlite3.Error) -> str:
         advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
     elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         advice = (
-            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start anew, no document is lost"
+            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start again; no document is lost"
         )
     elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         advice = "cannot be written. Make the folder writable for this user or choose another one for the store"

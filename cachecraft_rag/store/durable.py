@@ -211,7 +211,7 @@ class DurableVariants:
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."
             )
         findings = [
-            Finding("catalog", self.catalog.path, text, f"delete the folder {self.catalog.path.parent} to start anew")
+            Finding("catalog", self.catalog.path, text, f"delete the folder {self.catalog.path.parent} to start again")
             for text in self.catalog.problems()
         ]
         findings += self._sweep(repair=repair)
@@ -297,7 +297,7 @@ def _unlink(path: Path) -> bool:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("A leftover cannot be deleted: %s", error)
+        logger.warning("A leftover file cannot be deleted: %s", error)
         return False
     return True
 

@@ -94,9 +94,9 @@ def unsound(variant: Variant) -> str:
         names = (key.namespace, key.fingerprint, key.chunk_id, variant.variant_id, variant.tokens_digest, variant.codec)
         "".join((*names, variant.session or "", *key.origin_prefix)).encode()
         if not (type(tokens) is type(nbytes) is int and 0 < tokens < most and 0 < nbytes < most):
-            return "its sizes are no sizes"
+            return "its sizes are not valid"
         if type(variant.primed) is not bool or len(inter) != len(key.origin_prefix):
-            return "its scores are not those of its origin prefix"
+            return "its scores do not fit its origin prefix"
         attention = tokens * _ROUNDING
         # The sum, because it is NaN where one of them is.
         if inter and not (min(inter) >= 0.0 and sum(inter) <= attention * len(inter)):

@@ -351,7 +351,7 @@ class StoredVariant:
             except ValueError as error:
                 raise ValueError(f"data damaged: layer {layer} cannot be decoded: {error}") from error
         if self.variant.payload.layout is not None and not in_range(out):
-            raise ValueError(f"data damaged: layer {layer} holds numbers that no model gives")
+            raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:
         """Every layer, in order, once there is room; see `read`."""

@@ -23,7 +23,7 @@ class HomeProcess:
         """Raise ForkError in a forked child."""
         if not self.here:
             raise ForkError(
-                f"The {self._what} was opened in process {self._pid}, and this is a fork of it ({os.getpid()}), in "
-                "which its threads do not run. Fork first and open one in each child; or, where a model has run "
-                "already, start processes with spawn: multiprocessing.get_context('spawn')."
+                f"The {self._what} was opened in process {self._pid} and cannot be used in its fork ({os.getpid()}): "
+                "its threads do not run there. Fork first and open one in each child. If a model has already run, "
+                "start processes with spawn instead: multiprocessing.get_context('spawn')."
             )

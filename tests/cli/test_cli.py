@@ -294,7 +294,7 @@ def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> Non
         (["ask", "What?", "--early-termination", "sharp"], "early_termination must be off"),
         (["ask", "What?", "--focus", "sharp"], "early_termination must be off"),  # the option's old name,
         (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
-        (["bench", "cake", "--bandwidths", "fast"], "no list of numbers"),
+        (["bench", "cake", "--bandwidths", "fast"], "not a list of numbers"),
         (["bench", "cake", "--tokens", "100"], "at least 256 tokens"),
         (
             ["bench", "ttft", "--chunks", "25", "--dtype", "float32"],

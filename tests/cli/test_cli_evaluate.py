@@ -191,7 +191,7 @@ def test_early_termination_is_a_subcommand_and_has_its_old_name_too(home: Path) 
     assert "judge-focus" not in invoke("--help")
     with pytest.raises(ConfigError, match="write options behind the subcommand: cachecraft eval early-termination"):
         invoke("eval", "--limit", "1", "early-termination", *arguments)
-    with pytest.raises(ConfigError, match="an origin that does not change"):
+    with pytest.raises(ConfigError, match="change from question to question"):
         invoke("eval", "early-termination", *arguments, "--origin", "stream")
 
 
@@ -200,7 +200,7 @@ def test_early_termination_is_a_subcommand_and_has_its_old_name_too(home: Path) 
     [
         (("--methods", "magic"), "unknown method magic; choose among"),
         (("--methods", "lingua2"), "--lingua2-model"),
-        (("--ratios", "much"), "is no list of numbers"),
+        (("--ratios", "much"), "is not a list of numbers"),
         (("--ratios", "0,0.1"), "a ratio must lie above 0"),
         (("--origin", "somehow"), "unknown origin condition"),
         (("--data", "missing.json"), r"missing\.json"),

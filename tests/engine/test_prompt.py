@@ -136,7 +136,7 @@ def test_a_question_that_holds_the_marks_is_a_question(tokenizer: PreTrainedToke
     prompt = builder(tokenizer).build(odd, chunks(f"About {odd}"))
     assert text_of(tokenizer, prompt.segments[-1]) == f"Question: {odd}<|end|>\n<|assistant|>\n"
     assert text_of(tokenizer, prompt.segments[1]) == f"About {odd}\n\n"
-    with pytest.raises(ConfigError, match="own marks"):
+    with pytest.raises(ConfigError, match="a mark that this package uses"):
         builder(tokenizer, system="Say \u27e6cachecraft-context\u27e7.")
 
 

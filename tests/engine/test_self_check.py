@@ -47,7 +47,7 @@ def test_attention_sinks_are_refused(tiny_decoder: MakeDecoder) -> None:
 
 
 def test_an_attention_that_the_model_calls_by_itself_is_refused(tiny_decoder: MakeDecoder) -> None:
-    with pytest.raises(UnsupportedModelError, match="does not hand keyword arguments on"):
+    with pytest.raises(UnsupportedModelError, match="does not pass keyword arguments on"):
         self_check(tiny_decoder("Nemotron"))
 
 

@@ -708,7 +708,7 @@ def test_a_damaged_catalog_is_refused_at_opening_with_a_way_out(tmp_path: Path) 
         stored(store, make())
     (tmp_path / "catalog.sqlite").write_bytes(b"\x00garbage" * 4096)
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"catalog\.sqlite is damaged.*start anew"):
+        with pytest.raises(StoreError, match=r"catalog\.sqlite is damaged.*start again"):
             ChunkCacheStore.open(tmp_path)
     assert list((tmp_path / "writers").iterdir()) == []  # the failed attempts left no locks behind
 

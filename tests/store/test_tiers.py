@@ -357,7 +357,7 @@ def test_what_is_no_number_is_damaged_for_who_knows_the_model(tmp_path: Path, dt
     tier.write(variant, encode(variant, layout, kv), writer="ab")
     result = tier.read(known)
     assert isinstance(result, Damaged)
-    assert "layer 5 holds numbers that no model gives" in result.reason
+    assert "layer 5 holds numbers that no model produces" in result.reason
 
 
 def test_a_small_file_that_would_grow_is_left_alone_where_no_model_says_how_far(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
     import torch
 
     if reference_logits.shape != logits.shape or logits.dim() != 2 or not len(logits):
-        raise ValueError(f"logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)} do not compare")
+        raise ValueError(f"cannot compare logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)}")
     reference, found = reference_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
     share = reference.exp()
     kl = torch.where(share > 0, share * (reference - found), 0.0).sum(-1).mean()

@@ -90,10 +90,10 @@ class RemoteConfig:
     queue_bytes         chunk-caches waiting to be sent; what comes while it is full is dropped
     failures            time-outs or errors of one kind in a row after which the remote is left alone
     cool_down_s         … for so long; then one try in the background, with twice the pause after each that fails
-    key                 a secret that all engines share: what is sent is signed with it, and nothing else is believed.
+    key                 a secret that all engines share: what is sent is signed with it, and nothing else is used.
                         Else that of `key_file`, of the environment (CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE),
                         or none: see docs/remote.md
-    key_file            a file with a key on each line: the first signs, all are believed
+    key_file            a file with a key on each line: the first signs, all are accepted
     """
 
     url: str = field(repr=False)
@@ -130,7 +130,7 @@ class RemoteConfig:
         except ValueError:
             known = False
         if not known:
-            raise ConfigError(f"{self.shown!r} is no remote; give a URL such as {_EXAMPLES}")
+            raise ConfigError(f"{self.shown!r} is not the URL of a remote; write one such as {_EXAMPLES}")
         if not place and parts.scheme != "memory":
             raise ConfigError(f"{self.shown!r} names no host, bucket or path; give a URL such as {_EXAMPLES}")
 

@@ -117,5 +117,5 @@ class Outbox:
             async with asyncio.timeout(self._timeout_s):
                 return await sending or ""
         except OSError as error:
-            logger.info("A chunk-cache or a use does not reach the remote: %s", error)
+            logger.info("A chunk-cache or its use count could not be sent to the remote: %s", error)
             return "too slow" if isinstance(error, TimeoutError) else "failed"

@@ -257,7 +257,7 @@ class RemoteTier(Closeable):
             try:
                 usage = self._wait(self._backend.usage, STATS_S)
             except OSError as error:
-                logger.info("The remote %s does not say what it holds: %s", self.config.shown, error)
+                logger.info("The remote %s could not list its chunk-caches: %s", self.config.shown, error)
         with self._lock:
             return RemoteStats(
                 url=self.config.shown,
@@ -347,9 +347,9 @@ class RemoteTier(Closeable):
     def _note_failure(self, kind: str, error: object) -> None:
         what = self.config.hide(error) or "too slow"
         if self._breaker.failed(kind):
-            logger.warning("The remote %s is left alone for a while: %s", self.config.shown, what)
+            logger.warning("The remote %s failed and is not asked for a while: %s", self.config.shown, what)
         elif not self._told:  # a single question would otherwise end before the breaker says anything
-            logger.warning("The remote %s gives nothing, and is done without: %s", self.config.shown, what)
+            logger.warning("The remote %s failed; going on without it: %s", self.config.shown, what)
         self._told = True
 
     def _ended(self, variant: Variant, end: End) -> None:
@@ -383,7 +383,7 @@ class RemoteTier(Closeable):
             try:
                 self._submit(self._quietly(ask))
             except RuntimeError:
-                logger.info("The remote tier is closed; what is damaged there stays until another engine meets it")
+                logger.info("The remote is closed; damaged chunk-caches stay there until another engine finds them")
 
     async def _quietly(self, ask: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -402,14 +402,14 @@ class RemoteTier(Closeable):
             async with asyncio.timeout(0.5):
                 await self._backend.close()
         except OSError as error:
-            logger.info("Closeable the remote %s: %s", self.config.shown, error)
+            logger.info("Closing the remote %s failed: %s", self.config.shown, error)
         self._loop.stop()
 
 
 def _log_mistake(future: Future[T]) -> None:
     """Log what the background raised: a mistake of our own must be seen."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("The remote tier sends no more", exc_info=error)
+        logger.error("The remote stopped sending", exc_info=error)
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:

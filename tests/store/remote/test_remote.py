@@ -712,7 +712,7 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
     with pytest.raises(ConfigError) as unknown:
         RemoteConfig("http://me:hunter7@host")
     told = caplog.text + repr(wrong.stats()) + repr(wrong.config) + str(refused.value) + str(unknown.value)
-    assert "is left alone for a while" in told
+    assert "failed and is not asked for a while" in told
     assert "redis://***@127.0.0.1" in told
     assert "hunter" not in told
 
@@ -720,7 +720,7 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"url": "ftp://host"}, "is no remote; give a URL such as redis://"),
+        ({"url": "ftp://host"}, "is not the URL of a remote; write one such as redis://"),
         ({"url": "host:6379"}, "is no remote"),
         ({"url": ""}, "is no remote"),
         ({"url": "redis://host:port"}, "is no remote"),

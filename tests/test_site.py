@@ -1,0 +1,78 @@
+"""The site of `make docs`: it builds without a warning, explains every public name, and loads nothing from outside."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC = ("cachecraft_rag", "cachecraft_rag.llama_index", "cachecraft_rag.langchain")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` builds it."""
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", target]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return target
+
+
+@pytest.mark.slow
+def test_every_public_name_is_explained(site: Path) -> None:
+    pages = [page.read_text() for page in (site / "api").glob("*.html")]
+    explained = {
+        anchor.split(".")[-1] for page in pages for anchor in re.findall(r'id="(cachecraft_rag\.[\w.]+)"', page)
+    }
+    for package in PUBLIC:
+        names = importlib.import_module(package).__all__
+        missing = [name for name in names if name not in explained]
+        assert not missing, f"name them on a page of docs/api/: {missing}"
+
+
+@pytest.mark.slow
+def test_fields_and_examples_are_readable(site: Path) -> None:
+    settings = (site / "api" / "settings.html").read_text()
+    assert re.search(r"<li>\s*(<p>)?<code>recompute_ratio</code>: a fixed share", settings)
+    assert "&gt;&gt;&gt;" in settings
+    assert "<blockquote>" not in settings  # what Markdown makes of >>>
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) >= 25
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?\bsrc=\"?([^\s\">]+)", text)
+        loaded += re.findall(r"<link\b[^>]*?\bhref=\"?([^\s\">]+)", text)
+        assert loaded
+        assert 'class="mermaid"' not in text, "the theme would load the drawing program from elsewhere"
+        assert not [url for url in loaded if re.match(r"(https?:)?//", url)], page.name
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text()), style.name
+
+
+def test_the_extension_for_docstrings() -> None:
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "site" / "docstrings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert doctest.testmod(module) == (0, 1)
+    assert module.as_markdown(">>> 1 + 1\n2") == "```pycon\n>>> 1 + 1\n2\n```"
+    shared = "Args:\n    model, store: what `open`\n        takes.\n    k: how many."
+    assert module.as_markdown(shared) == (
+        "Args:\n    model: what `open`\n        takes.\n    store: what `open`\n        takes.\n    k: how many."
+    )
