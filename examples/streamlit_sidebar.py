@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import streamlit as st
+from streamlit_conversations import Conversations
 from streamlit_picture import meters, nbytes, plain, title_of
 
 from cachecraft_rag import CacheCraft, CacheCraftError, ReuseConfig, SamplingParams
 
 HANDBOOK = Path(__file__).parent / "handbook"
 REMEMBERED_TURNS = 3
-SENTENCE_ENDS = (". ", ".\n")  # a model as small as the demo's would go on after its first sentence, with inventions
+AUTOMATIC, FIXED = "Automatic", "Fixed share"
+SAMPLE = "the sample handbook"
 FOCUS = {
-    "off": "Off: recompute for every chunk",
-    "gap": "On: only for chunks the question attends to",
-    "printed": "On: the rule as printed in the paper",
+    "off": "Refresh every passage",
+    "gap": "Refresh only what the question needs",
+    "printed": "Refresh only what it needs, by the paper's rule",
 }
 
 
 @dataclass(frozen=True)
 class Shared:
-    """State shared by all browser sessions; `indexing` keeps two uploads from indexing each other's files."""
+    """State shared by all visitors; `indexing` keeps two uploads from indexing each other's files."""
 
     rag: CacheCraft
     folder: Path
     indexing: threading.Lock
+    conversations: Conversations
 
     @property
     def uploads(self) -> Path:
@@ -39,13 +43,14 @@ class Shared:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one session."""
+    """The settings of one session; `brief` ends an answer after its first sentence."""
 
     top_k: int
     sampling: SamplingParams
     reuse: ReuseConfig
     compare: bool
     remember: bool
+    brief: bool
     picked: tuple[str, ...]
 
 
@@ -56,36 +61,71 @@ def choose_documents(shared: Shared) -> list[str]:
     """Upload, load the sample, remove; returns the ids of all documents."""
     state = st.session_state
     st.subheader("Documents", anchor=False)
-    files = st.file_uploader("Text, Markdown, HTML or PDF", accept_multiple_files=True, key=f"upload-{state.uploaded}")
+    stored = shared.rag.documents()
+    names = [document.doc_id for document in stored]
+    if os.environ.get("CACHECRAFT_READ_ONLY") == "1":
+        return names
+    files = st.file_uploader(
+        "Add documents",
+        accept_multiple_files=True,
+        key=f"upload-{state.uploaded}",
+        help="Text, Markdown, HTML, PDF, Word, CSV, JSON",
+    )
     if files:
-        with st.spinner("Indexing …"):
+        with st.spinner("Reading …"):
             state.notices = add_uploads(shared, [(file.name, file.getvalue()) for file in files])
         state.uploaded += 1  # a new key empties the uploader; otherwise each rerun would index the same files again
         st.rerun()
-    stored = shared.rag.index.documents()
-    names = [document.doc_id for document in stored]
-    if not any(name.startswith("handbook/") for name in names) and st.button(
-        "Add the sample handbook", icon=":material/menu_book:", width="stretch", key="sample"
-    ):
-        with st.spinner("Indexing the handbook …"), shared.indexing:
-            shared.rag.add_documents(HANDBOOK)
-        state.notices = []
-        st.rerun()
+    if names and not any(name.startswith("handbook/") for name in names):
+        offer_handbook(shared)
     for kind, text in state.notices:
         (st.success if kind == "added" else st.warning)(text)
-    root = os.path.abspath(shared.uploads)
-    own = [document.doc_id for document in stored if document.root == root]
-    if own:
-        with st.popover("Remove uploads", icon=":material/delete:", width="stretch"):
-            gone = st.multiselect("Documents to remove, for all users", own, key=f"remove-{state.uploaded}")
-            if st.button("Remove them and their chunk-caches", disabled=not gone, key="remove"):
-                with shared.indexing:
-                    for name in gone:
-                        (shared.uploads / name.partition("/")[2]).unlink(missing_ok=True)
-                    shared.rag.add_documents(shared.uploads)
-                state.notices, state.uploaded = [], state.uploaded + 1
+    choices = removable([(document.doc_id, document.root) for document in stored])
+    if choices:
+        # The key changes with each removal: a popover with a new key is closed.
+        with st.popover("Remove documents", icon=":material/delete:", width="stretch", key=f"open-{state.uploaded}"):
+            gone = st.multiselect("What to remove, for everyone", list(choices), key=f"remove-{state.uploaded}")
+            if st.button("Remove", disabled=not gone, key="remove", type="primary"):
+                state.notices = remove(shared, [name for choice in gone for name in choices[choice]])
+                state.uploaded += 1
                 st.rerun()
     return names
+
+
+def offer_handbook(shared: Shared) -> None:
+    """A button that adds the sample handbook."""
+    if os.environ.get("CACHECRAFT_READ_ONLY") == "1":
+        return
+    if st.button("Add the sample handbook", icon=":material/menu_book:", width="stretch", key="sample"):
+        with st.spinner("Reading the handbook …"), shared.indexing:
+            shared.rag.add_documents(HANDBOOK)
+        st.session_state.notices = []
+        st.rerun()
+
+
+def removable(documents: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """What can be removed: each document by its name, and the pages of the handbook together.
+
+    documents  (doc_id, folder) of each
+    """
+    handbook = os.path.abspath(HANDBOOK)
+    choices: dict[str, list[str]] = {}
+    for doc_id, root in documents:
+        choices.setdefault(SAMPLE if root == handbook else doc_id, []).append(doc_id)
+    return choices
+
+
+def remove(shared: Shared, names: list[str]) -> list[tuple[str, str]]:
+    """Remove documents with their chunk-caches, and uploaded files; returns messages as `add_uploads`."""
+    root = os.path.abspath(shared.uploads)
+    with shared.indexing:
+        present = {document.doc_id: document.root for document in shared.rag.documents()}
+        names = [name for name in names if name in present]  # someone else may have removed one
+        for name in names:
+            if present[name] == root:
+                (shared.uploads / name.partition("/")[2]).unlink(missing_ok=True)
+        shared.rag.remove_documents(names)
+    return [("added", f"Removed: {len(names)} {'document' if len(names) == 1 else 'documents'}")]
 
 
 def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[tuple[str, str]]:
@@ -138,47 +178,57 @@ def choose_settings(documents: list[str], *, small: bool) -> Settings:
         state.picked = [name for name in state.get("picked", []) if name in documents]  # others may have removed some
         st.multiselect("Ask only about", documents, key="picked", placeholder="all documents")
     st.subheader("Reuse", anchor=False)
-    reuse = st.toggle("Reuse chunk-caches", True, key="reuse")
+    reuse = st.toggle("Reuse what was computed before", True, key="reuse")
     how = st.segmented_control(
-        "Recompute of reused chunks",
-        ["CFO decides", "Fixed share"],
-        default="CFO decides",
+        "How much of a reused passage to refresh",
+        [AUTOMATIC, FIXED],
+        default=AUTOMATIC,
         required=True,
         key="recompute",
-        help="CFO (eq. 12 of Cache-Craft): how much of a chunk depended on neighbours that are missing now.",
+        help="Automatic: the more, the more a passage depended on text that stands elsewhere now (CFO, eq. 12 of "
+        "Cache-Craft).",
         disabled=not reuse,
         width="stretch",
     )
     ratio = None
-    if how == "Fixed share":
-        ratio = st.slider("Share of tokens", 0, 100, 15, 5, format="%d %%", key="ratio", disabled=not reuse) / 100
+    if how == FIXED:
+        ratio = st.slider("Share of its tokens", 0, 100, 15, 5, format="%d %%", key="ratio", disabled=not reuse) / 100
     focus: Any = st.selectbox(
-        "Focus",
+        "Which passages to refresh",
         list(FOCUS),
         format_func=lambda name: FOCUS[name],
         key="focus",
         disabled=not reuse,
-        help="Ends the recomputing of chunks that the question does not attend to (Algorithm 1).",
+        help="Early termination (Algorithm 1 of Cache-Craft): passages that the question does not attend to are no "
+        "longer refreshed.",
     )
-    top_k = st.slider("Chunks per question", 1, 10, 5, key="top_k")
+    top_k = st.slider("Passages per question", 1, 10, 5, key="top_k")
     compare = st.toggle(
-        "Compare with full prefill",
+        "Compare with the time without reuse",
         True,
         key="compare",
         help="After each answer the same prompt is computed in full, up to the first token, and timed.",
     )
+    length, brief, remember = answer_settings(small=small)
+    sampling = SamplingParams(max_new_tokens=length)
+    config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, early_termination=focus)
+    return Settings(top_k, sampling, config, compare, remember, brief, tuple(state.get("picked", ())))
+
+
+def answer_settings(*, small: bool) -> tuple[int, bool, bool]:
+    """The longest answer in tokens, whether it ends after one sentence, and whether earlier turns are included."""
     with st.expander("Answer"):
-        length = st.slider("Maximum tokens", 16, 512, 96, 16, key="length")
-        brief = st.toggle("End after one sentence", small, key="brief")
+        length = st.slider("Maximum length", 16, 512, 96, 16, key="length", help="In tokens, about ¾ of a word each.")
+        brief = st.toggle(
+            "Stop after the first sentence", small, key="brief", help="Very small models go on with inventions."
+        )
         remember = st.toggle(
             "Remember the conversation",
             False,
             key="remember",
             help=f"The prompt includes the last {REMEMBERED_TURNS} turns. Small models get confused.",
         )
-    sampling = SamplingParams(max_new_tokens=length, stop=SENTENCE_ENDS if brief else ())
-    config = ReuseConfig(reuse=reuse, recompute_ratio=ratio, early_termination=focus)
-    return Settings(top_k, sampling, config, compare, remember, tuple(state.get("picked", ())))
+    return length, brief, remember
 
 
 @st.fragment(run_every=4.0)
@@ -210,7 +260,7 @@ def store_section(shared: Shared) -> None:
         )
     )
     if st.button(
-        f"{stats.variants} chunk-caches of {stats.chunks} segments",
+        f"Show the {stats.variants} stored chunk-caches",
         width="stretch",
         key="contents",
         icon=":material/database:",

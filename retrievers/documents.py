@@ -1,8 +1,8 @@
-"""Read files and folders of text, Markdown, reStructuredText, HTML and PDF into documents.
+"""Read files and folders into documents: text, Markdown, reStructuredText, HTML, PDF, Word, tables and JSON.
 
-What comes out is Markdown where the source has headings (Markdown, reStructuredText, HTML) and plain text where it has
-none (.txt, PDF); `metadata["format"]` says which, and the splitter goes by it. Line ends become line feeds, so that the
-same text saved on two systems gives the same chunks. In a PDF a form feed stands between pages.
+What comes out is Markdown where the source has headings (Markdown, reStructuredText, HTML, Word) and plain text where
+it has none (.txt, PDF, tables, JSON); `metadata["format"]` says which, and the splitter goes by it. Line ends become
+line feeds, so that the same text saved on two systems gives the same chunks. In a PDF a form feed stands between pages.
 
 Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8, and last Windows-1252, noted in
 `metadata["encoding"]`. One bad file never loses the rest of a folder: it becomes a `Problem` beside the documents.
@@ -22,9 +22,16 @@ from typing import Literal
 
 from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.markup import MarkupError, html_to_markdown, rst_to_markdown
+from cachecraft_rag.retrievers.office import (
+    FormatError,
+    MissingReaderError,
+    docx_to_markdown,
+    json_to_text,
+    table_to_text,
+)
 from cachecraft_rag.types import Document, Scalar
 
-SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf")
+SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf", ".docx", ".csv", ".tsv", ".json", ".jsonl")
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_REASON = 300  # characters of a parser's message, which may quote half the document
 
@@ -131,7 +138,11 @@ def require_readable(path: Path) -> None:
 
 
 def parse_document(file: SourceFile, data: bytes) -> Document:
-    """The document in the bytes of a file. Raises `DocumentError` if they hold no readable text."""
+    """The document in the bytes of a file.
+
+    Raises `DocumentError` if they hold no readable text, and `MissingReaderError` if the package that reads this kind
+    of file is not installed.
+    """
     parsers: dict[str, Callable[[Path, bytes], tuple[str, dict[str, Scalar]]]] = {
         ".txt": _parse_text,
         ".md": _parse_markdown,
@@ -140,6 +151,11 @@ def parse_document(file: SourceFile, data: bytes) -> Document:
         ".html": _parse_html,
         ".htm": _parse_html,
         ".pdf": _parse_pdf,
+        ".docx": _parse_docx,
+        ".csv": _parse_table,
+        ".tsv": _parse_table,
+        ".json": _parse_json,
+        ".jsonl": _parse_json,
     }
     parser = parsers.get(file.path.suffix.lower())
     if parser is None:
@@ -166,9 +182,9 @@ def parsing(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except CacheCraftError:
+    except (CacheCraftError, MissingReaderError):
         raise
-    except MarkupError as error:
+    except (MarkupError, FormatError) as error:
         raise DocumentError(f"{name}: cannot be read: {error}") from error
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
@@ -346,3 +362,18 @@ def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
         what = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DocumentError(f"{shown(path)}: is damaged or locked ({what}); {advice}") from error
     return "\f".join(page.replace("\f", "\n") for page in pages), {"format": "text", "pages": len(pages)}
+
+
+def _parse_docx(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    return docx_to_markdown(data, most_bytes=LARGEST_FILE), {"format": "markdown"}
+
+
+def _parse_table(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    text, metadata = _decode(path, data)
+    separator = "\t" if path.suffix.lower() == ".tsv" else None
+    return table_to_text(_clean(text), separator=separator), {"format": "text", **metadata}
+
+
+def _parse_json(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    text, metadata = _decode(path, data)
+    return json_to_text(_clean(text)), {"format": "text", **metadata}

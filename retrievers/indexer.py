@@ -34,8 +34,10 @@ from cachecraft_rag.retrievers.documents import (
     parse_document,
     parsing,
     printable,
+    shown,
     too_large,
 )
+from cachecraft_rag.retrievers.office import MissingReaderError
 from cachecraft_rag.retrievers.schema import same_model
 from cachecraft_rag.types import Chunk, Document, Progress, digest
 
@@ -226,6 +228,8 @@ class _Run:
             pass  # deleted since it was listed; the run removes it like any other that is gone
         except OSError as error:
             self.problems.append(Problem(file.doc_id, "inaccessible", inaccessible(file.path, error)))
+        except MissingReaderError as error:  # nothing is known of its content: an earlier reading of it stays
+            self.problems.append(Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}"))
         except DocumentError as error:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)

@@ -54,12 +54,14 @@ from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, uni
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
+from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, SearchHit
 
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
-_UNKNOWN_EMBEDDING = "llama-index"  # LlamaIndex does not tell a vector store which model makes its vectors
+# Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
+PATH_KEYS = frozenset({"file_path"})
 
 
 class CacheCraftEmbedding(BaseEmbedding):
@@ -116,8 +118,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         folder: of the index, made at the first `add`; the command line finds it too if it is `index` inside a store
             folder. Or a `FaissStore` of your own (`rag.index`), which you close yourself.
         caches: a chunk-cache store (`engine.store`); deleting from the index then also deletes there.
-        embedding: the model that makes the vectors (`CacheCraftEmbedding().embedder.fingerprint`); another one is then
-            refused. Without it only the width of the vectors is checked.
+        embedding: the model that makes the vectors: a `CacheCraftEmbedding`, or the fingerprint of its `embedder`.
+            Another one is then refused, and `CacheCraft` and the command line can open the index. Without it only the
+            width of the vectors is checked, and they cannot, because LlamaIndex does not say which model it uses.
 
     Raises:
         IndexStoreError: the folder holds an index of another embedding model, or a damaged one.
@@ -138,8 +141,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         folder: str | os.PathLike[str] | FaissStore = "chunk-caches/index",
         *,
         caches: ChunkCacheStore | None = None,
-        embedding: str | None = None,
+        embedding: str | CacheCraftEmbedding | None = None,
     ) -> None:
+        if isinstance(embedding, CacheCraftEmbedding):
+            embedding = embedding.embedder.fingerprint
         if not isinstance(folder, FaissStore):
             check_path("folder", folder)
         check_kind("caches", caches, ChunkCacheStore, optional=True, advice="engine.store is one")
@@ -266,7 +271,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         with self._opening:
             if self._store is None:
                 self._store = FaissStore.open(
-                    self.folder, dim=dim, embedder_fingerprint=self.embedding or _UNKNOWN_EMBEDDING
+                    self.folder, dim=dim, embedder_fingerprint=self.embedding or UNKNOWN_EMBEDDING
                 )
             return self._store
 
@@ -315,8 +320,16 @@ def _chunk_of(node: BaseNode) -> Chunk:
     """A node as a chunk: the text the model will see of it, and the node itself in the metadata."""
     metadata = node_to_metadata_dict(node)
     # From the node as it is read back: JSON turns a date in the metadata into a text, and that is what the model sees.
-    text = metadata_dict_to_node(metadata).get_content(metadata_mode=MetadataMode.LLM)
+    text = without_paths(metadata_dict_to_node(metadata)).get_content(metadata_mode=MetadataMode.LLM)
     return Chunk(text, {key: value for key, value in metadata.items() if isinstance(value, str | int | float | None)})
+
+
+def without_paths(node: BaseNode) -> BaseNode:
+    """The node, or a copy whose text for the model (`MetadataMode.LLM`) leaves out what is in `PATH_KEYS`."""
+    seen = (PATH_KEYS & node.metadata.keys()) - set(node.excluded_llm_metadata_keys)
+    if not seen:
+        return node
+    return node.model_copy(update={"excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *sorted(seen)]})
 
 
 def _node_of(found: Chunk | SearchHit) -> BaseNode:

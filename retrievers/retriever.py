@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_text, check_whole
 from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.faiss_store import FaissStore, StoredDocument
 from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.removal import Removed, remove_documents
 from cachecraft_rag.types import SearchHit
 
 if TYPE_CHECKING:
@@ -46,6 +48,20 @@ class Retriever:
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
         return hits
+
+    def documents(self) -> list[StoredDocument]:
+        """All documents of the index, sorted by `doc_id`, with the number of their chunks."""
+        return self.index.documents()
+
+    def remove_documents(self, names: Iterable[str]) -> Removed:
+        """Remove documents by `doc_id` (or all of a folder: `docs/`), with the chunk-caches of their chunks.
+
+        Files stay where they are, so indexing their folder again brings them back.
+
+        Raises:
+            DocumentError: a name that no document has; nothing was removed then.
+        """
+        return remove_documents(self.index, names, caches=self.caches)
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:

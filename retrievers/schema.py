@@ -12,6 +12,7 @@ from cachecraft_rag.store.database import Database, Kind
 from cachecraft_rag.types import Chunk, chunk_id_of
 
 DATABASE = "index.sqlite"
+UNKNOWN_EMBEDDING = "llama-index"  # made by LlamaIndex, which does not tell a vector store its embedding model
 
 # Append only: migration n brings a database from user_version n to n + 1.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -59,6 +60,11 @@ def open_database(
     try:
         settings = _settings(db, folder, dim=dim, fingerprint=fingerprint)
         other_model = fingerprint is not None and not same_model(fingerprint, settings["embedder"])
+        if other_model and settings["embedder"] == UNKNOWN_EMBEDDING:
+            raise IndexStoreError(
+                f"{folder}: the index does not say which embedding model made it, because LlamaIndex did not; delete "
+                "the folder and make it with CacheCraftVectorStore(…, embedding=CacheCraftEmbedding())"
+            )
         if other_model or (dim is not None and dim != int(settings["dim"])):
             raise IndexStoreError(
                 f"{folder}: the index was made with the embedding model {model_name(settings['embedder'])} "

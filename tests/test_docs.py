@@ -104,6 +104,7 @@ from cachecraft_rag.types import KVLayout
 layout = rag.engine.decoder.layout
 assert bytes_per_token == KVLayout(layout.layers, layout.kv_heads, layout.head_dim, "bfloat16").nbytes(1)
 assert rag.engine.store.stats().disk_budget == 100 << 30
+assert estimate.fits and estimate.captures > 1 and rag.estimate_priming().captures == 0
 """,
     "docs/tuning.md": """
 assert len(exact.sources) == 3 and exact.stats.tokens_recomputed > 0
@@ -124,6 +125,7 @@ assert [found.page_content for found in vectors.similarity_search("kettle", k=1)
 assert numbers["tokens_computed"] > 0 and numbers["chunk_ids"]
 assert pipeline.run(documents=[page]) and retriever.retrieve("kettle") and query_engine.query("How often?").source_nodes
 """,
+    "docs/documents.md": "assert not rag.documents() and answer.text",
     "docs/remote.md": "assert rag.engine.store.stats().remote is not None",
 }
 # Reads [[page, [[place, code], …]], …] from stdin; each page has a folder and a namespace of its own.

@@ -33,7 +33,7 @@ def run_python(code: str, *, cwd: Path) -> str:
 def expected_files() -> set[str]:
     """Every module, and the handbook, by its path inside a wheel."""
     found = {f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")}
-    found |= {"cachecraft_rag/handbook/questions.json", "cachecraft_rag/handbook/__init__.py"}
+    found |= {"cachecraft_rag/handbook/.questions.json", "cachecraft_rag/handbook/__init__.py"}
     for inside, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             found.add(f"{inside}/{path.relative_to(ROOT / folder).as_posix()}")

@@ -13,7 +13,18 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_termination, evaluate, store
+from cachecraft_rag.cli import (
+    ask,
+    benchmarks,
+    calibrate,
+    chat,
+    demo,
+    documents,
+    early_termination,
+    evaluate,
+    sizes,
+    store,
+)
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -35,6 +46,8 @@ app.command("demo")(demo.demo)
 app.command("index")(ask.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
+app.add_typer(documents.app, name="documents")
+app.command("sizes")(sizes.sizes)
 app.command("calibrate")(calibrate.calibrate)
 evaluation = typer.Typer()
 evaluation.callback(invoke_without_command=True)(evaluate.evaluate)

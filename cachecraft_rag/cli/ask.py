@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import DEFAULT_STORE, err, megabytes, out, print_json, progress_bar, waiting
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
@@ -19,6 +19,7 @@ from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 if TYPE_CHECKING:
     from cachecraft_rag.engine.chunk_bound import ModelTokens
     from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.engine.priming import PrimingEstimate
     from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexReport
@@ -46,7 +47,7 @@ def load(model: str, store: Path, config: EngineConfig, *, embeddings: str | Non
 
 
 def index(
-    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF.")],
+    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
     store: options.Store = DEFAULT_STORE,
     prime: Annotated[
         bool, typer.Option("--prime", help="Also compute all chunk-caches now, so that the first question is fast too.")
@@ -59,6 +60,9 @@ def index(
     remote: options.Remote = None,
     remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
+    codec: options.Codec = "raw",
+    disk_mb: options.DiskMB = None,
+    system: options.System = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
     ] = False,
@@ -67,7 +71,14 @@ def index(
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
     options.set_threads(threads)
     config = options.engine_config(
-        dtype=dtype, device=device, namespace=namespace, remote=remote, remote_key_file=remote_key_file
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        remote=remote,
+        remote_key_file=remote_key_file,
+        codec=codec,
+        disk_bytes=options.nbytes(disk_mb),
+        system=system,
     )
     require_readable(folder)  # before the models are loaded and a store is made
     with waiting("Loading the embedding model"):
@@ -79,29 +90,53 @@ def index(
         embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
         bound = chunk_bound(model)
     with progress_bar("Indexing") as show, open_index(store, embedder) as found:
-        report = index_folder(
-            folder,
-            found,
-            embedder,
-            progress=show,
-            model=bound,
-            follow_links=follow_links,
-        )
+        report = index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
     evict_removed(store, report)
-    captured = None
-    skipped: list[str] = []
+    primed = Primed(None, None, ())
     if prime:
-        with (
-            load(model, store, config, embeddings=embeddings) as rag,
-            progress_bar("Computing chunk-caches") as show,
-        ):
-            captured = rag.prime(progress=show, skipped=skipped.append)
+        with load(model, store, config, embeddings=embeddings) as rag:
+            primed = prime_all(rag)
     if as_json:
-        print_json({**asdict(report), "captured": captured, "not_primed": skipped})
+        print_json(asdict(report) | asdict(primed))
     else:
-        print_index_report(report, captured)
-        for sentence in skipped:
-            err.print(sentence, style="yellow", markup=False, highlight=False)
+        print_index_report(report, primed)
+
+
+@dataclass(frozen=True)
+class Primed:
+    """The result of --prime; None without it. `not_primed` are sentences about documents with chunks that were left."""
+
+    captured: int | None
+    estimate: PrimingEstimate | None
+    not_primed: tuple[str, ...]
+
+
+def prime_all(rag: CacheCraft) -> Primed:
+    """Say what priming will take, and do it."""
+    estimate, skipped = rag.estimate_priming(), list[str]()
+    print_estimate(estimate, rag.engine.store.config.codec)
+    with progress_bar("Computing chunk-caches", remaining=True) as show:
+        captured = rag.prime(progress=show, skipped=skipped.append)
+    return Primed(captured, estimate, tuple(skipped))
+
+
+def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
+    """What priming will compute and store, before it starts; a warning if not all of it can stay."""
+    err.print(
+        f"to compute: {estimate.captures} chunk-caches, {estimate.tokens:,} tokens, "
+        f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
+        f"{megabytes(estimate.disk_budget)}, {megabytes(estimate.disk_free)} of the disk are free",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not estimate.fits:
+        err.print(
+            "That is more than fits: the least useful chunk-caches will be removed. Raise --disk-mb, or choose a "
+            "smaller --codec (docs/sizes.md).",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def chunk_bound(model: str) -> ModelTokens | None:
@@ -124,18 +159,20 @@ def evict_removed(store: Path, report: IndexReport) -> None:
             caches.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
 
 
-def print_index_report(report: IndexReport, captured: int | None) -> None:
+def print_index_report(report: IndexReport, primed: Primed) -> None:
     """The report in two or three lines."""
     out.print(
         f"{len(report.added)} documents added, {len(report.updated)} updated, {len(report.removed)} removed, "
         f"{len(report.unchanged)} unchanged; {report.chunks_embedded} chunks embedded in {report.seconds:.1f} s"
     )
-    if captured is not None:
-        out.print(f"{captured} chunk-caches computed")
+    if primed.captured is not None:
+        out.print(f"{primed.captured} chunk-caches computed")
     for problem in report.problems:
         err.print(f"left out {problem.reason}", style="yellow", highlight=False)
     if not any((report.added, report.updated, report.removed, report.unchanged)):
         err.print(f"nothing was found to index; files end in {', '.join(SUFFIXES)}", style="yellow", highlight=False)
+    for sentence in primed.not_primed:
+        err.print(sentence, style="yellow", markup=False, highlight=False)
 
 
 def ask(
@@ -156,11 +193,16 @@ def ask(
     remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
+    top_p: options.TopP = 1.0,
+    stop: options.Stop = None,
+    where: options.WhereOption = None,
+    system: options.System = None,
+    codec: options.Codec = "raw",
+    disk_mb: options.DiskMB = None,
+    memory_mb: options.MemoryMB = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer one question over the indexed documents."""
-    from cachecraft_rag.engine.sampling import SamplingParams
-
     options.set_threads(threads)
     config = options.engine_config(
         dtype=dtype,
@@ -169,18 +211,28 @@ def ask(
         remote=remote,
         remote_key_file=remote_key_file,
         reuse=ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=early_termination),  # type: ignore[arg-type]
+        system=system,
+        codec=codec,
+        disk_bytes=options.nbytes(disk_mb),
+        host_bytes=options.nbytes(memory_mb),
     )
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
+    allowed = options.where_of(where)
     require_index(store)
     with load(model, store, config, embeddings=embeddings) as rag:
-        stream = rag.stream(question, top_k=top_k, sampling=sampling)
+        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=sampling)
         if as_json:
             print_json(stream.answer().as_dict())
         else:
-            print_stream(stream)
-            print_sources(stream)
-            print_stats(stream.stats)
-            print_calibration(rag)
+            print_answer(rag, stream)
+
+
+def print_answer(rag: CacheCraft, stream: AnswerStream) -> None:
+    """An answer, its sources and its numbers."""
+    print_stream(stream)
+    print_sources(stream)
+    print_stats(stream.stats)
+    print_calibration(rag)
 
 
 def print_stream(stream: AnswerStream) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import options
+from cachecraft_rag.cli.evaluate import require_packages
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 
 if TYPE_CHECKING:
@@ -74,10 +75,9 @@ def calibrate(
     options.set_threads(threads)
     from cachecraft_rag.evaluation.formats.dataset import load_dataset
     from cachecraft_rag.evaluation.quality.calibrate import CalibrationSettings, halves
-    from cachecraft_rag.evaluation.quality.metrics import rouge_l
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
-    rouge_l("one", "two")  # reports a missing package before the work, not after it
+    require_packages()
     settings = CalibrationSettings(quality, metric, origin, answer_tokens, seed)
     dataset = load_dataset(data, format=format, passages=passages, limit=limit, seed=seed)
     settings.require(dataset)

@@ -13,11 +13,13 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
 from cachecraft_rag.errors import ContextLengthError
+from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
     from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.rag import AnswerStream, CacheCraft
+    from cachecraft_rag.retrievers.filters import Where
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
 
@@ -36,43 +38,64 @@ def chat(
     remote_key_file: options.RemoteKeyFile = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
+    recompute_ratio: options.Ratio = None,
+    top_p: options.TopP = 1.0,
+    stop: options.Stop = None,
+    where: options.WhereOption = None,
+    system: options.System = None,
+    codec: options.Codec = "raw",
+    disk_mb: options.DiskMB = None,
+    memory_mb: options.MemoryMB = None,
 ) -> None:
     """Chat about the indexed documents.
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
-    from cachecraft_rag.engine.sampling import SamplingParams
-
     options.set_threads(threads)
     config = options.engine_config(
-        dtype=dtype, device=device, namespace=namespace, remote=remote, remote_key_file=remote_key_file
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        remote=remote,
+        remote_key_file=remote_key_file,
+        reuse=ReuseConfig(recompute_ratio=recompute_ratio),
+        system=system,
+        codec=codec,
+        disk_bytes=options.nbytes(disk_mb),
+        host_bytes=options.nbytes(memory_mb),
     )
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
+    allowed = options.where_of(where)
     require_index(store)
     with load(model, store, config, embeddings=embeddings) as rag:
-        conversation = Conversation(rag, top_k=top_k, sampling=sampling)
+        conversation = Conversation(rag, top_k=top_k, sampling=sampling, where=allowed)
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
             import_module("readline")  # if installed, it gives `input` arrow keys and a history
         err.print(HELP, style="dim")
         print_calibration(rag)
-        while True:
-            try:
-                typed = input("> ").strip()
-            except EOFError:
-                out.print()
-                break
-            if typed in ("/quit", "/exit"):
-                break
-            conversation.take(typed)
+        converse(conversation)
+
+
+def converse(conversation: Conversation) -> None:
+    """Handle lines until the end of the input, or /quit."""
+    while True:
+        try:
+            typed = input("> ").strip()
+        except EOFError:
+            out.print()
+            return
+        if typed in ("/quit", "/exit"):
+            return
+        conversation.take(typed)
 
 
 class Conversation:
     """The turns so far, and the handling of the next line."""
 
-    def __init__(self, rag: CacheCraft, *, top_k: int, sampling: SamplingParams) -> None:
-        self._rag, self._top_k, self._sampling = rag, top_k, sampling
+    def __init__(self, rag: CacheCraft, *, top_k: int, sampling: SamplingParams, where: Where | None = None) -> None:
+        self._rag, self._top_k, self._sampling, self._where = rag, top_k, sampling, where
         self._session = uuid.uuid4().hex
         self._history: list[Turn] = []
         self._last: AnswerStream | None = None
@@ -95,7 +118,12 @@ class Conversation:
         said = ""
         try:
             stream = self._rag.stream(
-                question, top_k=self._top_k, history=self._history, session=self._session, sampling=self._sampling
+                question,
+                top_k=self._top_k,
+                where=self._where,
+                history=self._history,
+                session=self._session,
+                sampling=self._sampling,
             )
             try:
                 print_stream(stream)

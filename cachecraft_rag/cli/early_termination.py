@@ -39,6 +39,7 @@ def early_termination(
     """Compare every rule of early termination with a smaller recompute ratio of the same cost."""
     options.set_threads(threads)
     options.quiet_libraries()
+    evaluate.require_packages()
     from cachecraft_rag.errors import ConfigError
     from cachecraft_rag.evaluation.quality import runner
     from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of

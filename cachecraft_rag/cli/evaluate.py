@@ -111,7 +111,8 @@ def evaluate(
     from cachecraft_rag.evaluation.quality.report import summarise
     from cachecraft_rag.evaluation.quality.runner import Settings
 
-    pyplot(EXTRA)  # reports a missing package before the work, not after it
+    require_packages()
+    pyplot(EXTRA)
     trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
     settings = Settings(trials, origin=origin, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
     dataset = dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
@@ -125,6 +126,15 @@ def evaluate(
         print_json(report.as_dict())
     else:
         _print(report, page)
+
+
+def require_packages() -> None:
+    """Raise ConfigError if a package of the extra `eval` is missing: before the work, not after it."""
+    from cachecraft_rag.evaluation.quality.intervals import mean_interval
+    from cachecraft_rag.evaluation.quality.metrics import rouge_l
+
+    rouge_l("one", "two")
+    mean_interval([1.0, 2.0], resamples=2)
 
 
 def _refuse_options(context: typer.Context) -> None:

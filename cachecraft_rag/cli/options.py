@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +14,15 @@ import typer
 from rich import progress as bars
 from rich.text import Text
 
-from cachecraft_rag.checks import MOST
+from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli.console import as_json, console_on
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types import Metadata, Progress
 
 MOST_THREADS = 1024
 if TYPE_CHECKING:
     from cachecraft_rag.engine.config import EngineConfig
+    from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.store.remote import RemoteConfig
 
@@ -73,7 +75,33 @@ EarlyTermination = Annotated[
         "--early-termination", help="Stop early for chunks the question does not look at: off, share, gap, printed."
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
+MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, in tokens.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens with this probability.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        help="Instruction before every prompt. Chunk-caches belong to it: prime and ask with the same one.",
+        show_default="the built-in one",
+    ),
+]
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where", help="Only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated."
+    ),
+]
+Codec = Annotated[
+    str, typer.Option("--codec", help="How new chunk-caches are written: raw (exact), int8 or entropy (smaller).")
+]
+DiskMB = Annotated[
+    float | None,
+    typer.Option("--disk-mb", min=1, help="Limit of all files; stays with the store.", show_default="as it was set"),
+]
+MemoryMB = Annotated[
+    float | None, typer.Option("--memory-mb", min=0, help="Memory for chunk-caches.", show_default="2147 MB")
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
 
 DEFAULT_STORE = Path("chunk-caches")
@@ -91,13 +119,69 @@ def engine_config(
     remote: str | None = None,
     remote_key_file: Path | None = None,
     reuse: ReuseConfig | None = None,
+    **others: Any,
 ) -> EngineConfig:
-    """The options of a command as an `EngineConfig`. Raises ConfigError."""
+    """The options of a command as an `EngineConfig`: `others` are options of it by name. Raises ConfigError."""
     from cachecraft_rag.engine.config import EngineConfig
 
     return EngineConfig().with_options(
-        dtype=dtype, device=device, namespace=namespace, remote=remote_of(remote, remote_key_file), reuse=reuse
+        dtype=dtype,
+        device=device,
+        namespace=namespace,
+        remote=remote_of(remote, remote_key_file),
+        reuse=reuse,
+        **others,
     )
+
+
+def sampling_of(
+    max_new_tokens: int, temperature: float, *, top_p: float, seed: int | None, stop: list[str] | None
+) -> SamplingParams:
+    """The options that say how tokens are drawn. Raises ConfigError."""
+    from cachecraft_rag.engine.sampling import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
+    )
+
+
+def nbytes(megabytes: float | None) -> int | None:
+    """Megabytes of an option in bytes; None stays None.
+
+    >>> nbytes(1.5)
+    1500000
+    """
+    if megabytes is None:
+        return None
+    check_number("a size in MB", megabytes, most=1e12)
+    return int(megabytes * 1e6)
+
+
+def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
+    """The filter of --where. Conditions on one name are alternatives, those on different names must all hold.
+
+    Values are compared as text, and `*`, `?` and `[…]` match as in file names. Raises ConfigError.
+
+    >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
+    >>> [allowed(found) for found in ({"source": "docs/a.pdf", "page": 3}, {"source": "docs/a.pdf", "page": 1}, {})]
+    [True, False, False]
+    """
+    if not conditions:
+        return None
+    patterns: dict[str, list[str]] = {}
+    for condition in conditions:
+        name, sign, value = condition.partition("=")
+        if not sign or not name.strip():
+            raise ConfigError(f"--where is {condition!r}; write NAME=VALUE, for example source=docs/kettle.md")
+        patterns.setdefault(name.strip(), []).append(value.strip())
+
+    def allowed(metadata: Metadata) -> bool:
+        return all(
+            name in metadata and any(fnmatchcase(str(metadata[name]), pattern) for pattern in choices)
+            for name, choices in patterns.items()
+        )
+
+    return allowed
 
 
 def print_json(value: Any) -> None:

@@ -121,7 +121,7 @@ def handbook_folder() -> Path:
 
 def handbook_questions() -> tuple[HandbookQuestion, ...]:
     """The demo's questions, in the order in which to ask them."""
-    entries = json.loads((handbook_folder() / "questions.json").read_text(encoding="utf-8"))
+    entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
     return tuple(HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"]) for entry in entries)
 
 

@@ -7,15 +7,45 @@ compare: docs/fidelity.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.write_back import CaptureContext
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sizes import cache_bytes
 from cachecraft_rag.errors import ConfigError, ContextLengthError
-from cachecraft_rag.types import Chunk, Prompt, Segment, VariantKey
+from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
+
+Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
+
+
+@dataclass(frozen=True, slots=True)
+class PrimingEstimate:
+    """What priming would compute and store.
+
+    captures     chunk-caches that are missing, the instruction's included
+    tokens       their tokens
+    nbytes       what they will take on disk with the store's codec; for `entropy` about
+    disk_used    what the store's files take now
+    disk_budget  limit of the store's files: beyond it the least useful chunk-caches are evicted
+    disk_free    free space of the disk
+    """
+
+    captures: int
+    tokens: int
+    nbytes: int
+    disk_used: int
+    disk_budget: int
+    disk_free: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether all chunk-caches will be kept."""
+        return self.nbytes <= min(self.disk_budget - self.disk_used, self.disk_free)
 
 
 class Primer:
@@ -27,11 +57,14 @@ class Primer:
     """
 
     def __init__(self, engine: Engine, *, window: int = 2048) -> None:
-        self._engine = engine
+        self.engine = self._engine = engine
         self._window = min(window, engine.decoder.context_length)
 
-    def prime(self, chunks: Sequence[Chunk]) -> int:
+    def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
         """Capture one document's chunks in order; returns how many. They are in the store when this returns.
+
+        Args:
+            captured: called after each pass with the number of its captures.
 
         What is stored behind these very neighbours is skipped, so an interrupted run resumes where it stopped.
 
@@ -40,7 +73,21 @@ class Primer:
             ConfigError: the instruction is private, and what is captured behind it belongs to a session.
         """
         self._require_shared()
-        return sum(self._prime_window(window, known, primed=True) for window, known in self._windows(chunks))
+        total = 0
+        for window, known in self._windows(chunks):
+            count = self._prime_window(window, known, primed=True)
+            captured(count)
+            total += count
+        return total
+
+    def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+        """Variant ids that `prime` would capture now, with their numbers of tokens."""
+        found: dict[str, int] = {}
+        for window, known in self._windows(chunks):
+            variant_ids, captures = self._captures(window, known)
+            lengths = [len(self._engine.prompts.system.token_ids), *(len(segment.token_ids) for segment in window)]
+            found |= {variant_ids[index]: lengths[index] for index in captures}
+        return found
 
     def fits(self, chunk: Chunk) -> bool:
         """Whether a pass has room for the chunk; one that does not fit cannot be primed."""
@@ -79,11 +126,7 @@ class Primer:
         """Compute one window; its first `known` chunks are there as context and were captured in the window before."""
         engine, prompt = self._engine, Prompt((self._engine.prompts.system, *window))
         ids = [segment.segment_id for segment in prompt.segments]
-        fingerprint = engine.decoder.fingerprint
-        keys = [VariantKey(engine.namespace, fingerprint, name, tuple(ids[:i])) for i, name in enumerate(ids)]
-        variant_ids = [key.variant_id for key in keys]
-        present = self._present(prompt.segments)
-        captures = [index for index, name in enumerate(variant_ids) if not 0 < index <= known and name not in present]
+        variant_ids, captures = self._captures(window, known)
         if not captures:
             return 0
         bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
@@ -96,6 +139,14 @@ class Primer:
         engine.write_back.wait_for([ids[index] for index in captures])
         present = self._present(prompt.segments)  # what a full disk refused was not captured
         return sum(variant_ids[index] in present for index in captures)
+
+    def _captures(self, window: Sequence[Segment], known: int) -> tuple[list[str], list[int]]:
+        """Variant ids of the instruction and of a window's chunks, and the places of those that are to be captured."""
+        engine, segments = self._engine, (self._engine.prompts.system, *window)
+        ids, fingerprint = [segment.segment_id for segment in segments], engine.decoder.fingerprint
+        keys = [VariantKey(engine.namespace, fingerprint, name, tuple(ids[:i])) for i, name in enumerate(ids)]
+        names, present = [key.variant_id for key in keys], self._present(segments)
+        return names, [index for index, name in enumerate(names) if not 0 < index <= known and name not in present]
 
     def _present(self, segments: Sequence[Segment]) -> set[str]:
         """Ids of all shared variants of these segments."""
@@ -127,3 +178,55 @@ class Primer:
 
 def _tokens(run: Sequence[Segment]) -> int:
     return sum(len(segment.token_ids) for segment in run)
+
+
+def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
+    """What `prime_documents` would compute and store now. Nothing is computed."""
+    engine = primer.engine
+    missing: dict[str, int] = {}
+    for _, chunks in texts:
+        missing |= primer.missing([chunk for chunk in chunks if primer.fits(chunk)])
+    store, layout = engine.store, engine.decoder.layout
+    stats = store.stats()
+    return PrimingEstimate(
+        captures=len(missing),
+        tokens=sum(missing.values()),
+        nbytes=sum(cache_bytes(layout, tokens, store.config.codec) for tokens in missing.values()),
+        disk_used=stats.disk_bytes,
+        disk_budget=stats.disk_budget,
+        disk_free=shutil.disk_usage(store.root).free,
+    )
+
+
+def prime_documents(
+    primer: Primer,
+    texts: Texts,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    skipped: Callable[[str], None],
+) -> int:
+    """Prime documents one by one; arguments and result as `CacheCraft.prime`."""
+    fitting = {}
+    for name, chunks in texts:
+        fitting[name] = [chunk for chunk in chunks if primer.fits(chunk)]
+        if (left_out := len(chunks) - len(fitting[name])) > 0:
+            skipped(
+                f"{name}: {left_out} of {len(chunks)} chunks are too long for the model and were not computed; "
+                "index the document again with this model"
+            )
+    missing: dict[str, int] = {}
+    if progress is not None:
+        for chunks in fitting.values():
+            missing |= primer.missing(chunks)
+        progress(Progress(0, len(missing), "priming"))
+    done = 0
+    for name, chunks in fitting.items():
+
+        def captured(count: int, name: str = name) -> None:
+            nonlocal done
+            done += count
+            if progress is not None and count:
+                progress(Progress(done, max(done, len(missing)), f"priming {name}"))
+
+        primer.prime(chunks, captured=captured)
+    return done

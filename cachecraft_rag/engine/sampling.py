@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from cachecraft_rag.checks import FINITE, MOST, check_number, check_text, check_whole, listed
+from cachecraft_rag.checks import FINITE, MOST, check_kind, check_number, check_text, check_whole, listed
+from cachecraft_rag.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,43 @@ class SamplingParams:
         check_whole("seed", self.seed, least=-MOST - 1, optional=True)
         for text in self.stop:
             check_text("each text of stop", text, empty=False)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` by name, as a question may bring them; `max_tokens` is `max_new_tokens`."""
+
+    max_tokens: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+
+
+def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a question with those of `SamplingOptions` put together as `sampling`; the others are unchanged.
+
+    They override the fields of a `sampling` that is there already. Raises ConfigError for values out of range.
+
+    >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
+    ('END',)
+    >>> sampling_from({"session": "ada"})
+    {'session': 'ada'}
+    """
+    rest = dict(options)
+    given = {name: rest.pop(name) for name in SamplingOptions.__annotations__ if name in rest}
+    if not given:
+        return rest
+    if "max_tokens" in given:
+        if "max_new_tokens" in given:
+            raise ConfigError("max_tokens and max_new_tokens mean the same: give one of them")
+        given["max_new_tokens"] = given.pop("max_tokens")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = (given["stop"],)
+    base = rest.get("sampling")
+    check_kind("sampling", base, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+    rest["sampling"] = replace(base or SamplingParams(), **given)
+    return rest
 
 
 class Sampler:

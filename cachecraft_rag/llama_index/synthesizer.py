@@ -23,6 +23,7 @@ from llama_index.core.llms.callbacks import llm_completion_callback
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
+from llama_index.core.schema import QueryType as QueryTextType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.checks import check_flag, check_text
@@ -31,6 +32,7 @@ from cachecraft_rag.engine.engine import Engine, Generation, PathLike
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
+from cachecraft_rag.retrievers.llama_index import without_paths
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
 
@@ -55,10 +57,11 @@ class AnswerStatsEvent(BaseEvent):
 class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     """A response synthesizer that passes the nodes to the engine as chunks, so that their chunk-caches are reused.
 
-    A node's chunk is the text the model sees of it (`MetadataMode.LLM`). `response.metadata["cachecraft"]` is
-    `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids; for a stream it is complete at the
-    stream's end. `get_response` returns text alone; its statistics are in the `AnswerStatsEvent`. Pass the nodes best
-    first, as retrievers return them: the engine puts the best one nearest to the question.
+    A node's chunk is the text the model sees of it (`MetadataMode.LLM`), without its `file_path`.
+    `response.metadata["cachecraft"]` is `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids;
+    for a stream it is complete at the stream's end. `get_response` returns text alone; its statistics are in the
+    `AnswerStatsEvent`. Pass the nodes best first, as retrievers return them: the engine puts the best one nearest to
+    the question.
 
     Args:
         engine: you close it yourself.
@@ -130,6 +133,14 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
+    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
+        """As in LlamaIndex; the model does not see the nodes' `file_path` (see `without_paths`)."""
+        return super().synthesize(query, _without_paths(nodes), *args, **settings)
+
+    async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
+        """`synthesize` with the model in threads."""
+        return await super().asynthesize(query, _without_paths(nodes), *args, **settings)
+
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
         text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
@@ -198,6 +209,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             raise ConfigError(
                 f"the prompt is the engine's, {', '.join(prompts)} cannot be set; give the engine another `system` text"
             )
+
+
+def _without_paths(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
+    return [NodeWithScore(node=without_paths(found.node), score=found.score) for found in nodes]
 
 
 def _new_statistics() -> dict[str, Any]:

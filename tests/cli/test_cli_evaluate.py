@@ -18,6 +18,7 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 
+COMMANDS = (("eval",), ("calibrate",), ("eval", "early-termination"))
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 
 pytestmark = pytest.mark.usefixtures("as_loud_as_before")
@@ -208,6 +209,25 @@ def test_early_termination_is_a_subcommand_and_has_its_old_name_too(home: Path) 
 def test_what_is_wrong_is_said_with_what_to_do(home: Path, arguments: tuple[str, str], message: str) -> None:
     with pytest.raises(CacheCraftError, match=message):
         run(home, *arguments, "--out", home / "refused")
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        *((command, name) for command in COMMANDS for name in ("rouge_score.rouge_scorer", "scipy.stats")),
+        (("eval",), "matplotlib"),
+    ],
+)
+def test_a_missing_package_is_said_before_a_model_is_loaded(
+    home: Path, command: tuple[str, ...], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cachecraft_rag.evaluation.quality import runner
+
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(runner, "open_engine", lambda *_args, **_settings: pytest.fail("a model was loaded"))
+    arguments = [*command, "--data", str(home / "squad.json"), "--model", str(home / "model"), "--threads", "1"]
+    with pytest.raises(ConfigError, match=r"pip install 'cachecraft-rag\[eval\]'"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 @pytest.mark.slow

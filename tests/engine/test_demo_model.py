@@ -235,5 +235,5 @@ def test_questions_are_answered_by_their_page(handbook: Path) -> None:
         assert entry.expect
         for pattern in entry.expect:
             assert re.search(pattern, text, re.IGNORECASE), f"{entry.page} does not hold {pattern!r}"
-    raw = json.loads((handbook / "questions.json").read_text(encoding="utf-8"))
+    raw = json.loads((handbook / ".questions.json").read_text(encoding="utf-8"))
     assert [entry["question"] for entry in raw] == [entry.question for entry in questions]

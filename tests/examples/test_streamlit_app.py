@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -233,7 +236,7 @@ def test_the_chart_has_both_times_where_both_are_known() -> None:
     (data,) = drawn["datasets"].values()
     rows = [(row["question"], row["how"], row["seconds"], row["speedup"]) for row in data]
     assert rows == [
-        (1, "full prefill", 1.0, ""),
+        (1, "without reuse", 1.0, ""),
         (1, "with reuse", 0.25, "4.0×"),
         (2, "with reuse", 0.25, ""),
     ]
@@ -281,7 +284,7 @@ def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
 
     ask(app, QUESTIONS[0])
     assert [note.value for note in app.info] == [
-        "There is nothing to ask about yet. Drop a document on the left, or add the sample handbook."
+        "There is nothing to ask about yet. Add a document on the left, or the sample handbook."
     ]
     assert not app.session_state.turns
 
@@ -303,8 +306,12 @@ def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
     second = last_stats(app)
     assert second.tokens_reused > second.tokens_prompt / 2
     assert len(pictures(app)) == 2
-    assert "cc-host" not in pictures(app)[0]
-    assert "cc-host" in pictures(app)[1]
+    assert "cc-host" in pictures(app)[0]  # the newest stands first
+    assert "cc-host" not in pictures(app)[1]
+    assert [found.count('class="cc-source"') for found in pictures(app)] == [
+        len(turn.answer.sources) for turn in app.session_state.turns
+    ][::-1]
+    assert 'class="cc-all" open' in pictures(app)[0]
     assert app.metric[0].label == "First token"
     assert any("Hit rate" in element.value for element in app.html)
 
@@ -420,6 +427,120 @@ def test_a_model_that_is_not_there_is_an_error_message(open_app: Open, monkeypat
     assert note.value.startswith("This did not work: ")
 
 
+def test_a_page_s_address_brings_its_conversation_back_and_a_made_up_one_brings_none(open_app: Open) -> None:
+    from streamlit.testing.v1 import AppTest
+
+    app = open_app()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    app.toggle(key="compare").set_value(False)
+    ask(app, QUESTIONS[0])
+    key = app.query_params["c"]
+    again = AppTest.from_file(str(APP), default_timeout=300)
+    again.query_params["c"] = key
+    again.run()
+    assert [turn.question for turn in again.session_state.turns] == [QUESTIONS[0]]
+    assert len(pictures(again)) == 1
+    again.toggle(key="compare").set_value(False)
+    ask(again, QUESTIONS[1])
+    app.run()
+    assert len(app.session_state.turns) == 2
+
+    stranger = AppTest.from_file(str(APP), default_timeout=300)
+    stranger.query_params["c"] = "0" * 32
+    stranger.run()
+    assert not stranger.session_state.turns
+    assert stranger.query_params["c"] not in (["0" * 32], "0" * 32, key)
+
+
+def test_conversations_belong_to_their_owner_and_the_longest_unused_goes_first() -> None:
+    from streamlit_conversations import Conversations
+
+    kept = Conversations(most=2)
+    ada = kept.new("ada")
+    assert kept.find(ada, "bob") is None
+    assert kept.find(ada, "ada") == []
+    first = kept.new()
+    assert kept.find(ada, "ada") == []  # used again: now `first` is the longest unused
+    kept.new()
+    assert kept.find(first) is None
+    assert kept.find(ada, "ada") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1. 29 days", None),
+        ("1. 29 days\n2. 30 days", "1. 29 days"),
+        ("It holds 1.7 litres. And then", "It holds 1.7 litres."),
+        ("You have 30. And", "You have 30."),
+        ("Ask Dr. Moll at approx. 9 a.m. or later! Then", "Ask Dr. Moll at approx. 9 a.m. or later!"),
+        ("- Rinse it.\n- Dry it.", "- Rinse it."),
+        ("Do this:\n\n1. Rinse it. 2. Dry it.", "Do this:\n\n1. Rinse it."),
+        ("It is called \u201cWren.\u201d It is", "It is called \u201cWren.\u201d"),
+        ("It is one.", None),  # more may follow without a space: 1.7
+    ],
+)
+def test_the_first_sentence_is_whole(text: str, sentence: str | None) -> None:
+    from streamlit_conversations import first_sentence
+
+    assert first_sentence(text) == sentence
+
+
+def test_the_handbook_can_be_added_and_removed_with_its_chunk_caches(open_app: Open) -> None:
+    app = open_app()
+    app.button(key="sample").click().run()
+    assert not app.exception
+    upload(app, ("kettle.md", KETTLE.encode()))
+    app.toggle(key="compare").set_value(False)
+    ask(app, "How long does the battery of the Heron V5 last?")
+    assert any(
+        source.metadata["source"].startswith("handbook/") for source in app.session_state.turns[0].answer.sources
+    )
+    choices = app.multiselect(key=f"remove-{app.session_state.uploaded}")
+    assert choices.options == ["the sample handbook", "uploads/kettle.md"]
+    choices.set_value(["the sample handbook"]).run()
+    app.button(key="remove").click().run()
+    assert not app.exception
+    assert [note.value for note in app.success] == ["Removed: 21 documents"]
+    assert app.multiselect(key="picked").options == ["uploads/kettle.md"]
+    app.button(key="contents").click().run()
+    assert set(app.dataframe[0].value["chunk"]) <= {"Instruction", "Size", "Limescale", "Warranty", "Kettle Wren K2"}
+    assert app.button(key="sample").label == "Add the sample handbook"  # and it can come back
+
+
+def test_documents_are_fixed_where_the_server_says_so(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = open_app()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    monkeypatch.setenv("CACHECRAFT_READ_ONLY", "1")
+    app.run()
+    assert not app.exception
+    assert not app.file_uploader
+    assert not [button for button in app.button if button.key in ("remove", "sample")]
+    assert app.multiselect(key="picked").options
+
+
+def test_with_a_log_in_configured_nobody_gets_further_without_it(open_app: Open) -> None:
+    from streamlit.testing.v1 import AppTest
+
+    app = AppTest.from_file(str(APP), default_timeout=300)
+    app.secrets["auth"] = {"client_id": "x"}
+    app.user = {"is_logged_in": False}
+    app.run()
+    assert not app.exception
+    assert [button.label for button in app.button] == ["Log in"]
+    assert not app.chat_input
+    app.user = {"is_logged_in": True, "sub": "ada"}
+    app.run()
+    assert not app.exception
+    assert app.chat_input
+
+
+def test_the_app_s_own_settings_keep_it_on_this_machine_and_silent() -> None:
+    settings = tomllib.loads((EXAMPLES / ".streamlit" / "config.toml").read_text(encoding="utf-8"))
+    assert settings["server"]["address"] == "127.0.0.1"
+    assert settings["browser"]["gatherUsageStats"] is False
+
+
 # -- a real browser ---------------------------------------------------------------------------------------------------
 
 CHROME_FLAGS = (
@@ -436,19 +557,48 @@ CHROME_FLAGS = (
 )
 
 
+# In every Python process of the server: a line for each attempt to reach another machine.
+WATCH = """
+import os, sys
+def hook(event, args):
+    if event == "socket.getaddrinfo":
+        host = args[0]
+    elif event in ("socket.connect", "socket.sendto") and isinstance(args[1], tuple):
+        host = args[1][0]
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in (None, "", "localhost", "127.0.0.1", "::1"):
+        with open(os.environ["OUTSIDE_LOG"], "a") as log:
+            log.write(f"{event} {host}\\n")
+sys.addaudithook(hook)
+"""
+
+
 @pytest.fixture
 def page(demo_model: Path, tmp_path: Path) -> Iterator[str]:
-    """The address of the app, served by `streamlit run` from an empty folder."""
+    """The address of the app, served by a headless `streamlit run` from an empty folder, with no other setting.
+
+    At the end the server has listened on this machine alone and has tried to reach no other one.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ["--server.headless=true", f"--server.port={port}", "--server.address=127.0.0.1"]
-    log = tmp_path / "server.log"
+    flags = ["--server.headless=true", f"--server.port={port}"]
+    log, outside = tmp_path / "server.log", tmp_path / "outside.log"
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH)
     with log.open("wb") as written:
         server = subprocess.Popen(
             [sys.executable, "-m", "streamlit", "run", str(APP), *flags],
             cwd=tmp_path,
-            env={**os.environ, "CACHECRAFT_STORE": str(tmp_path / "store"), "CACHECRAFT_MODEL": "demo"},
+            env={
+                **os.environ,
+                "CACHECRAFT_STORE": str(tmp_path / "store"),
+                "CACHECRAFT_MODEL": "demo",
+                "PYTHONPATH": str(tmp_path / "watch"),
+                "OUTSIDE_LOG": str(outside),
+            },
             stdout=written,
             stderr=subprocess.STDOUT,
         )
@@ -456,10 +606,35 @@ def page(demo_model: Path, tmp_path: Path) -> Iterator[str]:
             wait_for(lambda: is_healthy(port) or server.poll() is not None)
             assert server.poll() is None, log.read_text()
             yield f"http://127.0.0.1:{port}"
+            assert listening_on(port) in ({"127.0.0.1"}, None)
         finally:
             server.terminate()
-            server.wait(timeout=30)
+            server.wait(timeout=200)
     assert "Traceback" not in log.read_text()
+    assert "External URL" not in log.read_text()
+    assert not outside.exists(), outside.read_text()
+
+
+def listening_on(port: int) -> set[str] | None:
+    """The addresses with a listener at this port, as `ss -ltn` shows them; None without Linux's table."""
+    found = set()
+    for table, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
+        if not os.path.exists(table):
+            return None
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, number = line.split()[1].split(":")
+            if int(number, 16) == port and line.split()[3] == "0A":  # LISTEN
+                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                found.add(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+def test_the_table_of_listening_sockets_is_read_rightly() -> None:
+    for address, family in (("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET)):
+        with socket.socket(family) as listener:
+            listener.bind((address, 0))
+            listener.listen()
+            assert listening_on(listener.getsockname()[1]) in ({address}, None)
 
 
 def is_healthy(port: int) -> bool:
@@ -485,7 +660,7 @@ def chrome(tmp_path: Path) -> Iterator[Chrome]:
     options.binary_location = program
     for flag in (*CHROME_FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
         options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     try:
         yield browser
@@ -493,7 +668,7 @@ def chrome(tmp_path: Path) -> Iterator[Chrome]:
         browser.quit()
 
 
-def wait_for(holds: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+def wait_for(holds: Callable[[], Any], timeout_s: float = 400.0) -> Any:
     """What `holds` returns once it is true; Streamlit replaces and moves elements while it looks."""
     from selenium.common import exceptions
 
@@ -526,8 +701,8 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     def ask_here(question: str, count: int) -> None:
         field = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, '[data-testid="stChatInputTextArea"]'))
         field.send_keys(question, Keys.ENTER)
-        # The chip about full prefill comes last, when the page has settled.
-        wait_for(lambda: len([line for line in all_of(".cc-line") if "full prefill" in line.text]) == count)
+        # The chip with the time without reuse comes last, when the page has settled.
+        wait_for(lambda: len([line for line in all_of(".cc-line") if "without reuse" in line.text]) == count)
 
     chrome.get(page)
     document = tmp_path / "kettle.md"
@@ -538,6 +713,7 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     ask_here(QUESTIONS[0], 1)
     ask_here(QUESTIONS[1], 2)
     bars = wait_for(lambda: len(found := all_of(".cc-prompt .cc-bar")) == 2 and found)
+    bars.reverse()  # the newest stands first
     assert [len(bar.find_elements(By.CSS_SELECTOR, ".cc-host")) > 0 for bar in bars] == [False, True]
     segments = bars[1].find_elements(By.CSS_SELECTOR, ".cc-part")
     widths = [segment.size["width"] for segment in segments]
@@ -549,7 +725,7 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     assert {"variant", "CFO", "β′", "host memory"} <= set(re.split(r"\n", tip.text))
 
     numbers = [re.search(r"([\d.]+) (m?s) to first token", line.text) for line in all_of(".cc-line")]
-    first, second = [float(n[1]) / (1000 if n[2] == "ms" else 1) for n in numbers if n]
+    second, first = [float(n[1]) / (1000 if n[2] == "ms" else 1) for n in numbers if n]
     assert second < first
     assert len(all_of('[data-testid="stVegaLiteChart"] svg [aria-roledescription="bar"]')) == 4  # two for each question
 
@@ -560,7 +736,118 @@ def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: 
     wait_for(lambda: "▌" in chrome.find_element(By.TAG_NAME, "body").text)
     field.send_keys("How long is its warranty?", Keys.ENTER)  # before that answer has ended
     wait_for(lambda: len(all_of(".cc-line")) == 4)
-    assert "stopped" in all_of(".cc-line")[2].text
+    assert "stopped" in all_of(".cc-line")[1].text
 
     errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
     assert not errors
+    assert hosts_asked(chrome) == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_the_list_of_what_to_remove_closes_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    def one(selector: str) -> Any:
+        return wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, selector))
+
+    chrome.get(page)
+    (tmp_path / "kettle.md").write_text(KETTLE, encoding="utf-8")
+    one('input[type="file"]').send_keys(str(tmp_path / "kettle.md"))
+    wait_for(lambda: "Ready: kettle.md" in one("body").text)
+    wait_for(lambda: one('[data-testid="stPopover"] button').click() or True)
+    field = one('[data-testid="stPopoverBody"] input')
+    field.send_keys("kettle", Keys.ENTER)
+    wait_for(lambda: one(".st-key-remove button").is_enabled())
+    chrome.execute_script("arguments[0].click()", one(".st-key-remove button"))  # the list of choices lies over it
+    wait_for(lambda: "Removed: 1 document" in one("body").text)
+    wait_for(lambda: not chrome.find_elements(By.CSS_SELECTOR, '[data-testid="stPopoverBody"]'))
+
+
+def hosts_asked(chrome: Chrome) -> set[str]:
+    """The hosts that the page has made requests to."""
+    messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
+    urls = [message["params"].get("request", {}).get("url", "") for message in messages]
+    urls += [
+        message["params"].get("url", "") for message in messages if message["method"] == "Network.webSocketCreated"
+    ]
+    return {str(urlsplit(url).hostname) for url in urls if url.startswith(("http", "ws"))}
+
+
+SIZES = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
+# Where the newest question and the answer below it are, in pixels from the top of the window; `covered` is what lies
+# above the question at its place.
+WHERE = """
+const asked = document.querySelector('.cc-asked');
+const all = [...document.querySelectorAll('.cc-asked, [data-testid="stMarkdown"]')];
+const said = all[all.indexOf(asked) + 1].getBoundingClientRect(), box = asked.getBoundingClientRect();
+const hit = document.elementFromPoint(box.left + 4, (box.top + box.bottom) / 2);
+return {question: asked.innerText, top: box.top, left: box.left, right: box.right, answer: said.top,
+        bottom: said.bottom, height: innerHeight, width: innerWidth, covered: !asked.contains(hit)};
+"""
+# Whether the upper and the lower end of an element can be seen.
+UNCOVERED = """
+const box = arguments[0].getBoundingClientRect();
+return [[box.left + 2, box.top + 2], [box.left + 2, box.bottom - 2]].every(
+  ([x, y]) => arguments[0].contains(document.elementFromPoint(x, y)));
+"""
+
+
+@pytest.mark.slow
+def test_the_newest_question_and_answer_are_in_view_on_every_screen(chrome: Chrome, page: str, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    def all_of(selector: str) -> list[Any]:
+        return chrome.find_elements(By.CSS_SELECTOR, selector)
+
+    def settled(count: int) -> None:
+        wait_for(lambda: len([line for line in all_of(".cc-line") if "without reuse" in line.text]) == count)
+
+    def in_view(question: str, name: str) -> None:
+        wait_for(lambda: all_of(".cc-asked") and question in all_of(".cc-asked")[0].text)
+        found = chrome.execute_script(WHERE)
+        chrome.save_screenshot(str(tmp_path / f"{name}.png"))
+        assert question in found["question"]
+        assert found["top"] >= 0, (name, found)
+        assert found["top"] < found["answer"] < found["bottom"] <= found["height"], (name, found)
+        assert found["left"] >= 0
+        assert found["right"] <= found["width"], (name, found)
+        assert not found["covered"], (name, found)
+
+    address = ""
+    for place, (name, (width, height)) in enumerate(SIZES.items()):
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        chrome.get(page)
+        title = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".cc-title h1"))
+        wait_for(lambda: all_of('[data-testid="stChatInputTextArea"]'))
+        assert chrome.execute_script(UNCOVERED, title), name
+        assert title.rect["y"] + title.rect["height"] < height / 2
+        chrome.save_screenshot(str(tmp_path / f"{name}-landing.png"))
+        if place == 0:
+            wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".st-key-sample button").click() or True)
+            wait_for(lambda: all_of(".st-key-try-0 button"))
+            field = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, '[data-testid="stChatInputTextArea"]'))
+            question = "How long does the battery of the Heron V5 last?"
+            field.send_keys(question, Keys.ENTER)
+        else:
+            chrome.get(address)  # a reload keeps the conversation
+            wait_for(lambda place=place: len(all_of(".cc-line")) == place)
+            in_view(question, f"{name}-reloaded")
+            # The suggestions stand below the answer: whoever clicks one has scrolled down.
+            offered = wait_for(lambda place=place: all_of(f".st-key-try-{place} button"))[0]
+            question = offered.text
+            chrome.execute_script("document.querySelector('[data-testid=\"stMain\"]').scrollTo(0, 10000)")
+            chrome.execute_script("arguments[0].click()", offered)
+        settled(place + 1)
+        in_view(question, name)
+        address = chrome.current_url
+        assert len(all_of(".cc-all")) == place + 1  # every answer has its sources
+        labels = all_of('[data-testid="stMetricLabel"] p')
+        assert len(labels) == 3
+        assert all(label.get_property("scrollWidth") <= label.get_property("clientWidth") for label in labels)
+
+    chrome.get(page)  # without the key in its address: a new conversation
+    wait_for(lambda: all_of(".cc-steps") and not all_of(".cc-asked"))
+    assert hosts_asked(chrome) == {"127.0.0.1"}

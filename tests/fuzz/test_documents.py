@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,23 @@ def pdf_bytes(*pages: str, compressed: bool = False, password: str | None = None
     return buffer.getvalue()
 
 
+def docx_bytes(document: bytes) -> bytes:
+    """A Word file around its main part: damage to the archive itself is found by its checksums."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        kinds = '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>'
+        archive.writestr("[Content_Types].xml", kinds)
+        archive.writestr("word/document.xml", document)
+    return buffer.getvalue()
+
+
+DOCX = "".join(f"<w:p><w:r><w:t>Descale the kettle every {n} weeks.</w:t></w:r></w:p>" for n in range(40))
+DOCX = (
+    '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main">'
+    f"<w:body>{DOCX}</w:body></w:document>"
+)
+TABLE = "name;litres;text\n" + "".join(f'Wren K{n};1.{n};"Descale; then\nrinse."\n' for n in range(20))
+ENTRIES = json.dumps([{"name": f"Wren K{n}", "size": {"litres": n / 7}, "parts": ["lid", None]} for n in range(20)])
 PDF_TEXT = "The Wren K2 holds two litres.\nDescale it every month\nwith citric acid."
 SAMPLES: dict[str, tuple[list[bytes], tuple[bytes, ...]]] = {
     ".html": ([HTML.encode(), OLD_HTML, HTML.encode("utf-16")], (*MARKUP_TOKENS, *TEXT_TOKENS)),
@@ -154,8 +172,14 @@ SAMPLES: dict[str, tuple[list[bytes], tuple[bytes, ...]]] = {
         ],
         PDF_TOKENS,
     ),
+    ".csv": ([TABLE.encode(), TABLE.replace(";", "\t").encode("utf-16")], (b'"', b";", b"\n", *TEXT_TOKENS)),
+    ".json": ([ENTRIES.encode()], (b"{", b"[", b'"', b"\\u", b"null", b"1e999", *TEXT_TOKENS)),
+    ".docx": ([DOCX.encode()], (b"<w:p>", b"</w:p>", b"w:tbl", b"&#0;", b"xmlns", b"Heading1", b"PK")),
 }  # fmt: skip
-SHARES = {".html": 40_000, ".md": 25_000, ".txt": 10_000, ".rst": 10_000, ".pdf": 15_000}  # 10⁵ in all
+SHARES = {
+    **{".html": 40_000, ".md": 25_000, ".txt": 10_000, ".rst": 10_000, ".pdf": 15_000},  # 10⁵ of these
+    **{".csv": 10_000, ".json": 10_000, ".docx": 10_000},
+}
 
 
 def refusal(message: str) -> str:
@@ -186,7 +210,7 @@ def test_documents_are_read_or_are_problems(suffix: str, fuzz: Any, count_tokens
 
     def read_and_split(data: bytes) -> str:
         try:
-            document = parse_document(file, data)
+            document = parse_document(file, docx_bytes(data) if suffix == ".docx" else data)
         except DocumentError as error:
             return refusal(str(error))
         chunks = split(document, count_tokens=count_tokens, limit=LIMIT, model=model)
@@ -201,4 +225,7 @@ def test_documents_are_read_or_are_problems(suffix: str, fuzz: Any, count_tokens
 
     samples, tokens = SAMPLES[suffix]
     fuzz.run(samples, read_and_split, few=60, all_of_them=SHARES[suffix], tokens=tokens)
-    assert fuzz.outcomes["read"] > fuzz.outcomes.total() / 10, "so few are read that nothing was tried"
+    # JSON and XML refuse nearly all damage; what counts is that it is a refusal.
+    enough = 0 if suffix in (".json", ".docx") else fuzz.outcomes.total() / 10
+    assert fuzz.outcomes["read"] >= enough, "so few are read that nothing was tried"
+    assert read_and_split(samples[0]) == "read"

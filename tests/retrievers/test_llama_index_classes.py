@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import (
@@ -30,6 +30,7 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
+from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey, chunk_id_of
 
@@ -294,6 +295,36 @@ def test_another_embedding_model_is_refused(tmp_path: Path) -> None:
     unnamed = CacheCraftVectorStore(tmp_path)
     assert found(unnamed, "kettle") == ["n1"]
     unnamed.close()
+
+
+def test_an_index_that_names_its_embedding_model_is_opened_by_the_facade_too(tmp_path: Path) -> None:
+    embedding = CacheCraftEmbedding()
+    with CacheCraftVectorStore(tmp_path / "named" / "index", embedding=embedding) as vectors:
+        VectorStoreIndex.from_vector_store(vectors, embed_model=embedding).insert(Document(text="Descale the kettle."))
+    with open_index(tmp_path / "named", embedding.embedder) as index:
+        (hit,) = Retriever(index, embedding.embedder).retrieve("kettle")
+        assert hit.text == "Descale the kettle."
+    with CacheCraftVectorStore(tmp_path / "nameless" / "index") as vectors:
+        VectorStoreIndex.from_vector_store(vectors, embed_model=embedding).insert(Document(text="Descale the kettle."))
+    with pytest.raises(IndexStoreError, match=r"embedding=CacheCraftEmbedding\(\)"):
+        open_index(tmp_path / "nameless", embedding.embedder)
+
+
+def test_a_folder_that_is_moved_keeps_its_chunks(tmp_path: Path) -> None:
+    chunks = []
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kettle.md").write_text("Descale the kettle every 8 weeks.")
+        pages = SimpleDirectoryReader(str(tmp_path / folder)).load_data()
+        assert folder in pages[0].get_content(metadata_mode=MetadataMode.LLM)  # LlamaIndex's default
+        node = pages[0].model_copy(update={"embedding": vector_of("kettle")})
+        with CacheCraftVectorStore(tmp_path / f"index-{folder}") as vectors:
+            vectors.add([node])
+            assert vectors.client is not None
+            chunks.append(vectors.client.places()[0])
+            assert vectors.get_nodes()[0].metadata["file_path"].endswith("kettle.md")  # it is still there to read
+    assert chunks[0].chunk_id == chunks[1].chunk_id
+    assert "kettle.md" not in chunks[0].text
 
 
 def test_a_store_that_was_given_stays_open(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""`cachecraft sizes`: how much disk and memory chunk-caches take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import out, print_json, waiting
+
+SHOWN_TOKENS = 1000
+
+
+def sizes(
+    models: Annotated[list[str] | None, typer.Argument(help='Hugging Face names or folders, or "demo".')] = None,
+    documents: Annotated[
+        Path | None, typer.Option("--documents", help="Count the tokens of this folder or file instead of 1,000.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of all documents together.")] = SHOWN_TOKENS,
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+) -> None:
+    """Show how many MB chunk-caches take, for each codec. Reads configs only: no weights, no documents are indexed."""
+    from cachecraft_rag.engine.sizes import cache_bytes, layout_of
+    from cachecraft_rag.store.codecs import CODECS
+
+    options.quiet_libraries()
+    rows = []
+    for model in models or ["demo"]:
+        layout = layout_of(model, dtype=dtype)
+        count = tokens if documents is None else _tokens_of(documents, model)
+        rows.append(
+            {
+                "model": model,
+                "layers": layout.layers,
+                "kv_heads": layout.kv_heads,
+                "head_dim": layout.head_dim,
+                "dtype": layout.dtype,
+                "tokens": count,
+                "nbytes": {codec: cache_bytes(layout, count, codec) for codec in CODECS},
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("model", "layers × heads × dim", "dtype", "tokens", *CODECS):
+        table.add_column(name, justify="left" if name in ("model", "dtype") else "right")
+    for row in rows:
+        shape = f"{row['layers']} × {row['kv_heads']} × {row['head_dim']}"
+        found: dict[str, int] = row["nbytes"]  # type: ignore[assignment]
+        table.add_row(
+            str(row["model"]), shape, str(row["dtype"]), f"{row['tokens']:,}", *map(options.megabytes, found.values())
+        )
+    out.print(table)
+    out.print("Each variant takes this on disk; memory keeps it raw. entropy: about.", style="dim", highlight=False)
+
+
+def _tokens_of(documents: Path, model: str) -> int:
+    """Tokens of all readable documents in the model's tokenizer."""
+    from cachecraft_rag.engine.decoder import chunk_bound_of
+    from cachecraft_rag.errors import DocumentError
+    from cachecraft_rag.retrievers.documents import list_files, parse_document
+    from cachecraft_rag.retrievers.office import MissingReaderError
+
+    bound, total = chunk_bound_of(model), 0
+    with waiting(f"Counting tokens of {documents}"):
+        for file in list_files(documents).files:
+            try:
+                total += bound.count(parse_document(file, file.path.read_bytes()).text)
+            except (DocumentError, MissingReaderError, OSError) as error:
+                options.err.print(f"left out {error}", style="yellow", markup=False, highlight=False)
+    return total

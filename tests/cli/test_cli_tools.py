@@ -1,0 +1,133 @@
+"""Options of `index`, `ask` and `chat`, and the commands `documents` and `sizes`: in this process, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cachecraft_rag.cli import ask
+from cachecraft_rag.cli.app import app
+from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.decoder import Decoder
+
+QUESTION = "How many days?"
+PAGES = {"returns.md": "You have 30 days to return an appliance.", "warranty.md": "The warranty lasts 3 years."}
+
+pytestmark = pytest.mark.usefixtures("as_loud_as_before")
+
+
+def run(*arguments: str | Path, typed: str = "") -> str:
+    """What a command prints on stdout."""
+    done = CliRunner().invoke(app, [str(one) for one in arguments], input=typed, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def result(*arguments: str | Path) -> Any:
+    """The object that a command prints with --json."""
+    return json.loads(run(*arguments, "--json").strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and two pages, indexed and primed."""
+    folder = tmp_path_factory.mktemp("home")
+    decoder = tiny_decoder("Llama", max_position_embeddings=8192)
+    decoder.model.save_pretrained(folder / "model")
+    decoder.tokenizer.save_pretrained(folder / "model")
+    (folder / "docs").mkdir()
+    for name, text in PAGES.items():
+        (folder / "docs" / name).write_text(text)
+    report = result("index", folder / "docs", "--prime", "-m", folder / "model", "-s", folder / "store")
+    assert report["captured"] == report["estimate"]["captures"] == len(PAGES) + 1
+    assert report["estimate"]["nbytes"] == decoder.layout.nbytes(report["estimate"]["tokens"])
+    return folder
+
+
+def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = StringIO()
+    monkeypatch.setattr(ask, "err", Console(file=told, width=400))
+    small = ("-m", home / "model", "-s", home / "small", "--codec", "int8", "--disk-mb", "1")
+    report = result("index", home / "docs", "--prime", *small)
+    estimate = report["estimate"]
+    assert estimate["disk_budget"] == 1_000_000
+    assert f"to compute: {estimate['captures']} chunk-caches, {estimate['tokens']:,} tokens" in told.getvalue()
+    assert "(int8)" in told.getvalue()
+    assert "more than fits" not in told.getvalue()
+    (home / "docs" / "long.md").write_text(" ".join(f"Rule {n} of many." for n in range(330)))
+    try:
+        report = result("index", home / "docs", "--prime", *small)
+    finally:
+        (home / "docs" / "long.md").unlink()
+    assert report["estimate"]["nbytes"] > 1_000_000
+    assert "That is more than fits" in told.getvalue()
+    assert result("store", "stats", "-s", home / "small")["disk_bytes"] <= 1_000_000
+
+
+def test_sizes_come_from_the_config_alone(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy(home / "model" / "config.json", tmp_path / "model")  # no weights, no tokenizer
+    (row,) = result("sizes", tmp_path / "model")
+    assert (row["tokens"], row["dtype"]) == (1000, "float32")
+    assert row["nbytes"]["raw"] == 2 * row["layers"] * row["kv_heads"] * row["head_dim"] * 4 * 1000
+    (counted,) = result("sizes", home / "model", "--documents", home / "docs")
+    assert counted["tokens"] == sum(len(text.encode()) for text in PAGES.values())  # a token for each byte
+    assert "int8" in run("sizes", home / "model", "--tokens", "5000")
+
+
+def test_options_of_a_question(home: Path) -> None:
+    """A filter, a stop text, an instruction of one's own, budgets."""
+    command = ("ask", QUESTION, "-m", home / "model", "-s", home / "store", "--max-tokens", "8")
+    filtered = result(*command, "--where", "source=docs/warr*", "--memory-mb", "0")
+    assert {source["metadata"]["source"] for source in filtered["sources"]} == {"docs/warranty.md"}
+    whole = result(*command)
+    assert {source["metadata"]["source"] for source in whole["sources"]} == {"docs/returns.md", "docs/warranty.md"}
+    sampled = ("--temperature", "3", "--seed", "5", "--top-p", "0.9")
+    text = result(*command, *sampled)["text"]
+    stopped = result(*command, *sampled, "--stop", text[3:5])
+    assert stopped["stats"]["finish"] == "stop"
+    assert stopped["text"] == text[: text.index(text[3:5])]
+    other = result(*command, "--system", "Answer in French.")
+    assert other["stats"]["tokens_prompt"] != whole["stats"]["tokens_prompt"]
+    with pytest.raises(ConfigError, match="write NAME=VALUE"):
+        run(*command, "--where", "source")
+    with pytest.raises(ConfigError, match="codec unknown"):
+        run(*command, "--codec", "zip")
+
+
+def test_chat_takes_the_same_options(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = StringIO()
+    monkeypatch.setattr(ask, "out", Console(file=shown, width=200))
+    chosen = ("--recompute-ratio", "0.5", "--where", "source=docs/returns.md", "--stop", "zzz", "--max-tokens", "4")
+    run("chat", "-m", home / "model", "-s", home / "store", *chosen, typed=f"{QUESTION}\n/sources\n")
+    assert "docs/returns.md" in shown.getvalue()
+    assert "docs/warranty.md" not in shown.getvalue()
+
+
+def test_documents_are_listed_and_removed(home: Path) -> None:
+    copy = home / "fewer"
+    shutil.copytree(home / "store", copy)
+    listed = result("documents", "ls", "-s", copy)
+    assert [document["doc_id"] for document in listed] == ["docs/returns.md", "docs/warranty.md"]
+    before = result("store", "stats", "-s", copy)["variants"]
+    with pytest.raises(DocumentError, match=r"did you mean docs/warranty\.md"):
+        run("documents", "remove", "docs/warrant.md", "-s", copy)
+    removed = result("documents", "remove", "docs/warranty.md", "-s", copy)
+    assert removed["documents"] == ["docs/warranty.md"]
+    assert removed["chunk_caches"] == 1
+    assert before - result("store", "stats", "-s", copy)["variants"] == 1
+    run("documents", "remove", "docs/", "-s", copy)
+    assert result("documents", "ls", "-s", copy) == []
+    with pytest.raises(IndexStoreError, match="cachecraft index DIR"):
+        run("documents", "ls", "-s", home / "typo")
+    assert not (home / "typo").exists()

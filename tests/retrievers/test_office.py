@@ -1,0 +1,140 @@
+"""Word files, tables and JSON as text."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.retrievers import documents
+from cachecraft_rag.retrievers.documents import SourceFile, parse_document
+from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.indexer import index_folder
+from cachecraft_rag.retrievers.retriever import open_index
+
+if TYPE_CHECKING:
+    from cachecraft_rag.types import Document
+
+W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+BODY = (
+    '<w:p><w:pPr><w:pStyle w:val="Heading1"/></w:pPr><w:r><w:t>Kettle</w:t></w:r></w:p>'
+    "<w:p><w:r><w:t>Descale it every 8 weeks.</w:t></w:r></w:p>"
+    "<w:tbl><w:tr><w:tc><w:p><w:r><w:t>Size</w:t></w:r></w:p></w:tc>"
+    "<w:tc><w:p><w:r><w:t>1.7 litres</w:t></w:r></w:p></w:tc></w:tr></w:tbl>"
+)
+
+
+def docx_bytes(body: str = BODY, **parts: bytes) -> bytes:
+    """A Word file with the three parts that every one has."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(
+            "[Content_Types].xml",
+            '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types">'
+            '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+            '<Override PartName="/word/document.xml" ContentType="application/vnd.openxmlformats-officedocument.'
+            'wordprocessingml.document.main+xml"/></Types>',
+        )
+        archive.writestr(
+            "_rels/.rels",
+            '<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships"><Relationship Id="r1" '
+            'Type="http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument" '
+            'Target="word/document.xml"/></Relationships>',
+        )
+        archive.writestr("word/document.xml", f"<w:document {W}><w:body>{body}</w:body></w:document>")
+        archive.writestr(
+            "word/styles.xml",
+            f'<w:styles {W}><w:style w:type="paragraph" w:styleId="Heading1"><w:name w:val="heading 1"/></w:style>'
+            "</w:styles>",
+        )
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    return made.getvalue()
+
+
+def read(name: str, data: bytes | str) -> Document:
+    return parse_document(SourceFile(Path(name), name), data if isinstance(data, bytes) else data.encode())
+
+
+def test_a_word_file_keeps_its_headings_and_tables() -> None:
+    document = read("kettle.docx", docx_bytes())
+    assert document.metadata["format"] == "markdown"
+    assert document.text.startswith("# Kettle\n")
+    for text in ("Descale it every 8 weeks.", "Size", "1.7 litres"):
+        assert text in document.text
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"no archive", "no Word file"),
+        (docx_bytes(body=""), "holds no text"),
+        (docx_bytes(body="<w:p>" * 50_000), "cannot be read"),
+    ],
+)
+def test_a_bad_word_file_is_a_problem_with_its_name(data: bytes, reason: str) -> None:
+    with pytest.raises(DocumentError, match=reason) as raised:
+        read("bad.docx", data)
+    assert "bad.docx" in str(raised.value)
+
+
+def test_a_word_file_that_unpacks_to_more_than_the_limit_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = docx_bytes(padding=b"0" * (2 << 20))
+    assert len(bomb) < 100_000
+    monkeypatch.setattr(documents, "LARGEST_FILE", 1 << 20)
+    with pytest.raises(DocumentError, match="unpacks to more than 1 MiB"):
+        read("bomb.docx", bomb)
+
+
+@pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")])
+def test_each_row_of_a_table_names_its_columns(name: str, sign: str) -> None:
+    table = "\r\n".join(
+        sign.join(row) for row in [("name", "size", ""), ("Wren K2", '"1.7 litres"', "x"), ("Otter C6", "", "")]
+    )
+    assert read(name, table).text == "name: Wren K2\nsize: 1.7 litres\ncolumn 3: x\n\nname: Otter C6"
+
+
+def test_cells_may_hold_separators_lines_and_long_texts() -> None:
+    long = "word " * 50_000
+    text = read("a.csv", f'name,text\n"Wren, K2","two\nlines"\nB,"{long}"\n').text
+    assert text.startswith("name: Wren, K2\ntext: two lines\n\nname: B\ntext: word word")
+    assert len(text) > 200_000
+
+
+def test_json_and_json_lines_are_paths_with_values() -> None:
+    entries = [{"name": "Wren K2", "size": {"litres": 1.7, "new": True}}, {"parts": ["lid", None, "jug"]}]
+    expected = "name: Wren K2\nsize.litres: 1.7\nsize.new: true\n\nparts: lid\nparts: jug"
+    assert read("a.json", json.dumps(entries)).text == expected
+    assert read("a.jsonl", "\n".join(map(json.dumps, entries))).text == expected
+    assert read("b.json", '{"größe": "1,7 l"}').text == "größe: 1,7 l"
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1} {"b": 2}', "[" * 100_000])
+def test_what_is_no_json_is_a_problem(text: str) -> None:
+    with pytest.raises(DocumentError, match=r"a\.json: cannot be read"):
+        read("a.json", text)
+
+
+def test_without_the_extra_a_word_file_is_a_problem_and_keeps_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "kettle.docx").write_bytes(docx_bytes())
+    embedder = Embedder()
+    with open_index(tmp_path / "store", embedder) as index:
+        assert index_folder(folder, index, embedder).added == ("docs/kettle.docx",)
+        (folder / "kettle.docx").write_bytes(docx_bytes(BODY.replace("8 weeks", "9 weeks")))
+        monkeypatch.setitem(sys.modules, "mammoth", None)
+        report = index_folder(folder, index, embedder)
+        (problem,) = report.problems
+        assert problem.kind == "inaccessible"
+        assert "pip install 'cachecraft-rag[docx]'" in problem.reason
+        assert report.removed == ()
+        assert "8 weeks" in "".join(chunk.text for chunk in index.chunks_of("docs/kettle.docx"))

@@ -1,0 +1,145 @@
+"""What the facade offers besides questions: sampling by name, async answers, sizes, documents; on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError, DocumentError
+from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.retriever import open_index
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Document
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.decoder import Decoder
+
+PAGES = {
+    "pages/kettle": "The kettle holds 1.7 litres.",
+    "pages/oven": "The oven heats up in 9 minutes.",
+    "notes": "Ida Moll drew the lamp.",
+}
+QUESTION = "How much does the kettle hold?"
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder()
+
+
+@pytest.fixture
+def rag(tiny_decoder: Callable[..., Decoder], embedder: Embedder, tmp_path: Path) -> Iterator[CacheCraft]:
+    """Three short documents, nothing primed."""
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as caches,
+        Engine(tiny_decoder("Llama"), caches) as engine,
+        open_index(tmp_path, embedder) as index,
+    ):
+        made = CacheCraft(engine, index, embedder)
+        made.add_documents([Document(name, text) for name, text in PAGES.items()])
+        yield made
+
+
+def test_sampling_is_typed_by_name(rag: CacheCraft) -> None:
+    short = rag.ask(QUESTION, max_tokens=3)
+    assert short.stats.tokens_generated <= 3
+    one, same = (rag.ask(QUESTION, max_tokens=8, temperature=5.0, seed=7).text for _ in range(2))
+    assert one == same
+    assert rag.ask(QUESTION, max_tokens=8, temperature=5.0, seed=8).text != one
+    full = rag.ask(QUESTION, max_tokens=8).text
+    assert rag.ask(QUESTION, max_tokens=8, stop=full[2:4]).text == full[: full.index(full[2:4])]
+    with pytest.raises(ConfigError, match="mean the same"):
+        rag.ask(QUESTION, max_tokens=3, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="Did you mean temperature"):
+        rag.ask(QUESTION, temperatur=1.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="temperature"):
+        rag.ask(QUESTION, temperature=-1.0)
+
+
+def test_async_answers_are_those_of_the_blocking_calls(rag: CacheCraft) -> None:
+    expected = rag.ask(QUESTION, max_tokens=6)
+
+    async def both() -> None:
+        stream = rag.astream(QUESTION, max_tokens=6)
+        assert stream.sources == ()
+        assert stream.stats is None
+        pieces = [piece async for piece in stream]
+        assert "".join(pieces) == stream.text == expected.text
+        assert stream.sources == expected.sources
+        assert stream.stats is not None
+        assert stream.stats.finish == expected.stats.finish
+        answers = await asyncio.gather(*(rag.aask(QUESTION, max_tokens=6) for _ in range(3)))
+        assert {answer.text for answer in answers} == {expected.text}
+        with pytest.raises(ConfigError, match="empty"):
+            await rag.aask("  ")
+
+    asyncio.run(both())
+
+
+def test_an_async_answer_that_is_left_early_frees_the_engine(rag: CacheCraft) -> None:
+    async def leave() -> None:
+        stream = rag.astream(QUESTION, max_tokens=500)
+        await anext(stream)
+        await stream.aclose()
+        assert stream.stats is not None
+        assert stream.stats.finish == "closed"
+        assert (await rag.aask(QUESTION, max_tokens=2)).stats.tokens_generated == 2
+
+    asyncio.run(leave())
+
+
+def test_the_estimate_of_priming_is_what_priming_writes(rag: CacheCraft) -> None:
+    expected = rag.estimate_priming()
+    assert expected.captures == len(PAGES) + 1  # and the instruction
+    assert expected.fits
+    assert expected.disk_used == 0
+    assert rag.prime() == expected.captures
+    rag.engine.store.flush()
+    written = rag.engine.store.stats().disk_bytes
+    headers = 16_000 * expected.captures
+    assert expected.nbytes <= written <= expected.nbytes + headers
+    after = rag.estimate_priming()
+    assert (after.captures, after.nbytes) == (0, 0)
+
+
+def test_an_estimate_says_when_the_budget_is_too_small(
+    tiny_decoder: Callable[..., Decoder], embedder: Embedder, tmp_path: Path
+) -> None:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches", disk_bytes=1000, codec="int8") as caches,
+        Engine(tiny_decoder("Llama"), caches) as engine,
+        open_index(tmp_path, embedder) as index,
+    ):
+        rag = CacheCraft(engine, index, embedder)
+        rag.add_documents([Document("page", "The kettle holds 1.7 litres.")])
+        estimate = rag.estimate_priming()
+        assert not estimate.fits
+        layout = engine.decoder.layout
+        values = 2 * layout.layers * layout.kv_heads * estimate.tokens
+        assert estimate.nbytes == values * (layout.head_dim + 2)  # a byte a value, two for each scale
+
+
+def test_documents_are_listed_and_removed_with_their_chunk_caches(rag: CacheCraft) -> None:
+    rag.add_documents([Document("copy", PAGES["notes"])])
+    assert [document.doc_id for document in rag.documents()] == ["copy", "notes", "pages/kettle", "pages/oven"]
+    rag.prime()
+    before = rag.engine.store.stats().chunks
+    with pytest.raises(DocumentError, match="did you mean notes"):
+        rag.remove_documents(["pages/kettle", "note"])
+    assert len(rag.documents()) == 4  # a wrong name removes nothing
+    shared = rag.remove_documents(["notes"])
+    assert (shared.chunk_ids, shared.chunk_caches) == ((), 0)  # "copy" has its chunk too
+    removed = rag.remove_documents(["pages/"])
+    assert removed.documents == ("pages/kettle", "pages/oven")
+    assert len(removed.chunk_ids) == removed.chunk_caches == 2
+    assert removed.nbytes > 0
+    assert rag.engine.store.stats().chunks == before - 2
+    assert [hit.metadata["source"] for hit in rag.retrieve(QUESTION)] == ["copy"]
+    with pytest.raises(ConfigError):
+        rag.remove_documents("pages/")
