@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 from cachecraft_rag.checks import (
@@ -15,11 +16,13 @@ from cachecraft_rag.checks import (
     check_names,
     check_path,
     check_text,
+    listed,
 )
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, PathLike
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
+from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
@@ -35,9 +38,12 @@ logger = logging.getLogger("cachecraft_rag.rag")
 class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end."""
 
-    def __init__(self, generation: Generation, sources: tuple[Source, ...]) -> None:
+    def __init__(
+        self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()
+    ) -> None:
         self._generation = generation
         self.sources = sources
+        self._searched = searched
 
     def __next__(self) -> str:
         return next(self._generation)
@@ -50,7 +56,7 @@ class AnswerStream(Iterator[str]):
     @property
     def stats(self) -> RequestStats:
         """Statistics so far; complete once the stream has ended."""
-        return self._generation.stats
+        return replace(self._generation.stats, searched=self._searched)
 
     def close(self) -> None:
         """Stop generating."""
@@ -187,6 +193,7 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
+        search_history: bool = True,
         **answering: Unpack[AnswerOptions],
     ) -> AnswerStream:
         """Retrieve, then stream the answer.
@@ -194,6 +201,8 @@ class CacheCraft(Retriever, Closeable):
         Args:
             top_k: how many chunks to retrieve.
             where: which chunks may be retrieved, by their metadata (see `FaissStore.search`).
+            search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up
+                finds what it refers to; False: the question alone. `stats.searched` says what was searched for.
             answering: history, session, sampling, config: see `Engine.stream`.
 
         Raises:
@@ -201,11 +210,15 @@ class CacheCraft(Retriever, Closeable):
             IndexStoreError: the index holds no documents yet.
         """
         check_names(answering, AnswerOptions.__annotations__)
+        check_flag("search_history", search_history)
         check_text("question", question, damaged=True)
-        hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
+        answering["history"] = listed("history", answering.get("history", ()))  # a generator gives its turns once
+        context = answering["history"] if search_history else []
+        hits = self.retrieve(question, top_k=top_k, where=where, history=context) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
         generation = self.engine.stream(question, chunks, **answering)
-        return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))
+        sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits)
+        return AnswerStream(generation, sources, searched=search_texts(question, context))
 
     def ask(
         self,
@@ -213,10 +226,11 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
+        search_history: bool = True,
         **answering: Unpack[AnswerOptions],
     ) -> Answer:
         """Retrieve and answer; arguments as in `stream`."""
-        return self.stream(question, top_k=top_k, where=where, **answering).answer()
+        return self.stream(question, top_k=top_k, where=where, search_history=search_history, **answering).answer()
 
     def close(self) -> None:
         """Write pending captures and close the engine, and what `from_pretrained` opened."""

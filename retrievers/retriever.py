@@ -1,14 +1,19 @@
-"""Retrieval without a framework: a question in, the nearest chunks out."""
+"""Retrieval without a framework: a question in, and its conversation if it has one; the nearest chunks out."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.checks import check_text, check_whole
+import numpy as np
+
+from cachecraft_rag.checks import check_text, check_whole, listed
+from cachecraft_rag.engine.prompt import Turn, check_history
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.conversation import prefer, search_texts, turn_before
+from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.types import SearchHit
@@ -33,19 +38,42 @@ class Retriever:
     def __init__(self, index: FaissStore, embedder: Embedder, *, caches: ChunkCacheStore | None = None) -> None:
         self.index, self.embedder, self.caches = index, embedder, caches
 
-    def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
+    def retrieve(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        history: Iterable[Turn] = (),
+    ) -> list[SearchHit]:
         """The `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
 
+        Args:
+            history: the conversation before the question, user first. The question is then searched for together with
+                the questions before it (`search_texts`), and where scores tie, chunks of the turn before go first,
+                because their chunk-caches exist.
+
         Raises:
-            ConfigError: a question that is not a text, or a `top_k` below 1.
+            ConfigError: a question that is not a text, a `top_k` below 1, or a history that is no list of pairs.
             IndexStoreError: the index holds no documents yet.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
-        hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
+        history = listed("history", history)
+        check_history(history)
+        asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
+        before = turn_before(history)
+        if before is not None:
+            asked.append(before)
+        texts = [search_texts(*one) for one in asked]
+        distinct = list(dict.fromkeys(text for group in texts for text in group))
+        vectors = dict(zip(distinct, self.embedder.encode_query(distinct), strict=True))
+        now, *earlier = (unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in texts)
+        known = {hit.chunk_id for vector in earlier for hit in self.index.search(vector, top_k, where=where)}
+        hits = self.index.search(now, top_k + len(known), where=where)
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
-        return hits
+        return prefer(hits, known, top_k)
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:

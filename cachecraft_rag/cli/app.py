@@ -13,7 +13,7 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_termination, evaluate, store
+from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_termination, evaluate, follow_ups, store
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -39,6 +39,7 @@ app.command("calibrate")(calibrate.calibrate)
 evaluation = typer.Typer()
 evaluation.callback(invoke_without_command=True)(evaluate.evaluate)
 evaluation.command("early-termination")(early_termination.early_termination)
+evaluation.command("follow-ups")(follow_ups.follow_ups)
 app.add_typer(evaluation, name="eval")
 app.command("judge-focus", hidden=True)(early_termination.early_termination)  # its name in earlier versions
 app.add_typer(store.app, name="store")

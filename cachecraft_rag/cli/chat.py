@@ -17,6 +17,7 @@ from cachecraft_rag.errors import ContextLengthError
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
     from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
@@ -100,6 +101,7 @@ class Conversation:
             try:
                 print_stream(stream)
                 print_stats(stream.stats)
+                print_searched(stream.stats)
             finally:
                 stream.close()
                 said = stream.text
@@ -111,3 +113,9 @@ class Conversation:
             print_error(error, "/new forgets the conversation.")
         if said:
             self._history += [("user", question), ("assistant", said)]
+
+
+def print_searched(stats: RequestStats) -> None:
+    """One line about what a follow-up was searched with."""
+    if len(stats.searched) > 1:
+        out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim", markup=False, highlight=False)
