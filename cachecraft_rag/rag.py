@@ -38,9 +38,7 @@ logger = logging.getLogger("cachecraft_rag.rag")
 class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end."""
 
-    def __init__(
-        self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()) -> None:
         self._generation = generation
         self.sources = sources
         self._searched = searched

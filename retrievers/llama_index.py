@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ except ImportError as error:
     ) from error
 
 from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
+from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
@@ -275,6 +278,25 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._caches.evict(RowFilter(chunk_ids=chunk_ids))
 
 
+@dataclass
+class ConversationQuery(QueryBundle):
+    """A follow-up, for any retriever: one that embeds takes the mean of `search_texts`, another one the last of them.
+
+    `CacheCraftRetriever` also prefers chunks of the turn before where scores tie (see `Retriever.retrieve`).
+    """
+
+    question: str = ""
+    history: tuple[Turn, ...] = ()
+
+    @classmethod
+    def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
+        """The query of a question after these turns; a plain one for a first question."""
+        texts = search_texts(question, history)
+        if len(texts) == 1:
+            return QueryBundle(question)
+        return cls(texts[-1], custom_embedding_strs=list(texts), question=question, history=tuple(history))
+
+
 class CacheCraftRetriever(BaseRetriever):
     """The index of a `CacheCraft` as a LlamaIndex retriever, for any query engine.
 
@@ -300,7 +322,10 @@ class CacheCraftRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         where = _where(self._filters)
-        if query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
+        if isinstance(query_bundle, ConversationQuery):
+            question, history = query_bundle.question, query_bundle.history
+            hits = self._rag.retrieve(question, top_k=self._top_k, where=where, history=history)
+        elif query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
             hits = self._rag.retrieve(query_bundle.query_str, top_k=self._top_k, where=where)
         else:  # a transform (HyDE) replaced the question by other texts or a vector
             vector = query_bundle.embedding or self._rag.embedder.encode_query(query_bundle.embedding_strs).mean(axis=0)
