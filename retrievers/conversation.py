@@ -8,10 +8,20 @@ first. On 40 follow-ups about the sample handbook this finds as much as the same
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.retrievers.embeddings import unit_vectors
+from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.types import SearchHit
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from cachecraft_rag.retrievers.faiss_store import FaissStore
 
 TIE = 0.02  # cosines this close are a tie; of 40 follow-ups it loses none, and 0.1 loses one
 _QUESTIONS = 2  # how many of the user's earlier turns are searched with the new one; three find no more
@@ -47,3 +57,30 @@ def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) ->
     ['b', 'a']
     """
     return sorted(hits, key=lambda hit: -hit.score - (TIE if hit.chunk_id in chunk_ids else 0.0))[:top_k]
+
+
+def search(
+    index: FaissStore,
+    encode: Callable[[list[str]], ArrayLike],
+    question: str,
+    history: Sequence[Turn],
+    *,
+    top_k: int,
+    where: Where | None = None,
+) -> list[SearchHit]:
+    """The `top_k` chunks nearest to a question in its conversation, best first. A first question is one plain search.
+
+    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie.
+
+    encode  vectors `[texts, dim]` of texts
+    """
+    asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
+    before = turn_before(history)
+    if before is not None:
+        asked.append(before)
+    groups = [search_texts(*one) for one in asked]
+    texts = list(dict.fromkeys(text for group in groups for text in group))
+    vectors = dict(zip(texts, unit_vectors(encode(texts)), strict=True))
+    now, *earlier = (unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in groups)
+    known = {hit.chunk_id for vector in earlier for hit in index.search(vector, top_k, where=where)}
+    return prefer(index.search(now, top_k + len(known), where=where), known, top_k)

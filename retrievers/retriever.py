@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from cachecraft_rag.checks import check_text, check_whole, listed
 from cachecraft_rag.engine.prompt import Turn, check_history
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.retrievers.conversation import prefer, search_texts, turn_before
-from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
+from cachecraft_rag.retrievers.conversation import search
+from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.types import SearchHit
@@ -61,19 +59,10 @@ class Retriever:
         check_whole("top_k", top_k, least=1)
         history = listed("history", history)
         check_history(history)
-        asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
-        before = turn_before(history)
-        if before is not None:
-            asked.append(before)
-        texts = [search_texts(*one) for one in asked]
-        distinct = list(dict.fromkeys(text for group in texts for text in group))
-        vectors = dict(zip(distinct, self.embedder.encode_query(distinct), strict=True))
-        now, *earlier = (unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in texts)
-        known = {hit.chunk_id for vector in earlier for hit in self.index.search(vector, top_k, where=where)}
-        hits = self.index.search(now, top_k + len(known), where=where)
+        hits = search(self.index, self.embedder.encode_query, question, history, top_k=top_k, where=where)
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
-        return prefer(hits, known, top_k)
+        return hits
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
