@@ -49,24 +49,29 @@ except ImportError as error:
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
     ) from error
 
-from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
+from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_text, check_whole
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.ranking import WordIndex, fused, marginal_relevance
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, SearchHit
 
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
+_BY_VECTOR = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR, VectorStoreQueryMode.HYBRID)
+_BY_WORDS = (VectorStoreQueryMode.HYBRID, VectorStoreQueryMode.TEXT_SEARCH, VectorStoreQueryMode.SPARSE)
 _UNKNOWN_EMBEDDING = "llama-index"  # LlamaIndex does not tell a vector store which model makes its vectors
 
 
 class CacheCraftEmbedding(BaseEmbedding):
     """An `Embedder` as a LlamaIndex embedding model; the default one is in a wheel, so nothing is downloaded.
+
+    `from_dict(to_dict())` and a pickled copy, as an `IngestionPipeline` sends to its workers, load the model again.
 
     Args:
         model: an `Embedder`, or its `model` argument.
@@ -84,6 +89,23 @@ class CacheCraftEmbedding(BaseEmbedding):
     def class_name(cls) -> str:
         """The class name in LlamaIndex's events."""
         return "CacheCraftEmbedding"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """The settings; `model` is what to load, if that is not `model_name`."""
+        data: dict[str, Any] = super().to_dict(**kwargs)
+        source = self._embedder.source
+        return data if source == self.model_name else {**data, "model": source}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
+        """The embedding model of a `to_dict`, loaded again."""
+        settings = {**data, **kwargs}
+        settings.pop("class_name", None)
+        name = settings.pop("model_name", BUNDLED_EMBEDDER)
+        return cls(settings.pop("model", name), **settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self.to_dict(),)
 
     @property
     def embedder(self) -> Embedder:
@@ -134,6 +156,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     _store: FaissStore | None = PrivateAttr(default=None)
     _caches: ChunkCacheStore | None = PrivateAttr(default=None)
     _owned: bool = PrivateAttr(default=True)
+    _words: WordIndex | None = PrivateAttr(default=None)
     _opening: Any = PrivateAttr(default_factory=threading.Lock)
 
     def __init__(
@@ -158,6 +181,17 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def class_name(cls) -> str:
         """The class name in LlamaIndex's events."""
         return "CacheCraftVectorStore"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
+        """The store of a `to_dict`, or of a pickle: the same folder, opened again; `caches=` may be given anew."""
+        settings = {**data, **kwargs}
+        for constant in ("class_name", "stores_text", "is_embedding_query"):
+            settings.pop(constant, None)
+        return cls(**settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self.to_dict(),)
 
     @property
     def client(self) -> FaissStore | None:
@@ -228,20 +262,39 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [_node_of(chunk) for chunk in found]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nearest nodes, best first. Only the default query mode; filters may be nested."""
-        check_names(kwargs, ())
-        if query.mode != VectorStoreQueryMode.DEFAULT:
-            raise ConfigError(f"CacheCraftVectorStore searches by embedding only, not in the mode {query.mode.value!r}")
-        if query.query_embedding is None:
+        """The best nodes, best first; filters may be nested.
+
+        Query modes: the default, by embedding; `mmr`, near the query and unlike each other, with `mmr_threshold` (1:
+        only near) over `mmr_prefetch_k` nodes (default: four times as many); `text_search` and `sparse`, by words
+        (BM25); `hybrid`, by both, weighted by `alpha` (1: only the embedding).
+
+        Raises `ConfigError` for other modes, and for a query without the embedding or the text that its mode needs.
+        """
+        check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
+        if query.mode not in _BY_VECTOR + _BY_WORDS:
+            names = ", ".join(dict.fromkeys(mode.value for mode in _BY_VECTOR + _BY_WORDS))
+            raise ConfigError(f"CacheCraftVectorStore has no mode {query.mode.value!r}; there are {names}")
+        if query.mode in _BY_VECTOR and query.query_embedding is None:
             raise ConfigError("the query has no embedding; give the index or the retriever an embed_model")
-        hits = []
-        if self._store is not None:
-            where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
-            hits = self._store.search(unit_vectors(query.query_embedding), query.similarity_top_k, where=where)
-        nodes = [_node_of(hit) for hit in hits]
+        if query.mode in _BY_WORDS and query.query_str is None:
+            raise ConfigError("the query has no text, and this mode searches by words")
+        hits = self._ranked(query, kwargs) if self._store is not None else []
+        nodes = [_node_of(hit) for hit, _ in hits]
         return VectorStoreQueryResult(
-            nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
+            nodes=nodes, similarities=[score for _, score in hits], ids=[node.node_id for node in nodes]
         )
+
+    def _ranked(self, query: VectorStoreQuery, options: Options) -> Ranked:
+        assert self._store is not None
+        where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
+        if query.mode not in _BY_WORDS:
+            rank = _unlike if query.mode == VectorStoreQueryMode.MMR else _nearest
+            return rank(self._store, query, where, options)
+        with self._opening:
+            self._words = self._words or WordIndex(self._store)
+        if query.mode == VectorStoreQueryMode.HYBRID:
+            return _by_both(self._store, self._words, query, where)
+        return _by_words(self._words, query, where)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
@@ -262,6 +315,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     def close(self) -> None:
         """Close the index if it was opened here."""
+        if self._words is not None:
+            self._words.close()
+            self._words = None
         if self._owned and self._store is not None:
             self._store.close()
 
@@ -276,6 +332,44 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def _evict(self, chunk_ids: tuple[str, ...]) -> None:
         if self._caches is not None and chunk_ids:
             self._caches.evict(RowFilter(chunk_ids=chunk_ids))
+
+
+# --- query modes ---
+
+Ranked = list[tuple[SearchHit, float]]
+Options = Mapping[str, Any]
+
+
+def _nearest(store: FaissStore, query: VectorStoreQuery, where: Where | None, options: Options) -> Ranked:
+    hits = store.search(unit_vectors(query.query_embedding or []), query.similarity_top_k, where=where)
+    return [(hit, hit.score) for hit in hits]
+
+
+def _unlike(store: FaissStore, query: VectorStoreQuery, where: Where | None, options: Options) -> Ranked:
+    weight = query.mmr_threshold if query.mmr_threshold is not None else options.get("mmr_threshold", 0.5)
+    check_number("mmr_threshold", weight, most=1)
+    reach = options.get("mmr_prefetch_k", 4 * query.similarity_top_k)
+    check_whole("mmr_prefetch_k", reach, least=1)
+    vector = unit_vectors(query.query_embedding or [])
+    hits = store.search(vector, reach, where=where)
+    known = store.known_vectors(hit.chunk_id for hit in hits)
+    vectors = [known[hit.chunk_id] for hit in hits]
+    return [
+        (hits[row], score) for row, score in marginal_relevance(vector, vectors, query.similarity_top_k, weight=weight)
+    ]
+
+
+def _by_words(words: WordIndex, query: VectorStoreQuery, where: Where | None) -> Ranked:
+    hits = words.search(query.query_str or "", query.sparse_top_k or query.similarity_top_k, where=where)
+    return [(hit, hit.score) for hit in hits]
+
+
+def _by_both(store: FaissStore, words: WordIndex, query: VectorStoreQuery, where: Where | None) -> Ranked:
+    alpha = 0.5 if query.alpha is None else query.alpha
+    check_number("alpha", alpha, most=1)
+    near = [hit for hit, _ in _nearest(store, query, where, {})]
+    worded = [hit for hit, _ in _by_words(words, query, where)]
+    return fused(near, worded, query.hybrid_top_k or query.similarity_top_k, alpha=alpha)
 
 
 @dataclass

@@ -95,6 +95,22 @@ class CacheCraftLLM(CustomLLM):
         """The class name in LlamaIndex's events."""
         return "CacheCraftLLM"
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], *, engine: Engine | None = None, **kwargs: Any) -> CacheCraftLLM:
+        """The LLM of a `to_dict` over an open engine, and `sampling` if it is not the default.
+
+        Raises `ConfigError` without an engine: a dict cannot hold one.
+        """
+        if engine is None:
+            raise ConfigError("a dict holds no engine: write CacheCraftLLM.from_dict(data, engine=engine)")
+        return cls(engine, session=data.get("session"), **kwargs)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "CacheCraftLLM holds an open engine and cannot be pickled; open an engine in each process, or run the "
+            "pipeline without num_workers"
+        )
+
     @property
     def metadata(self) -> LLMMetadata:
         """The model's properties, for LlamaIndex."""
