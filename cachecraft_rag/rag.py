@@ -210,8 +210,9 @@ class CacheCraft(Retriever, Closeable):
         check_names(answering, AnswerOptions.__annotations__)
         check_flag("search_history", search_history)
         check_text("question", question, damaged=True)
-        answering["history"] = listed("history", answering.get("history", ()))  # a generator gives its turns once
-        context = answering["history"] if search_history else []
+        history = listed("history", answering.get("history", ()))  # a generator gives its turns once
+        answering["history"] = history
+        context = history if search_history else []
         hits = self.retrieve(question, top_k=top_k, where=where, history=context) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
         generation = self.engine.stream(question, chunks, **answering)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable, run_in_executor
@@ -53,7 +54,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         """`invoke`, through the retriever's own asynchronous calls."""
         return await self._acall_with_config(self._aretrieve, input, config, run_type="retriever", **kwargs)
 
-    def _retrieve(self, input: dict[str, Any], config: RunnableConfig, **kwargs: Any) -> list[Document]:
+    def _retrieve(
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
         if len(texts) == 1:
@@ -64,7 +67,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
             found = _merged(together, alone)
         return _marked(found, texts)
 
-    async def _aretrieve(self, input: dict[str, Any], config: RunnableConfig, **kwargs: Any) -> list[Document]:
+    async def _aretrieve(
+        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
         if len(texts) == 1:

@@ -249,7 +249,8 @@ def _sources(turn: _Turn, nodes: list[NodeWithScore]) -> dict[str, Any]:
 
 
 def _whole(turn: _Turn, nodes: list[NodeWithScore], response: ChatResponse) -> CacheCraftChatResponse:
-    metadata = {"cachecraft": _statistics(turn, nodes, response.raw["cachecraft"])}
+    raw: Any = response.raw
+    metadata = {"cachecraft": _statistics(turn, nodes, raw["cachecraft"])}
     return CacheCraftChatResponse(response.message.content or "", metadata=metadata, **_sources(turn, nodes))
 
 
