@@ -29,7 +29,7 @@ def marginal_relevance(query: ArrayLike, vectors: ArrayLike, k: int, *, weight: 
     weight   1: the nearest; 0: the least alike
 
     >>> rows = [[1.0, 0.0], [1.0, 0.0], [0.8, 0.6]]
-    >>> [row for row, _ in marginal_relevance([1.0, 0.0], rows, 2, weight=0.5)]
+    >>> [row for row, _ in marginal_relevance([1.0, 0.0], rows, 2, weight=0.4)]
     [0, 2]
     >>> [row for row, _ in marginal_relevance([1.0, 0.0], rows, 2, weight=1.0)]
     [0, 1]
