@@ -7,6 +7,7 @@
     ├── DocumentError          a document cannot be read
     ├── IndexStoreError        the retrieval index is missing, or was made with another embedding model
     ├── StoreError             the chunk-cache store cannot be opened or written at all
+    ├── UnsupportedCallError   a framework's call that has no meaning for a local model without tools
     ├── ForkError              an engine, store or index was used in a fork of the process that opened it
     └── ContextLengthError     the prompt does not fit the model's context
 
@@ -40,6 +41,10 @@ class IndexStoreError(CacheCraftError):
 
 class StoreError(CacheCraftError):
     """The chunk-cache store as a whole cannot be opened or written."""
+
+
+class UnsupportedCallError(CacheCraftError, NotImplementedError):
+    """A framework's call that this package does not support; the message says what to do instead."""
 
 
 class ForkError(CacheCraftError):

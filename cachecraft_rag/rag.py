@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -16,6 +17,7 @@ from cachecraft_rag.checks import (
     check_names,
     check_path,
     check_text,
+    listed,
 )
 from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.engine.config import EngineConfig
@@ -23,6 +25,7 @@ from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, Path
 from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
+from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
@@ -38,9 +41,10 @@ logger = logging.getLogger("cachecraft_rag.rag")
 class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end."""
 
-    def __init__(self, generation: Generation, sources: tuple[Source, ...]) -> None:
+    def __init__(self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()) -> None:
         self._generation = generation
         self.sources = sources
+        self._searched = searched
 
     def __next__(self) -> str:
         return next(self._generation)
@@ -53,7 +57,7 @@ class AnswerStream(Iterator[str]):
     @property
     def stats(self) -> RequestStats:
         """Statistics so far; complete once the stream has ended."""
-        return self._generation.stats
+        return replace(self._generation.stats, searched=self._searched)
 
     def close(self) -> None:
         """Stop generating."""
@@ -227,6 +231,7 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
+        search_history: bool = True,
         **answering: Unpack[AskOptions],
     ) -> AnswerStream:
         """Retrieve, then stream the answer.
@@ -234,6 +239,8 @@ class CacheCraft(Retriever, Closeable):
         Args:
             top_k: how many chunks to retrieve.
             where: which chunks may be retrieved, by their metadata (see `FaissStore.search`).
+            search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up
+                finds what it refers to; False: the question alone. `stats.searched` says what was searched for.
             answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by
                 name, such as `max_tokens=60` or `temperature=0.7`.
 
@@ -242,11 +249,16 @@ class CacheCraft(Retriever, Closeable):
             IndexStoreError: the index holds no documents yet.
         """
         check_names(answering, AskOptions.__annotations__)
+        check_flag("search_history", search_history)
         check_text("question", question, damaged=True)
-        hits = self.retrieve(question, top_k=top_k, where=where) if question.strip() else []
+        history = listed("history", answering.get("history", ()))  # a generator gives its turns once
+        answering["history"] = history
+        context = history if search_history else []
+        hits = self.retrieve(question, top_k=top_k, where=where, history=context) if question.strip() else []
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
         generation = self.engine.stream(question, chunks, **sampling_from(dict(answering)))
-        return AnswerStream(generation, tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits))
+        sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits)
+        return AnswerStream(generation, sources, searched=search_texts(question, context))
 
     def ask(
         self,
@@ -254,10 +266,11 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
+        search_history: bool = True,
         **answering: Unpack[AskOptions],
     ) -> Answer:
         """Retrieve and answer; arguments as in `stream`."""
-        return self.stream(question, top_k=top_k, where=where, **answering).answer()
+        return self.stream(question, top_k=top_k, where=where, search_history=search_history, **answering).answer()
 
     def astream(
         self,
@@ -265,10 +278,11 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
+        search_history: bool = True,
         **answering: Unpack[AskOptions],
     ) -> AsyncAnswerStream:
         """`stream` for `async for`; nothing happens before the first piece is asked for."""
-        return AsyncAnswerStream(partial(self.stream, question, top_k=top_k, where=where, **answering))
+        return AsyncAnswerStream(partial(self.stream, question, top_k=top_k, where=where, search_history=search_history, **answering))
 
     async def aask(
         self,
@@ -276,10 +290,11 @@ class CacheCraft(Retriever, Closeable):
         *,
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
+        search_history: bool = True,
         **answering: Unpack[AskOptions],
     ) -> Answer:
         """`ask` without blocking the event loop. A cancelled task stops the model after the current token."""
-        stream = self.astream(question, top_k=top_k, where=where, **answering)
+        stream = self.astream(question, top_k=top_k, where=where, search_history=search_history, **answering)
         async for _ in stream:
             pass
         assert stream.stats is not None  # no piece or many: the stream has begun

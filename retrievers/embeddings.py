@@ -54,6 +54,7 @@ class Embedder:
         check_flag("local_files_only", local_files_only)
         check_whole("batch_size", batch_size, least=1, most=1 << 20)
         self.name, source, local_only = _locate(model)
+        self.source = os.path.abspath(model) if os.path.isdir(model) else str(model)  # what to load it from again
         self.batch_size = batch_size
         self._home = HomeProcess("embedding model")
         self._lock = threading.Lock()  # a fast tokenizer that two threads set to truncate raises "Already borrowed"

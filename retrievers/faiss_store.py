@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cachecraft_rag.checks import check_mapping, check_path, check_whole
+from cachecraft_rag.checks import check_path, check_whole
 from cachecraft_rag.errors import ConfigError, IndexStoreError
-from cachecraft_rag.retrievers.filters import Where, accepts, encoded, fragments
+from cachecraft_rag.retrievers.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.schema import DATABASE as DATABASE
 from cachecraft_rag.retrievers.schema import chunk_of, model_name, open_database, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
@@ -217,13 +217,13 @@ class FaissStore(Closeable):
         """The `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
 
         vector  `[dim]`, of unit length for cosine scores
-        where   only chunks with an owner whose metadata has these values (1 is not True), or for whose metadata the
-                function returns true; the hit then carries that owner's metadata. The filter is applied before the
-                search, so it never costs hits. A function sees every owner's metadata and must not call the store.
+        where   only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
+                (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the
+                hit then carries that owner's metadata. The filter is applied before the search, so it never costs
+                hits. A function sees every owner's metadata and must not call the store.
         """
         check_whole("k", k, least=1)
-        if where is not None and not callable(where):
-            check_mapping("where", where)
+        check_where(where)
         query = self._checked(np.asarray(vector)[None], 1)[0]
         with self._reading() as db:  # one snapshot: what the index finds, the rows still hold
             index = self._synchronised(db)

@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from cachecraft_rag.checks import check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Scalar
 
-# Values that a chunk's metadata must have (1 is not True), or a predicate on its metadata.
-Where = Mapping[str, Scalar] | Callable[[Metadata], bool]
+# What a chunk's metadata must be: values (1 is not True), or comparisons such as {"$in": ["a", "b"]}; or a predicate.
+Where = Mapping[str, "Scalar | Mapping[str, Any] | Sequence[Mapping[str, Any]]"] | Callable[[Metadata], bool]
+
+
+def _same(found: object, wanted: object) -> bool:
+    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+
+
+def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[object, object], bool]:
+    """A comparison of two numbers or two texts; false for anything else."""
+
+    def holds(found: object, wanted: object) -> bool:
+        comparable = any(isinstance(found, kind) and isinstance(wanted, kind) for kind in (int | float, str))
+        return comparable and compare(found, wanted)
+
+    return holds
+
+
+def _among(found: object, wanted: Any) -> bool:
+    return any(_same(found, one) for one in wanted)
+
+
+# Those of LangChain's stores. A chunk without the key passes none of them but $ne and $nin.
+OPERATORS: dict[str, Callable[[object, Any], bool]] = {
+    "$eq": _same,
+    "$ne": lambda found, wanted: not _same(found, wanted),
+    "$in": _among,
+    "$nin": lambda found, wanted: not _among(found, wanted),
+    "$gt": _ordered(operator.gt),
+    "$gte": _ordered(operator.ge),
+    "$lt": _ordered(operator.lt),
+    "$lte": _ordered(operator.le),
+}
+GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
+
+
+def check_where(where: Where | None) -> None:
+    """Raise ConfigError for a filter of another form, or with an unknown comparison."""
+    if where is None or callable(where):
+        return
+    check_mapping("where", where)
+    for key, wanted in where.items():
+        if key in GROUPS:
+            if not isinstance(wanted, list | tuple) or not wanted:
+                raise ConfigError(f"where: {key} needs a list of filters")
+            for one in wanted:
+                check_where(one)
+        elif isinstance(wanted, Mapping):
+            check_names(wanted, OPERATORS, what="comparison")
+            for name, value in wanted.items():
+                many = name in ("$in", "$nin")
+                if many is not isinstance(value, list | tuple | set | frozenset):
+                    raise ConfigError(f"where[{key!r}]: {name} needs {'a list of values' if many else 'one value'}")
 
 
 def encoded(metadata: Metadata) -> str:
@@ -31,15 +85,24 @@ def accepts(where: Where | None, metadata: Metadata) -> bool:
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]
+    >>> [accepts({"page": {"$in": [1, 2], "$lt": 2}}, {"page": page}) for page in (1, 2, 3)]
+    [True, False, False]
     """
     if where is None:
         return True
     if not isinstance(where, Mapping):
         return bool(where(metadata))
-    return all(
-        key in metadata and metadata[key] == value and isinstance(metadata[key], bool) == isinstance(value, bool)
-        for key, value in where.items()
-    )
+    return all(_passes(metadata, key, wanted) for key, wanted in where.items())
+
+
+def _passes(metadata: Metadata, key: str, wanted: Any) -> bool:
+    if key in GROUPS:
+        return GROUPS[key](accepts(one, metadata) for one in wanted)
+    if not isinstance(wanted, Mapping):
+        return key in metadata and _same(metadata[key], wanted)
+    missing = object()
+    found: object = metadata.get(key, missing)  # equal to no value
+    return all(OPERATORS[name](found, value) for name, value in wanted.items())
 
 
 def fragments(where: Where) -> list[str]:
@@ -52,4 +115,5 @@ def fragments(where: Where) -> list[str]:
     """
     if not isinstance(where, Mapping):
         return []
-    return [encoded({key: value})[1:-1] for key, value in where.items() if not isinstance(value, int | float)]
+    exact = {key: value for key, value in where.items() if isinstance(value, str | None) and key not in GROUPS}
+    return [encoded({key: value})[1:-1] for key, value in exact.items()]

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole, config_errors
+from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk, Metadata, Scalar, SearchHit, chunk_id_of, digest
+from cachecraft_rag.types import Chunk, Metadata, SearchHit, chunk_id_of, digest
 
 try:
     from langchain_core.callbacks import CallbackManagerForRetrieverRun
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_FOLDER = "chunk-caches/index"  # the default of `CacheCraft` and of the command line
 _OURS = "_langchain"  # metadata key: a document's id, and the values that the index has no column type for
 
-Filter = Mapping[str, Scalar] | Callable[[dict[str, Any]], bool]
+Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 
 
 class CacheCraftEmbeddings(Embeddings):
@@ -174,13 +177,27 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """The `k` documents nearest to a vector."""
         return [document for document, _ in self._search(unit_vectors(embedding), k, **kwargs)]
 
+    def conversation_search(
+        self, query: str, history: Sequence[Turn], k: int = 4, *, filter: Filter | None = None
+    ) -> list[tuple[Document, float]]:
+        """The `k` nearest documents to a question in its conversation, with their cosines; see `Retriever.retrieve`."""
+        check_whole("k", k, least=1)
+
+        def encode(texts: list[str]) -> list[list[float]]:
+            return [self._embedding.embed_query(text) for text in texts]
+
+        hits = search(self.index, encode, query, history, top_k=k, where=_where(filter))
+        return [(_document(hit), hit.score) for hit in hits]
+
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """The `k` nearest documents with their cosines.
 
-        filter  values that the metadata must have, or a predicate on the metadata. It is applied before the search,
-                so there are always `k` hits if `k` documents pass.
+        filter  values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1, 2]}}`:
+                `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
+                predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
+                documents pass.
         """
         check_names(kwargs, ("filter", "k"))
         return self._search(unit_vectors(self._embedding.embed_query(query)), k, filter=filter)
@@ -197,9 +214,25 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """`k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
+        vector = self._embedding.embed_query(query)
+        return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, filter=filter)
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        *,
+        filter: Filter | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """`max_marginal_relevance_search` for a vector instead of a text."""
+        check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
+        check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        vector = unit_vectors(self._embedding.embed_query(query))
+        vector = unit_vectors(embedding)
         found = [document for document, _ in self._search(vector, fetch_k, filter=filter)]
         known = self.index.known_vectors(chunk_id_of(document.page_content) for document in found)
         vectors = [known[chunk_id_of(document.page_content)].tolist() for document in found]
@@ -209,8 +242,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         self, vector: NDArray[np.float32], k: int, *, filter: Filter | None = None, **unknown: Any
     ) -> list[tuple[Document, float]]:
         check_names(unknown, ("filter", "k"))
-        where = (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
-        hits = self.index.search(vector, k, where=where)
+        hits = self.index.search(vector, k, where=_where(filter))
         return [(_document(hit), hit.score) for hit in hits]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
@@ -258,6 +290,11 @@ def _chunk(document: Document, name: str) -> Chunk:
     except TypeError as error:
         raise ConfigError(f"document {name}: {error}; its metadata must be JSON-serializable") from error
     return Chunk(document.page_content, {**plain, _OURS: ours})
+
+
+def _where(filter: Filter | None) -> Where | None:
+    """LangChain's filter for the index; a predicate sees the metadata that the document was added with."""
+    return (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
 
 
 def _values(metadata: Metadata) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,14 @@ except ImportError as error:
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
     ) from error
 
-from cachecraft_rag.checks import check_kind, check_names, check_path, check_text, check_whole
+from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_text, check_whole
+from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.ranking import WordIndex, fused, marginal_relevance
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -62,10 +66,14 @@ from cachecraft_rag.types import Chunk, Metadata, SearchHit
 _NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})
+_BY_VECTOR = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR, VectorStoreQueryMode.HYBRID)
+_BY_WORDS = (VectorStoreQueryMode.HYBRID, VectorStoreQueryMode.TEXT_SEARCH, VectorStoreQueryMode.SPARSE)
 
 
 class CacheCraftEmbedding(BaseEmbedding):
     """An `Embedder` as a LlamaIndex embedding model; the default one is in a wheel, so nothing is downloaded.
+
+    `from_dict(to_dict())` and a pickled copy, as an `IngestionPipeline` sends to its workers, load the model again.
 
     Args:
         model: an `Embedder`, or its `model` argument.
@@ -83,6 +91,23 @@ class CacheCraftEmbedding(BaseEmbedding):
     def class_name(cls) -> str:
         """The class name in LlamaIndex's events."""
         return "CacheCraftEmbedding"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """The settings; `model` is what to load, if that is not `model_name`."""
+        data: dict[str, Any] = super().to_dict(**kwargs)
+        source = self._embedder.source
+        return data if source == self.model_name else {**data, "model": source}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
+        """The embedding model of a `to_dict`, loaded again."""
+        settings = {**data, **kwargs}
+        settings.pop("class_name", None)
+        name = settings.pop("model_name", BUNDLED_EMBEDDER)
+        return cls(settings.pop("model", name), **settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self.to_dict(),)
 
     @property
     def embedder(self) -> Embedder:
@@ -134,6 +159,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     _store: FaissStore | None = PrivateAttr(default=None)
     _caches: ChunkCacheStore | None = PrivateAttr(default=None)
     _owned: bool = PrivateAttr(default=True)
+    _words: WordIndex | None = PrivateAttr(default=None)
     _opening: Any = PrivateAttr(default_factory=threading.Lock)
 
     def __init__(
@@ -160,6 +186,17 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def class_name(cls) -> str:
         """The class name in LlamaIndex's events."""
         return "CacheCraftVectorStore"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
+        """The store of a `to_dict`, or of a pickle: the same folder, opened again; `caches=` may be given anew."""
+        settings = {**data, **kwargs}
+        for constant in ("class_name", "stores_text", "is_embedding_query"):
+            settings.pop(constant, None)
+        return cls(**settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self.to_dict(),)
 
     @property
     def client(self) -> FaissStore | None:
@@ -230,20 +267,39 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [_node_of(chunk) for chunk in found]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nearest nodes, best first. Only the default query mode; filters may be nested."""
-        check_names(kwargs, ())
-        if query.mode != VectorStoreQueryMode.DEFAULT:
-            raise ConfigError(f"CacheCraftVectorStore searches by embedding only, not in the mode {query.mode.value!r}")
-        if query.query_embedding is None:
+        """The best nodes, best first; filters may be nested.
+
+        Query modes: the default, by embedding; `mmr`, near the query and unlike each other, with `mmr_threshold` (1:
+        only near) over `mmr_prefetch_k` nodes (default: four times as many); `text_search` and `sparse`, by words
+        (BM25); `hybrid`, by both, weighted by `alpha` (1: only the embedding).
+
+        Raises `ConfigError` for other modes, and for a query without the embedding or the text that its mode needs.
+        """
+        check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
+        if query.mode not in _BY_VECTOR + _BY_WORDS:
+            names = ", ".join(dict.fromkeys(mode.value for mode in _BY_VECTOR + _BY_WORDS))
+            raise ConfigError(f"CacheCraftVectorStore has no mode {query.mode.value!r}; there are {names}")
+        if query.mode in _BY_VECTOR and query.query_embedding is None:
             raise ConfigError("the query has no embedding; give the index or the retriever an embed_model")
-        hits = []
-        if self._store is not None:
-            where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
-            hits = self._store.search(unit_vectors(query.query_embedding), query.similarity_top_k, where=where)
-        nodes = [_node_of(hit) for hit in hits]
+        if query.mode in _BY_WORDS and query.query_str is None:
+            raise ConfigError("the query has no text, and this mode searches by words")
+        hits = self._ranked(query, kwargs) if self._store is not None else []
+        nodes = [_node_of(hit) for hit, _ in hits]
         return VectorStoreQueryResult(
-            nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
+            nodes=nodes, similarities=[score for _, score in hits], ids=[node.node_id for node in nodes]
         )
+
+    def _ranked(self, query: VectorStoreQuery, options: Options) -> Ranked:
+        assert self._store is not None
+        where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
+        if query.mode not in _BY_WORDS:
+            rank = _unlike if query.mode == VectorStoreQueryMode.MMR else _nearest
+            return rank(self._store, query, where, options)
+        with self._opening:
+            self._words = self._words or WordIndex(self._store)
+        if query.mode == VectorStoreQueryMode.HYBRID:
+            return _by_both(self._store, self._words, query, where)
+        return _by_words(self._words, query, where)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
@@ -264,6 +320,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     def close(self) -> None:
         """Close the index if it was opened here."""
+        if self._words is not None:
+            self._words.close()
+            self._words = None
         if self._owned and self._store is not None:
             self._store.close()
 
@@ -278,6 +337,63 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def _evict(self, chunk_ids: tuple[str, ...]) -> None:
         if self._caches is not None and chunk_ids:
             self._caches.evict(RowFilter(chunk_ids=chunk_ids))
+
+
+# --- query modes ---
+
+Ranked = list[tuple[SearchHit, float]]
+Options = Mapping[str, Any]
+
+
+def _nearest(store: FaissStore, query: VectorStoreQuery, where: Where | None, options: Options) -> Ranked:
+    hits = store.search(unit_vectors(query.query_embedding or []), query.similarity_top_k, where=where)
+    return [(hit, hit.score) for hit in hits]
+
+
+def _unlike(store: FaissStore, query: VectorStoreQuery, where: Where | None, options: Options) -> Ranked:
+    weight = query.mmr_threshold if query.mmr_threshold is not None else options.get("mmr_threshold", 0.5)
+    check_number("mmr_threshold", weight, most=1)
+    reach = options.get("mmr_prefetch_k", 4 * query.similarity_top_k)
+    check_whole("mmr_prefetch_k", reach, least=1)
+    vector = unit_vectors(query.query_embedding or [])
+    hits = store.search(vector, reach, where=where)
+    known = store.known_vectors(hit.chunk_id for hit in hits)
+    vectors = [known[hit.chunk_id] for hit in hits]
+    return [
+        (hits[row], score) for row, score in marginal_relevance(vector, vectors, query.similarity_top_k, weight=weight)
+    ]
+
+
+def _by_words(words: WordIndex, query: VectorStoreQuery, where: Where | None) -> Ranked:
+    hits = words.search(query.query_str or "", query.sparse_top_k or query.similarity_top_k, where=where)
+    return [(hit, hit.score) for hit in hits]
+
+
+def _by_both(store: FaissStore, words: WordIndex, query: VectorStoreQuery, where: Where | None) -> Ranked:
+    alpha = 0.5 if query.alpha is None else query.alpha
+    check_number("alpha", alpha, most=1)
+    near = [hit for hit, _ in _nearest(store, query, where, {})]
+    worded = [hit for hit, _ in _by_words(words, query, where)]
+    return fused(near, worded, query.hybrid_top_k or query.similarity_top_k, alpha=alpha)
+
+
+@dataclass
+class ConversationQuery(QueryBundle):
+    """A follow-up, for any retriever: one that embeds takes the mean of `search_texts`, another one the last of them.
+
+    `CacheCraftRetriever` also prefers chunks of the turn before where scores tie (see `Retriever.retrieve`).
+    """
+
+    question: str = ""
+    history: tuple[Turn, ...] = ()
+
+    @classmethod
+    def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
+        """The query of a question after these turns; a plain one for a first question."""
+        texts = search_texts(question, history)
+        if len(texts) == 1:
+            return QueryBundle(question)
+        return cls(texts[-1], custom_embedding_strs=list(texts), question=question, history=tuple(history))
 
 
 class CacheCraftRetriever(BaseRetriever):
@@ -305,7 +421,10 @@ class CacheCraftRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         where = _where(self._filters)
-        if query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
+        if isinstance(query_bundle, ConversationQuery):
+            question, history = query_bundle.question, query_bundle.history
+            hits = self._rag.retrieve(question, top_k=self._top_k, where=where, history=history)
+        elif query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
             hits = self._rag.retrieve(query_bundle.query_str, top_k=self._top_k, where=where)
         else:  # a transform (HyDE) replaced the question by other texts or a vector
             vector = query_bundle.embedding or self._rag.embedder.encode_query(query_bundle.embedding_strs).mean(axis=0)

@@ -1,4 +1,4 @@
-"""Retrieval without a framework: a question in, the nearest chunks out."""
+"""Retrieval without a framework: a question in, and its conversation if it has one; the nearest chunks out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.checks import check_text, check_whole
+from cachecraft_rag.checks import check_text, check_whole, listed
+from cachecraft_rag.engine.prompt import Turn, check_history
 from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore, StoredDocument
 from cachecraft_rag.retrievers.filters import Where
@@ -35,16 +37,30 @@ class Retriever:
     def __init__(self, index: FaissStore, embedder: Embedder, *, caches: ChunkCacheStore | None = None) -> None:
         self.index, self.embedder, self.caches = index, embedder, caches
 
-    def retrieve(self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None) -> list[SearchHit]:
+    def retrieve(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        history: Iterable[Turn] = (),
+    ) -> list[SearchHit]:
         """The `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
 
+        Args:
+            history: the conversation before the question, user first. The question is then searched for together with
+                the questions before it (`search_texts`), and where scores tie, chunks of the turn before go first,
+                because their chunk-caches exist.
+
         Raises:
-            ConfigError: a question that is not a text, or a `top_k` below 1.
+            ConfigError: a question that is not a text, a `top_k` below 1, or a history that is no list of pairs.
             IndexStoreError: the index holds no documents yet.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
-        hits = self.index.search(self.embedder.encode_query([question])[0], top_k, where=where)
+        history = listed("history", history)
+        check_history(history)
+        hits = search(self.index, self.embedder.encode_query, question, history, top_k=top_k, where=where)
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
         return hits

@@ -186,3 +186,28 @@ def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others
 def test_a_question_without_words_is_refused(rag: CacheCraft) -> None:
     with pytest.raises(ConfigError, match="empty"):
         rag.ask("  ")
+
+
+HISTORY = [("user", QUESTION), ("assistant", "Every 8 weeks.")]
+
+
+def test_a_follow_up_finds_what_it_refers_to_and_says_what_was_searched(fresh: CacheCraft) -> None:
+    first = fresh.ask(QUESTION, sampling=SHORT)
+    assert first.stats.searched == (QUESTION,)
+    follow_up = "What happens if I never do it?"
+    alone = fresh.ask(follow_up, top_k=3, history=HISTORY, sampling=SHORT, search_history=False)
+    together = fresh.ask(follow_up, top_k=3, history=(turn for turn in HISTORY), sampling=SHORT)
+    assert alone.stats.searched == (follow_up,)
+    assert together.stats.searched == (follow_up, f"{QUESTION} {follow_up}")
+    assert together.as_dict()["stats"]["searched"] == together.stats.searched
+    answering = "Limescale wastes energy"
+    assert any(answering in source.text for source in together.sources)
+    assert not any(answering in source.text for source in alone.sources)
+    cached = {source.chunk_id for source in first.sources}
+    assert cached & {source.chunk_id for source in together.sources}
+
+
+@pytest.mark.parametrize("options", [{"search_history": 1}, {"history": "text"}, {"history": [("user", 1)]}])
+def test_a_wrong_history_is_refused_before_retrieval(fresh: CacheCraft, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="history"):
+        fresh.stream("And then?", **options)  # type: ignore[arg-type]

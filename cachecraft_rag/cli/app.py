@@ -22,6 +22,7 @@ from cachecraft_rag.cli import (
     documents,
     early_termination,
     evaluate,
+    follow_ups,
     sizes,
     store,
 )
@@ -52,6 +53,7 @@ app.command("calibrate")(calibrate.calibrate)
 evaluation = typer.Typer()
 evaluation.callback(invoke_without_command=True)(evaluate.evaluate)
 evaluation.command("early-termination")(early_termination.early_termination)
+evaluation.command("follow-ups")(follow_ups.follow_ups)
 app.add_typer(evaluation, name="eval")
 app.command("judge-focus", hidden=True)(early_termination.early_termination)  # its name in earlier versions
 app.add_typer(store.app, name="store")

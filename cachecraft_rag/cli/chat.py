@@ -18,6 +18,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
     from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.filters import Where
 
@@ -128,6 +129,7 @@ class Conversation:
             try:
                 print_stream(stream)
                 print_stats(stream.stats)
+                print_searched(stream.stats)
             finally:
                 stream.close()
                 said = stream.text
@@ -139,3 +141,9 @@ class Conversation:
             print_error(error, "/new forgets the conversation.")
         if said:
             self._history += [("user", question), ("assistant", said)]
+
+
+def print_searched(stats: RequestStats) -> None:
+    """One line about what a follow-up was searched with."""
+    if len(stats.searched) > 1:
+        out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim", markup=False, highlight=False)

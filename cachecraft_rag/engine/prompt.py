@@ -10,8 +10,9 @@ all control tokens split (`plain_text`), so that it cannot close or open a turn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from cachecraft_rag.checks import check_kind, shown
 from cachecraft_rag.engine.plain_text import PlainTokenizer
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
@@ -21,6 +22,14 @@ _LINE_END, _WORD = "\n", "The"  # the assumed neighbours of a segment in tokenis
 _CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
 
 Turn = tuple[Literal["user", "assistant"], str]
+
+
+def check_history(history: object) -> None:
+    """Earlier turns, as pairs; raises ConfigError."""
+    check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
+    for turn in cast(Sequence[object], history):
+        if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
+            raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
 
 
 class PromptBuilder:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
-from cachecraft_rag.checks import check_kind, check_text, shown
+from cachecraft_rag.checks import check_kind, check_text
+from cachecraft_rag.engine.prompt import check_history
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.planning.reasons import Reason, explain
@@ -104,9 +103,6 @@ def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
     """What every question brings with it but chunks; raises ConfigError."""
     check_text("question", question, damaged=True)  # from a terminal, say
-    check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
-    for turn in cast(Sequence[object], history):
-        if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
-            raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
+    check_history(history)
     check_text("session", session, optional=True)
     check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")

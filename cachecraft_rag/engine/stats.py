@@ -56,6 +56,8 @@ class RequestStats:
                        None while it is still being written
     remote             how the remote took the look-up: "answered", "too slow", "failed", "left alone"; None where there
                        is none, or where it need not be asked
+    searched           what the retriever searched for: the question, and for a follow-up also the questions before it
+                       with the question; empty where the caller brought the chunks
     """
 
     ttft_s: float
@@ -73,6 +75,7 @@ class RequestStats:
     finish: Finish | None
     chunks: tuple[ChunkStats, ...]
     remote: str | None = None
+    searched: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -13,5 +13,6 @@ except ImportError as error:
 
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft, conversation
 from cachecraft_rag.langchain.generator import CacheCraftGenerator
+from cachecraft_rag.langchain.retriever import ConversationRetriever
 
-__all__ = ["CacheCraftGenerator", "ChatCacheCraft", "conversation"]
+__all__ = ["CacheCraftGenerator", "ChatCacheCraft", "ConversationRetriever", "conversation"]

@@ -20,11 +20,12 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine, Generation, PathLike
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
+SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: what was searched for
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
 _SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # meaningless for a local model
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
@@ -39,6 +40,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     `usage_metadata["input_token_details"]` counts prompt tokens reused from chunk-caches (`cache_read`) and those of
     newly captured chunk-caches (`cache_creation`). `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus
     "documents": the `id` of each document, in the order given, and the `chunk_id` of the text the model read of it.
+    "searched" is what `ConversationRetriever` searched for.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
     messages, because they may hold a user's text. An instruction for all requests belongs in the engine (`system=`).
@@ -107,6 +109,22 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
+        """Not supported: raises UnsupportedCallError, which says what to do instead."""
+        raise UnsupportedCallError(
+            "ChatCacheCraft calls no tools, so it cannot be the model of create_agent with tools. Retrieve before the "
+            "call (create_retrieval_chain(retriever, CacheCraftGenerator(llm=chat))), or let another model be the "
+            "agent and give it that chain as a tool (chain.as_tool(…))."
+        )
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
+        """Not supported: raises UnsupportedCallError, which says what to do instead."""
+        raise UnsupportedCallError(
+            "ChatCacheCraft does not force its output into a schema. Ask for JSON in the question and parse the "
+            "answer: put PydanticOutputParser(pydantic_object=…).get_format_instructions() into the question, then "
+            "write chat | parser."
+        )
+
     @property
     def model_name(self) -> str:
         """The decoder's name."""
@@ -142,8 +160,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     def _open(
         self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> tuple[Generation, list[dict[str, str | None]]]:
-        """The generation for a conversation, not started yet, and the chunk id of each document.
+    ) -> tuple[Generation, dict[str, Any]]:
+        """The generation for a conversation, not started yet, and what its statistics say of the documents.
 
         given  settings of this call
         """
@@ -161,6 +179,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         read = [
             {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in zip(documents, chunks, strict=True)
         ]
+        # As `ConversationRetriever` notes it; a first question is its own search, as far as this model knows.
+        searched = next((tuple(one.metadata[SEARCHED]) for one in documents if SEARCHED in one.metadata), ())
         generation = self.engine.stream(
             question,
             chunks,
@@ -169,7 +189,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             sampling=sampling,
             config=self.reuse,
         )
-        return generation, read
+        return generation, {"documents": read, "searched": searched}
 
     def _stream(
         self,
@@ -217,9 +237,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         # LangChain's default runs the whole answer in one thread; a few answers would then occupy the whole pool.
         return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
 
-    def _last(
-        self, generation: Generation, read: list[dict[str, str | None]], *, session: str | None
-    ) -> ChatGenerationChunk:
+    def _last(self, generation: Generation, read: dict[str, Any], *, session: str | None) -> ChatGenerationChunk:
         stats, engine = generation.stats, self.engine
         stored = (self.reuse or engine.config).capture and not (engine.prompts.system.private and session is None)
         captured = sum(chunk.tokens for chunk in stats.chunks if chunk.outcome == "computed") if stored else 0
@@ -233,7 +251,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             "finish_reason": _FINISH[stats.finish or "closed"],
             "model_name": self.model_name,
             "model_provider": "cachecraft",
-            "cachecraft": stats.as_dict() | {"documents": read},
+            "cachecraft": stats.as_dict() | read,
         }
         message = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
         return ChatGenerationChunk(message=message)
@@ -263,6 +281,14 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
 
     Raises `ConfigError` for roles and contents that the model cannot read, and if the last message is not the user's.
     """
+    *history, (role, question) = turns_of(messages)
+    if role != "user":
+        raise ConfigError("the conversation ends with the assistant; the last message must be the user's")
+    return history, question
+
+
+def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
+    """The messages as turns, as in `conversation`; the first is the user's, and is empty where the assistant began."""
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]
     turns: list[tuple[Any, list[str]]] = [("user", instructions)]
@@ -273,10 +299,7 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
         if role != turns[-1][0]:
             turns.append((role, []))
         turns[-1][1].append(_text(message))
-    *history, (role, question) = turns
-    if role != "user":
-        raise ConfigError("the conversation ends with the assistant; the last message must be the user's")
-    return [(role, "\n\n".join(texts)) for role, texts in history], "\n\n".join(question)
+    return [(role, "\n\n".join(texts)) for role, texts in turns]
 
 
 def _role(message: BaseMessage) -> str:

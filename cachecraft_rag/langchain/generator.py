@@ -162,7 +162,10 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         documents = documents_of(input[self.context_key], self.context_key)
         if self.document_prompt is not None:
             prompt = self.document_prompt
-            documents = [Document(format_document(document, prompt), id=document.id) for document in documents]
+            documents = [
+                Document(format_document(document, prompt), id=document.id, metadata=document.metadata)
+                for document in documents
+            ]
         return [*convert_to_messages(history), *convert_to_messages([("human", question)])], documents
 
 

@@ -6,8 +6,9 @@
     response = query_engine.query("How do I descale the kettle?")
     response.metadata["cachecraft"]["tokens_reused"]
 
-It replaces `index.as_query_engine()`. Retrieval stays as it is; `CacheCraftSynthesizer` and an `Engine` replace
-LlamaIndex's synthesizer and LLM. Nothing here uses `Settings.llm`, whose default is OpenAI's.
+It replaces `index.as_query_engine()`; `CacheCraftChatEngine.from_index(index, …)` replaces `index.as_chat_engine()`.
+Retrieval stays as it is; `CacheCraftSynthesizer` and an `Engine` replace LlamaIndex's synthesizer and LLM. Nothing here
+uses `Settings.llm`, whose default is OpenAI's.
 """
 
 try:
@@ -17,8 +18,15 @@ except ImportError as error:
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
     ) from error
 
+from cachecraft_rag.llama_index.chat_engine import CacheCraftChatEngine
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, CacheCraftSynthesizer
 
-__all__ = ["AnswerStatsEvent", "CacheCraftLLM", "CacheCraftQueryEngine", "CacheCraftSynthesizer"]
+__all__ = [
+    "AnswerStatsEvent",
+    "CacheCraftChatEngine",
+    "CacheCraftLLM",
+    "CacheCraftQueryEngine",
+    "CacheCraftSynthesizer",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -38,13 +39,19 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
+_LONG = 2000  # letters, about 500 tokens: few questions are as long, and a prompt with documents is longer
+logger = logging.getLogger("cachecraft_rag.llama_index")
+
 
 class CacheCraftLLM(CustomLLM):
     """The engine as a LlamaIndex LLM, for `Settings.llm` and every component that takes an LLM.
 
     A call may bring `documents`, texts to answer from, best first: each is a chunk, and its chunk-cache is reused. Text
-    in the prompt itself is computed each time and never stored. Earlier chat turns become the history; the text of a
-    system message is put in front of the next user turn, because the engine's own instruction precedes every chunk.
+    in the prompt itself is computed each time and never stored; the first long one is followed by a warning.
+
+    Earlier chat turns become the history; the text of a system message is put in front of the next user turn, because
+    the engine's own instruction precedes every chunk.
+
     Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
     tokens, and `raw["cachecraft"]`.
 
@@ -60,6 +67,7 @@ class CacheCraftLLM(CustomLLM):
     session: str | None = None
     _engine: Engine = PrivateAttr()
     _sampling: SamplingParams = PrivateAttr()
+    _hinted: bool = PrivateAttr(default=False)
 
     def __init__(
         self,
@@ -86,6 +94,22 @@ class CacheCraftLLM(CustomLLM):
     def class_name(cls) -> str:
         """The class name in LlamaIndex's events."""
         return "CacheCraftLLM"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], *, engine: Engine | None = None, **kwargs: Any) -> CacheCraftLLM:
+        """The LLM of a `to_dict` over an open engine, and `sampling` if it is not the default.
+
+        Raises `ConfigError` without an engine: a dict cannot hold one.
+        """
+        if engine is None:
+            raise ConfigError("a dict holds no engine: write CacheCraftLLM.from_dict(data, engine=engine)")
+        return cls(engine, session=data.get("session"), **kwargs)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "CacheCraftLLM holds an open engine and cannot be pickled; open an engine in each process, or run the "
+            "pipeline without num_workers"
+        )
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -122,6 +146,8 @@ class CacheCraftLLM(CustomLLM):
         if not all(isinstance(text, str) for text in documents):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         chunks = [Chunk(text) for text in documents if text.strip()]
+        if not chunks:
+            self._hint([question, *(text for _, text in history)])
         return self._engine.stream(
             question,
             chunks,
@@ -130,6 +156,17 @@ class CacheCraftLLM(CustomLLM):
             sampling=sampling or self._sampling,
             config=config,
         )
+
+    def _hint(self, texts: Sequence[str]) -> None:
+        """Warn once if a text is so long that it probably holds documents: nothing of it can be reused."""
+        longest = max(map(len, texts))
+        if longest >= _LONG and not self._hinted:
+            self._hinted = True
+            logger.warning(
+                "a prompt of %d letters came as one text, so nothing of it is reused; if it holds retrieved documents, "
+                "use CacheCraftQueryEngine or CacheCraftChatEngine, or pass them as documents=[…]",
+                longest,
+            )
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -154,14 +191,14 @@ class CacheCraftLLM(CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
-        question, history = _turns(messages)
+        question, history = question_of(messages)
         answer = last_of(responses_of(self.begin(question, history=history, **kwargs)))
         return completion_response_to_chat_response(answer)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer the last message piece by piece."""
-        question, history = _turns(messages)
+        question, history = question_of(messages)
         return stream_completion_response_to_chat_response(
             responses_of(self.begin(question, history=history, **kwargs))
         )
@@ -169,20 +206,20 @@ class CacheCraftLLM(CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat`, the model in a thread."""
-        question, history = _turns(messages)
+        question, history = question_of(messages)
         generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat`, the model in a thread."""
-        question, history = _turns(messages)
+        question, history = question_of(messages)
         generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
 
 
-def _turns(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
-    """(The last message, the turns before it); consecutive messages of one role are joined."""
+def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
+    """Messages as turns; consecutive messages of one role are joined, and whoever is not the assistant is the user."""
     turns: list[Turn] = []
     for message in messages:
         role = (
@@ -193,6 +230,12 @@ def _turns(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
             turns[-1] = (turns[-1][0], f"{turns[-1][1]}\n\n{text}")
         else:
             turns.append(("assistant" if role == "assistant" else "user", text))
+    return turns
+
+
+def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
+    """(The last message, the turns before it)."""
+    turns = turns_of(messages)
     if not turns or turns[-1][0] != "user":
         raise ConfigError("the last message must be the user's; there is nothing to answer")
     return turns[-1][1], turns[:-1]

@@ -112,8 +112,10 @@ def test_no_reuse_computes_everything(home: Path) -> None:
 
 
 def test_chat_keeps_the_conversation_and_leaves_at_the_end_of_input(home: Path) -> None:
-    done = run("chat", "--max-new-tokens", "8", cwd=home, typed=f"{QUESTION}\n/sources\n/new\nAnd the warranty?\n")
-    assert done.stdout.count("first token after") == 2
+    typed = f"{QUESTION}\nAnd then?\n/sources\n/new\nAnd the warranty?\n"
+    done = run("chat", "--max-new-tokens", "8", cwd=home, typed=typed)
+    assert done.stdout.count("first token after") == 3
+    assert done.stdout.count("searched for it, and for:") == 1  # of the follow-up, and not of the first questions
     assert "docs/returns.md" in done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -251,3 +252,30 @@ def test_the_demo_model_on_the_sample_handbook(demo_model: Path, tmp_path: Path)
     assert found["craft@0.15"]["recomputed"] < 0.2
     assert found["craft@0.15"]["ttft_ratio"] > 0
     assert found["craft@0.15"]["f1"] is None  # the handbook has no gold answers
+
+
+def test_follow_ups_are_a_subcommand_and_need_no_answering_model() -> None:
+    report = last_json(invoke("eval", "follow-ups", "--json"))
+    assert report["questions"] == 40
+    rates = report["hit_rate"]
+    assert rates["the question alone"]["5"] <= 0.75
+    assert rates["with its conversation"]["5"] >= 0.9
+    assert rates["with its conversation"]["5"] >= rates["written out in full"]["5"]
+    assert len(report["ranks"]["with its conversation"]) == 40
+    shown = invoke("eval", "follow-ups", "--top-k", "3")
+    assert re.search(r"with its conversation +0\.\d\d +0\.\d\d", shown)
+    assert "hit rate at 5" not in shown
+
+
+def test_follow_ups_about_your_own_documents(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "kettle.md").write_text("Descaling the kettle takes 20 minutes.", encoding="utf-8")
+    record = {"conversation": ["How often is it descaled?", "Weekly."], "question": "And how long does it take?"}
+    record |= {"standalone": "How long does descaling take?", "expect": "20 minutes"}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    store, data = str(tmp_path / "store"), str(tmp_path / "asked.jsonl")
+    invoke("index", str(tmp_path / "docs"), "--store", store)
+    report = last_json(invoke("eval", "follow-ups", "--data", data, "--store", store, "--json"))
+    assert report["ranks"] == {way: [1] for way in report["ranks"]}
+    with pytest.raises(ConfigError, match="both --data and --store"):
+        invoke("eval", "follow-ups", "--data", data)

@@ -46,6 +46,15 @@ class OnDemoModel:
     def _engine(self, engine: Engine) -> None:
         type(self).engine = engine
 
+    # Both methods are there only to say what to do instead.
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
         return ChatCacheCraft

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import subprocess
 import sys
 import time
@@ -35,7 +34,7 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
-from cachecraft_rag import Decoder, Engine, SamplingParams
+from cachecraft_rag import Engine, SamplingParams
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import (
@@ -46,7 +45,6 @@ from cachecraft_rag.llama_index import (
 )
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever
-from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument
 from cachecraft_rag.types import chunk_id_of
 
@@ -57,27 +55,6 @@ TEXTS = {
     "toaster": "The toaster has a crumb tray; pull it out to the left.",
     "fridge": "Set the fridge to four degrees.",
 }
-
-
-@pytest.fixture(scope="module")
-def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    """A tiny Llama that writes letters, and others for another question: a random one does neither."""
-    random = tiny_decoder("Llama")
-    model, tokenizer = copy.deepcopy(random.model), random.tokenizer
-    texts = [tokenizer.decode([token]) for token in range(260)]
-    letters = [len(text) == 1 and text.isascii() and text.isprintable() for text in texts]
-    with torch.no_grad():
-        model.lm_head.weight[~torch.tensor(letters)] = 0.0
-        for name, parameter in model.named_parameters():
-            if "proj" in name:
-                parameter.mul_(3)
-    return Decoder(model, tokenizer, name="tiny Llama of letters")
-
-
-@pytest.fixture
-def engine(decoder: Decoder, tmp_path: Path) -> Iterator[Engine]:
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store) as made:
-        yield made
 
 
 @pytest.fixture

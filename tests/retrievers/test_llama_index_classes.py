@@ -239,7 +239,7 @@ def test_filters_may_be_nested_and_joined_with_ids(store: CacheCraftVectorStore,
 
 def test_what_cannot_be_searched_is_refused(store: CacheCraftVectorStore) -> None:
     with pytest.raises(ConfigError, match="sparse"):
-        store.query(VectorStoreQuery(query_embedding=vector_of(""), mode=VectorStoreQueryMode.SPARSE))
+        store.query(VectorStoreQuery(query_embedding=vector_of(""), mode=VectorStoreQueryMode.SVM))
     with pytest.raises(ConfigError, match="embed_model"):
         store.query(VectorStoreQuery(query_str="kettle"))
 

@@ -1,0 +1,1 @@
+"""Whether retrieval finds what it should: hit rates on follow-up questions."""

@@ -1,0 +1,135 @@
+"""LangChain's retrieval within a conversation: a follow-up is searched for with the questions before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
+from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage, convert_to_messages
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable, run_in_executor
+from langchain_core.vectorstores import VectorStoreRetriever
+from pydantic import ConfigDict, SkipValidation
+
+from cachecraft_rag.checks import check_kind, config_errors
+from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.langchain.chat_model import SEARCHED, turns_of
+from cachecraft_rag.retrievers.conversation import search_texts
+from cachecraft_rag.retrievers.langchain import CacheCraftRetriever, CacheCraftVectorStore
+
+
+class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]):
+    """Any retriever, for a question in its conversation: `create_retrieval_chain(ConversationRetriever(retriever), …)`.
+
+    The input is a dict with the question and, from the second turn on, the `chat_history`, as for
+    `CacheCraftGenerator`. A first question is passed to the retriever as it is. A follow-up is searched for alone and
+    behind the questions before it; no call of a model rewrites it. A vector store is searched once, by the mean of the
+    two vectors; of another retriever the two results are merged, best ranks first. With a `CacheCraftVectorStore`,
+    documents of the turn before are preferred where scores tie, because their chunk-caches exist.
+
+    `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    retriever: SkipValidation[Runnable[str, Any]]
+    input_key: str = "input"
+    history_key: str = "chat_history"
+
+    def __init__(self, retriever: Runnable[str, Any], **settings: Any) -> None:
+        check_kind("retriever", retriever, Runnable, advice="vector_store.as_retriever() is one")
+        with config_errors():
+            super().__init__(retriever=retriever, **settings)  # type: ignore[call-arg]
+
+    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        """The documents, best first; `kwargs` go to the retriever of a first question."""
+        return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
+
+    async def ainvoke(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """`invoke`, through the retriever's own asynchronous calls."""
+        return await self._acall_with_config(self._aretrieve, input, config, run_type="retriever", **kwargs)
+
+    def _retrieve(
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> list[Document]:
+        question, history = self._read(input)
+        texts = search_texts(question, history)
+        if len(texts) == 1:
+            return list(self.retriever.invoke(question, config, **kwargs))
+        found = self._by_vector(question, history)
+        if found is None:
+            alone, together = (list(self.retriever.invoke(text, config, **kwargs)) for text in texts)
+            found = _merged(together, alone)
+        return _marked(found, texts)
+
+    async def _aretrieve(
+        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> list[Document]:
+        question, history = self._read(input)
+        texts = search_texts(question, history)
+        if len(texts) == 1:
+            return list(await self.retriever.ainvoke(question, config, **kwargs))
+        found = await run_in_executor(config, self._by_vector, question, history)
+        if found is None:
+            alone, together = [list(await self.retriever.ainvoke(text, config, **kwargs)) for text in texts]
+            found = _merged(together, alone)
+        return _marked(found, texts)
+
+    def _by_vector(self, question: str, history: Sequence[Turn]) -> list[Document] | None:
+        """One search by the mean vector; None where the retriever is no plain search of a vector store."""
+        retriever = self.retriever
+        if isinstance(retriever, CacheCraftRetriever):
+            scored = retriever.store.conversation_search(question, history, retriever.k, filter=retriever.filter)
+            return [_with(document, score=score) for document, score in scored]
+        if not isinstance(retriever, VectorStoreRetriever) or retriever.search_type != "similarity":
+            return None
+        store, options = retriever.vectorstore, retriever.search_kwargs
+        if isinstance(store, CacheCraftVectorStore):
+            return [document for document, _ in store.conversation_search(question, history, **options)]
+        if store.embeddings is None:
+            return None
+        vectors = [store.embeddings.embed_query(text) for text in search_texts(question, history)]
+        try:
+            return store.similarity_search_by_vector(np.mean(vectors, axis=0).tolist(), **options)
+        except NotImplementedError:  # not every store can
+            return None
+
+    def _read(self, input: dict[str, Any]) -> tuple[str, list[Turn]]:
+        """The question and the turns before it."""
+        if not isinstance(input, Mapping) or self.input_key not in input:
+            raise ConfigError(f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key")
+        question, history = input[self.input_key], input.get(self.history_key) or []
+        if not isinstance(question, str):
+            raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
+        if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
+            raise ConfigError(
+                f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
+            )
+        said = [message for message in convert_to_messages(history) if message.type in ("human", "ai", "chat")]
+        return question, turns_of(said)
+
+
+def _merged(first: Sequence[Document], second: Sequence[Document]) -> list[Document]:
+    """By rank, without repetitions, as many as the longer of the two has."""
+    ranked = sorted(
+        [(rank, place, document) for place, found in enumerate((first, second)) for rank, document in enumerate(found)],
+        key=lambda entry: entry[:2],
+    )
+    distinct: dict[str, Document] = {}
+    for _, _, document in ranked:
+        distinct.setdefault(document.page_content, document)
+    return list(distinct.values())[: max(len(first), len(second))]
+
+
+def _marked(documents: Iterable[Document], texts: Sequence[str]) -> list[Document]:
+    return [_with(document, **{SEARCHED: list(texts)}) for document in documents]
+
+
+def _with(document: Document, **metadata: Any) -> Document:
+    """A copy with more metadata: some stores hand out the very documents that they hold."""
+    return document.model_copy(update={"metadata": {**document.metadata, **metadata}})

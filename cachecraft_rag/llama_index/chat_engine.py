@@ -1,0 +1,305 @@
+"""The chat engine: a conversation over any LlamaIndex retriever, whose answers reuse chunk-caches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.llms.generic_utils import (
+    astream_completion_response_to_chat_response,
+    stream_completion_response_to_chat_response,
+)
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.callbacks import trace_method
+from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.instrumentation.events.chat_engine import StreamChatEndEvent, StreamChatStartEvent
+from llama_index.core.llms.callbacks import llm_chat_callback
+from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
+from llama_index.core.schema import MetadataMode, NodeWithScore
+from llama_index.core.tools import ToolOutput
+
+from cachecraft_rag.checks import check_kind, check_text
+from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, aresponses_of, question_of, responses_of, turns_of
+from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
+from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, dispatcher
+from cachecraft_rag.retrievers.llama_index import ConversationQuery
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.types import chunk_id_of
+
+# Arguments of `index.as_chat_engine` about LlamaIndex's own prompts; the engine has its own.
+_LLAMA_INDEX_ONLY = frozenset(
+    {"chat_mode", "condense_prompt", "context_prompt", "context_refine_prompt", "context_refine_template"}
+    | {"context_template", "llm", "prefix_messages", "skip_condense", "streaming", "system_prompt", "verbose"}
+)
+_MEMORY_SHARE = 4  # one token in this many of the model's context is for earlier turns; documents need the rest
+
+
+@dataclass
+class CacheCraftChatResponse(AgentChatResponse):
+    """A whole answer; `metadata["cachecraft"]` has its statistics."""
+
+
+@dataclass
+class CacheCraftStreamingChatResponse(StreamingAgentChatResponse):
+    """An answer as a stream; `metadata["cachecraft"]` has its statistics once the stream has ended."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class CacheCraftChatEngine(BaseChatEngine, Closeable):
+    """A conversation over a query engine's retriever and engine. Make it with `from_index` or `from_defaults`.
+
+    Each answer is one pass over the nodes as chunks, whose chunk-caches are reused; earlier turns stand behind them in
+    the prompt. A follow-up is searched for with the questions before it (`search_texts`), and never costs a call of the
+    model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, and `chunk_ids` by node.
+
+    The model runs while a stream is being read. A turn is remembered when its stream ends or is closed.
+
+    Args:
+        query_engine: closed with this chat engine, as far as it opened anything.
+        memory: where turns are kept; by default a buffer of a quarter of the model's context.
+        chat_history: earlier turns, with the default memory.
+    """
+
+    def __init__(
+        self,
+        query_engine: CacheCraftQueryEngine,
+        *,
+        memory: BaseMemory | None = None,
+        chat_history: Sequence[ChatMessage] | None = None,
+    ) -> None:
+        check_kind("query_engine", query_engine, CacheCraftQueryEngine, advice="from_index makes one")
+        check_kind("memory", memory, BaseMemory, optional=True, advice="ChatMemoryBuffer.from_defaults makes one")
+        if memory is not None and chat_history is not None:
+            raise ConfigError("give memory or chat_history: a memory has its own history")
+        self.callback_manager = query_engine.callback_manager
+        self._query_engine = query_engine
+        self._llm: CacheCraftLLM = query_engine.synthesizer.llm
+        self.memory = memory or ChatMemoryBuffer.from_defaults(
+            chat_history=list(chat_history or ()),
+            token_limit=max(1, self._llm.context_window // _MEMORY_SHARE),
+            tokenizer_fn=self.engine.decoder.tokenizer.encode,  # otherwise it would count with OpenAI's
+        )
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        *,
+        memory: BaseMemory | None = None,
+        chat_history: Sequence[ChatMessage] | None = None,
+        **options: Any,
+    ) -> Self:
+        """In place of `index.as_chat_engine(…)`; `options` as in `CacheCraftQueryEngine.from_index`.
+
+        Raises:
+            ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …).
+        """
+        _refuse(options)
+        engine = CacheCraftQueryEngine.from_index(index, **options)
+        return cls(engine, memory=memory, chat_history=chat_history)
+
+    @classmethod
+    def from_defaults(
+        cls,
+        retriever: BaseRetriever,
+        *,
+        memory: BaseMemory | None = None,
+        chat_history: Sequence[ChatMessage] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Over any LlamaIndex retriever; `options` as in `CacheCraftQueryEngine.from_defaults`."""
+        _refuse(options)
+        engine = CacheCraftQueryEngine.from_defaults(retriever, **options)
+        return cls(engine, memory=memory, chat_history=chat_history)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers."""
+        return self._query_engine.engine
+
+    @property
+    def chat_history(self) -> list[ChatMessage]:
+        """All turns that the memory holds."""
+        return self.memory.get_all()
+
+    def reset(self) -> None:
+        """Forget the conversation; chunk-caches stay."""
+        self.memory.reset()
+
+    def close(self) -> None:
+        """Write pending captures and close what was opened here."""
+        self._query_engine.close()
+
+    @trace_method("chat")
+    def chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+        """Retrieve and answer; `chat_history` replaces what the memory holds.
+
+        Raises `ConfigError`, `ContextLengthError` as `Engine.stream`.
+        """
+        if chat_history is not None:
+            self.memory.set(chat_history)
+        turn = _Turn(self._checked(message), self.memory.get(input=message))
+        nodes = self._query_engine.retrieve(turn.query)
+        response = self._llm.chat(turn.messages, documents=_texts(nodes))
+        for said in turn.said(response.message.content or ""):
+            self.memory.put(said)
+        return _whole(turn, nodes, response)
+
+    @trace_method("chat")
+    async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+        """`chat`, the model in a thread."""
+        if chat_history is not None:
+            await self.memory.aset(chat_history)
+        turn = _Turn(self._checked(message), await self.memory.aget(input=message))
+        nodes = await self._query_engine.aretrieve(turn.query)
+        response = await self._llm.achat(turn.messages, documents=_texts(nodes))
+        for said in turn.said(response.message.content or ""):
+            await self.memory.aput(said)
+        return _whole(turn, nodes, response)
+
+    @trace_method("chat")
+    def stream_chat(
+        self, message: str, chat_history: list[ChatMessage] | None = None
+    ) -> CacheCraftStreamingChatResponse:
+        """Retrieve, then answer piece by piece: `for piece in response.response_gen`."""
+        if chat_history is not None:
+            self.memory.set(chat_history)
+        turn = _Turn(self._checked(message), self.memory.get(input=message))
+        nodes = self._query_engine.retrieve(turn.query)
+        generation = self._llm.begin(turn.question, history=turn.history, documents=_texts(nodes))
+        streamed = _Streamed(turn, nodes, self._llm, generation)
+        streamed.response.chat_stream = streamed.pieces(self.memory)
+        return streamed.response
+
+    @trace_method("chat")
+    async def astream_chat(
+        self, message: str, chat_history: list[ChatMessage] | None = None
+    ) -> CacheCraftStreamingChatResponse:
+        """`stream_chat`, the model in a thread: `async for piece in response.async_response_gen()`."""
+        if chat_history is not None:
+            await self.memory.aset(chat_history)
+        turn = _Turn(self._checked(message), await self.memory.aget(input=message))
+        nodes = await self._query_engine.aretrieve(turn.query)
+        texts = _texts(nodes)
+        generation = await asyncio.to_thread(self._llm.begin, turn.question, history=turn.history, documents=texts)
+        streamed = _Streamed(turn, nodes, self._llm, generation)
+        streamed.response.achat_stream = streamed.apieces(self.memory)
+        return streamed.response
+
+    def _checked(self, message: str) -> str:
+        check_text("message", message, damaged=True)
+        if not message.strip():
+            raise ConfigError("the question is empty; ask something")
+        return message
+
+
+class _Turn:
+    """A question with the conversation before it."""
+
+    def __init__(self, message: str, earlier: Sequence[ChatMessage]) -> None:
+        first = next((at for at, said in enumerate(earlier) if said.role != MessageRole.ASSISTANT), len(earlier))
+        self.message = message
+        self.messages = [*earlier[first:], ChatMessage(role=MessageRole.USER, content=message)]
+        self.question, self.history = question_of(self.messages)
+        instructions = (MessageRole.SYSTEM, MessageRole.DEVELOPER)  # nothing to search for
+        asked = [said for said in self.messages[:-1] if said.role not in instructions]
+        self.query = ConversationQuery.of(message, turns_of(asked))
+
+    def said(self, answer: str) -> list[ChatMessage]:
+        """The two messages to remember; none for an answer that was stopped before its first token."""
+        roles = ((MessageRole.USER, self.message), (MessageRole.ASSISTANT, answer))
+        return [ChatMessage(role=role, content=text) for role, text in roles] if answer else []
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    if refused := sorted(_LLAMA_INDEX_ONLY.intersection(options)):
+        raise ConfigError(
+            f"{', '.join(refused)}: the model is named by `model`, the instruction by `system`, every answer is one "
+            "pass over all chunks, and no call of the model condenses a question; leave these options out"
+        )
+
+
+def _texts(nodes: Sequence[NodeWithScore]) -> list[str]:
+    """The texts that the model sees of the nodes, best first."""
+    return [found.node.get_content(metadata_mode=MetadataMode.LLM) for found in nodes]
+
+
+def _statistics(turn: _Turn, nodes: Sequence[NodeWithScore], counted: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of an answer that has ended; sends the event too."""
+    stats: dict[str, Any] = {**counted, "searched": tuple(turn.query.embedding_strs)}
+    ids = [chunk_id_of(text) for text in _texts(nodes)]
+    stats["chunk_ids"] = {found.node.node_id: chunk_id for found, chunk_id in zip(nodes, ids, strict=True)}
+    dispatcher.event(AnswerStatsEvent(stats=dict(stats)))
+    return stats
+
+
+def _sources(turn: _Turn, nodes: list[NodeWithScore]) -> dict[str, Any]:
+    """What LlamaIndex's own chat engines say about the retrieval."""
+    output = ToolOutput(
+        tool_name="retriever", content=str(nodes), raw_input={"message": turn.message}, raw_output=nodes
+    )
+    return {"sources": [output], "source_nodes": nodes}
+
+
+def _whole(turn: _Turn, nodes: list[NodeWithScore], response: ChatResponse) -> CacheCraftChatResponse:
+    raw: Any = response.raw
+    metadata = {"cachecraft": _statistics(turn, nodes, raw["cachecraft"])}
+    return CacheCraftChatResponse(response.message.content or "", metadata=metadata, **_sources(turn, nodes))
+
+
+class _Streamed:
+    """A response whose stream is the answer's; at its end the turn is remembered and its statistics are filled in."""
+
+    def __init__(self, turn: _Turn, nodes: list[NodeWithScore], llm: CacheCraftLLM, generation: Generation) -> None:
+        self._turn, self._nodes, self._llm, self._generation = turn, nodes, llm, generation
+        # Not LlamaIndex's thread that writes to the memory: its reader polls without pause, on a core of the model's.
+        self.response = CacheCraftStreamingChatResponse(is_writing_to_memory=False, **_sources(turn, nodes))
+
+    def pieces(self, memory: BaseMemory) -> Generator[ChatResponse, None, None]:
+        responses = responses_of(self._generation)
+
+        @llm_chat_callback()  # LlamaIndex's events of an LLM call
+        def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], *, documents: list[str]) -> Any:
+            return stream_completion_response_to_chat_response(responses)
+
+        dispatcher.event(StreamChatStartEvent())
+        called = call(self._llm, self._turn.messages, documents=_texts(self._nodes))
+        try:
+            yield from called
+        finally:
+            called.close()
+            responses.close()  # the wrapper does not close it, and event handlers may keep its frames alive
+            for said in self._ended():
+                memory.put(said)
+
+    async def apieces(self, memory: BaseMemory) -> AsyncGenerator[ChatResponse, None]:
+        responses = aresponses_of(self._generation)
+
+        @llm_chat_callback()
+        async def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], *, documents: list[str]) -> Any:
+            return astream_completion_response_to_chat_response(responses)
+
+        dispatcher.event(StreamChatStartEvent())
+        called = await call(self._llm, self._turn.messages, documents=_texts(self._nodes))
+        try:
+            async for piece in called:
+                yield piece
+        finally:
+            await called.aclose()
+            await responses.aclose()
+            for said in self._ended():
+                await memory.aput(said)
+
+    def _ended(self) -> list[ChatMessage]:
+        """Complete the response; returns what to remember."""
+        self.response.is_done = True
+        self.response.metadata["cachecraft"] = _statistics(self._turn, self._nodes, self._generation.stats.as_dict())
+        dispatcher.event(StreamChatEndEvent())
+        return self._turn.said(self._generation.text)

@@ -1,0 +1,203 @@
+"""Follow-up questions: what is searched for, what a first question costs, ties, and hit rates on the shipped set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.errors import ConfigError, DocumentError
+from cachecraft_rag.evaluation.retrieval.follow_ups import (
+    WAYS,
+    FollowUp,
+    HitRates,
+    handbook_retriever,
+    hit_rates,
+    read_follow_ups,
+)
+from cachecraft_rag.retrievers.conversation import TIE, search_texts
+from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.indexer import index_documents
+from cachecraft_rag.retrievers.retriever import Retriever, open_index
+from cachecraft_rag.types import Chunk, Document
+
+FIRST = "How often should I descale the kettle?"
+HISTORY: list[Turn] = [("user", FIRST), ("assistant", "Every eight weeks.")]
+FOLLOW_UP = "And how long does that take?"
+
+
+class Counting:
+    """An embedder that notes what it was asked to embed."""
+
+    def __init__(self, embedder: Any) -> None:
+        self._embedder = embedder
+        self.asked: list[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._embedder, name)
+
+    def encode_query(self, texts: Sequence[str]) -> Any:
+        self.asked.append(list(texts))
+        return self._embedder.encode_query(texts)
+
+
+class CountingIndex:
+    """An index that counts its searches."""
+
+    def __init__(self, index: FaissStore) -> None:
+        self._index = index
+        self.searches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def search(self, *given: Any, **options: Any) -> Any:
+        self.searches += 1
+        return self._index.search(*given, **options)
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder()
+
+
+@pytest.fixture(scope="module")
+def handbook_index(embedder: Embedder) -> Iterator[Retriever]:
+    with handbook_retriever(embedder) as retriever:
+        yield retriever
+
+
+@pytest.fixture(scope="module")
+def rates(handbook_index: Retriever) -> dict[str, HitRates]:
+    """The hit rates of each way on the shipped follow-ups."""
+    return {one.way: one for one in hit_rates(handbook_index, read_follow_ups(), top_k=5)}
+
+
+# --- what is found ---
+
+
+def test_follow_ups_are_found_as_often_as_the_questions_written_out(rates: dict[str, HitRates]) -> None:
+    alone, together, in_full = (rates[way] for way in WAYS)
+    assert alone.at(5) <= 0.75
+    assert together.at(5) >= 0.9
+    assert together.at(5) >= in_full.at(5)
+    assert together.at(3) >= 0.9
+
+
+def test_a_change_of_subject_loses_nothing(rates: dict[str, HitRates]) -> None:
+    """Follow-ups that are whole questions about something else: the conversation must not drown them."""
+    changed = [place for place, one in enumerate(read_follow_ups()) if one.question == one.standalone]
+    assert len(changed) >= 4
+    assert all(rates["with its conversation"].ranks[place] for place in changed)
+
+
+def test_the_shipped_follow_ups_are_of_every_kind() -> None:
+    shipped = read_follow_ups()
+    assert len(shipped) == len({(one.history, one.question) for one in shipped}) == 40
+    assert sum(len(one.history) > 2 for one in shipped) >= 4
+    assert all(one.history[0][0] == "user" and one.history[-1][0] == "assistant" for one in shipped)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"conversation": ["a"], "question": "b", "standalone": "c", "expect": "d"}', "1 texts"),
+        ('{"conversation": ["a", "b"], "question": "b", "standalone": "c", "expect": "("}', "no regular expression"),
+        ('{"conversation": ["a", "b"], "question": "b", "standalone": "c"}', '"expect" is missing'),
+    ],
+)
+def test_a_wrong_record_is_named(tmp_path: Path, record: str, message: str) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text(f"{record}\n", encoding="utf-8")
+    with pytest.raises(DocumentError, match=message):
+        read_follow_ups(path)
+
+
+def test_a_follow_up_that_no_chunk_answers_is_an_error(handbook_index: Retriever) -> None:
+    import re
+
+    impossible = FollowUp(tuple(HISTORY), "And?", "And?", re.compile("no page says this"))
+    with pytest.raises(DocumentError, match="no chunk of the index"):
+        hit_rates(handbook_index, [impossible], top_k=5)
+
+
+# --- what is searched for ---
+
+
+def test_search_texts_leave_answers_out_and_bound_what_was_pasted() -> None:
+    assert search_texts(FIRST) == (FIRST,)
+    assert search_texts(FOLLOW_UP, HISTORY) == (FOLLOW_UP, f"{FIRST} {FOLLOW_UP}")
+    assert search_texts(FOLLOW_UP, [("user", " "), ("assistant", "What?")]) == (FOLLOW_UP,)
+    long = [*HISTORY, ("user", "Second?"), ("assistant", "Yes."), ("user", "Third?"), ("assistant", "No.")]
+    assert search_texts(FOLLOW_UP, long)[1] == f"Second? Third? {FOLLOW_UP}"  # type: ignore[arg-type]
+    pasted: list[Turn] = [("user", "word " * 5000 + "Which kettle is this?"), ("assistant", "The Wren.")]
+    text = search_texts(FOLLOW_UP, pasted)[1]
+    assert text.endswith(f"word Which kettle is this? {FOLLOW_UP}")
+    assert text.startswith("word ")
+    assert len(text) <= 600 + 1 + len(FOLLOW_UP)
+
+
+def test_a_first_question_costs_nothing(embedder: Embedder, handbook_index: Retriever) -> None:
+    counting, index = Counting(embedder), CountingIndex(handbook_index.index)
+    retriever = Retriever(index, counting)  # type: ignore[arg-type]
+    first = retriever.retrieve(FIRST, history=[])
+    assert counting.asked == [[FIRST]]
+    assert index.searches == 1
+    assert first == handbook_index.index.search(embedder.encode_query([FIRST])[0], 5)
+    retriever.retrieve(FOLLOW_UP, history=HISTORY)
+    assert counting.asked[1:] == [[FOLLOW_UP, f"{FIRST} {FOLLOW_UP}", FIRST]]  # one call of the embedding model
+
+
+def test_filters_hold_for_follow_ups_too(handbook_index: Retriever) -> None:
+    where = {"source": "handbook/warranty.md"}
+    hits = handbook_index.retrieve(FOLLOW_UP, history=HISTORY, where=where, top_k=4)
+    assert {hit.metadata["source"] for hit in hits} == {"handbook/warranty.md"}
+
+
+@pytest.mark.parametrize("history", ["text", [("user", 1)], [("user",)], None])
+def test_a_history_of_another_form_is_refused(handbook_index: Retriever, history: Any) -> None:
+    with pytest.raises(ConfigError, match="history"):
+        handbook_index.retrieve(FOLLOW_UP, history=history)
+
+
+# --- ties ---
+
+
+class Planar:
+    """Embeds each text as the direction it is told."""
+
+    dim, fingerprint, name = 2, "planar@1", "planar"
+
+    def __init__(self, degrees: dict[str, float]) -> None:
+        self._degrees = degrees
+
+    def encode_query(self, texts: Sequence[str]) -> Any:
+        angles = np.radians([self._degrees[text] for text in texts])
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+@pytest.mark.parametrize(("gap", "kept"), [(TIE / 2, True), (TIE * 3, False)])
+def test_chunks_of_the_turn_before_are_preferred_where_they_tie(tmp_path: Path, gap: float, kept: bool) -> None:
+    """Two chunks on either side of a follow-up; the turn before found the one that is `gap` farther from it."""
+    near, far = 30.0, float(np.degrees(np.arccos(np.cos(np.radians(30.0)) - gap)))
+    embedder = Planar({"first": -far, "then": 0.0, "first then": 0.0})
+    with FaissStore.open(tmp_path, dim=2, embedder_fingerprint="planar@1") as index:
+        for name, degrees in (("near", near), ("far", -far)):
+            vector = [np.cos(np.radians(degrees)), np.sin(np.radians(degrees))]
+            index.upsert(name, [Chunk(name)], np.array([vector], dtype=np.float32))
+        retriever = Retriever(index, embedder)  # type: ignore[arg-type]
+        assert [hit.text for hit in retriever.retrieve("first", top_k=1)] == ["far"]
+        assert [hit.text for hit in retriever.retrieve("then", top_k=1)] == ["near"]
+        found = retriever.retrieve("then", top_k=1, history=[("user", "first"), ("assistant", "yes")])
+        assert [hit.text for hit in found] == (["far"] if kept else ["near"])
+
+
+def test_a_preference_never_costs_hits(embedder: Embedder, tmp_path: Path) -> None:
+    with open_index(tmp_path, embedder) as index:
+        index_documents([Document("a", "Descale the kettle."), Document("b", "The train leaves.")], index, embedder)
+        assert len(Retriever(index, embedder).retrieve(FOLLOW_UP, history=HISTORY, top_k=5)) == 2
