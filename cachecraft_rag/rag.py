@@ -282,7 +282,8 @@ class CacheCraft(Retriever, Closeable):
         **answering: Unpack[AskOptions],
     ) -> AsyncAnswerStream:
         """`stream` for `async for`; nothing happens before the first piece is asked for."""
-        return AsyncAnswerStream(partial(self.stream, question, top_k=top_k, where=where, search_history=search_history, **answering))
+        ask = partial(self.stream, question, top_k=top_k, where=where, search_history=search_history, **answering)
+        return AsyncAnswerStream(ask)
 
     async def aask(
         self,

@@ -28,7 +28,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, aresponses_of, question_of, responses_of, turns_of
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, dispatcher
-from cachecraft_rag.retrievers.llama_index import ConversationQuery
+from cachecraft_rag.retrievers.llama_index import ConversationQuery, without_paths
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
 
@@ -228,7 +228,7 @@ def _refuse(options: dict[str, Any]) -> None:
 
 def _texts(nodes: Sequence[NodeWithScore]) -> list[str]:
     """The texts that the model sees of the nodes, best first."""
-    return [found.node.get_content(metadata_mode=MetadataMode.LLM) for found in nodes]
+    return [without_paths(found.node).get_content(metadata_mode=MetadataMode.LLM) for found in nodes]
 
 
 def _statistics(turn: _Turn, nodes: Sequence[NodeWithScore], counted: dict[str, Any]) -> dict[str, Any]:
