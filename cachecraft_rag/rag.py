@@ -10,14 +10,16 @@ from typing import Any, Self, Unpack
 
 from cachecraft_rag.checks import (
     check_callable,
+    check_choice,
     check_flag,
     check_kind,
     check_names,
     check_path,
     check_text,
 )
+from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, PathLike
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
@@ -74,7 +76,7 @@ class CacheCraft(Retriever, Closeable):
     the engine.
     """
 
-    def __init__(self, engine: Engine, index: FaissStore, embedder: Embedder) -> None:
+    def __init__(self, engine: AnswerEngine, index: FaissStore, embedder: Embedder) -> None:
         super().__init__(index, embedder, caches=engine.store)
         self.engine = engine
         self._opened = ExitStack()  # what `close` closes besides the engine
@@ -87,6 +89,7 @@ class CacheCraft(Retriever, Closeable):
         store: PathLike = "chunk-caches",
         embeddings: PathLike = BUNDLED_EMBEDDER,
         config: EngineConfig | None = None,
+        backend: str = "transformers",
         **options: Any,
     ) -> Self:
         """Load a model and open (or make) a store folder.
@@ -96,14 +99,18 @@ class CacheCraft(Retriever, Closeable):
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
             embeddings: sentence-transformers model for retrieval.
             config: how to open the engine: device, dtype, namespace, instruction, byte budgets, codec, remote.
-            options: single options of `EngineConfig` by name; they override `config`.
+            backend: what runs the model: "transformers", in this process, or "vllm" (see `vllm.engine.VLLMEngine`).
+            options: single options of `EngineConfig` by name; they override `config`. With vLLM also `server`:
+                arguments of its engine.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
         check_path("embeddings", embeddings)
+        check_choice("backend", backend, ("transformers", "vllm"))
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
+            load = _engine_loader(backend)
+            engine = opened.enter_context(load(model, store=store, config=config, **options))
             embedder = Embedder(embeddings)
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
@@ -222,3 +229,11 @@ class CacheCraft(Retriever, Closeable):
         """Write pending captures and close the engine, and what `from_pretrained` opened."""
         with self._opened:
             self.engine.close()
+
+
+def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:
+    if backend == "vllm":
+        from cachecraft_rag.vllm.engine import VLLMEngine
+
+        return VLLMEngine.from_pretrained
+    return Engine.from_pretrained

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cachecraft_rag.compute.driver import prefill
-from cachecraft_rag.compute.job import PrefillJob
-from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.write_back import CaptureContext
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.types import Chunk, Prompt, Segment, VariantKey
 
@@ -26,7 +22,7 @@ class Primer:
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
     """
 
-    def __init__(self, engine: Engine, *, window: int = 2048) -> None:
+    def __init__(self, engine: AnswerEngine, *, window: int = 2048) -> None:
         self._engine = engine
         self._window = min(window, engine.decoder.context_length)
 
@@ -86,14 +82,7 @@ class Primer:
         captures = [index for index, name in enumerate(variant_ids) if not 0 < index <= known and name not in present]
         if not captures:
             return 0
-        bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
-        rows = Rows.of(bounds, new=range(bounds[-1]))
-        with engine.lock.take():
-            result = prefill(engine.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
-        exact = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
-        engine.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
-        engine.write_back.wait_for([ids[index] for index in captures])
+        engine.capture(prompt, captures, primed=primed)
         present = self._present(prompt.segments)  # what a full disk refused was not captured
         return sum(variant_ids[index] in present for index in captures)
 
