@@ -21,12 +21,15 @@ from cachecraft_rag.engine.request import Request, SegmentReport
 from cachecraft_rag.engine.sampling import TextStream
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.planning.calibration import load_calibration
-from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.types import KVLayout, Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.plugin import CONNECTOR
+from cachecraft_rag.vllm.self_check import self_check
 from cachecraft_rag.vllm.serving import Serving
 from cachecraft_rag.vllm.settings import ConnectorSettings
+
+_LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,25 @@ class VLLMEngine(AnswerEngine):
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
+            engine._check()
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine
+
+    def _check(self) -> None:
+        """See `self_check`; what it stores is removed again."""
+        size = len(self._model.tokenizer)
+
+        def predict(ask: Ask | list[int]) -> Mapping[int, float]:
+            plain, asked = (ask, None) if isinstance(ask, list) else (None, ask)
+            prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
+            params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
+            (*_, last) = self._serving.generate(prompt, params)
+            likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
+            return dict(likeliest[: _LIKELIEST // 2] if asked is None else likeliest)
+
+        stored = self_check(self._model.name, predict, vocabulary=size, dtype=self._model.layout.dtype)
+        self.store.evict(RowFilter(chunk_ids=stored))
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """See `AnswerEngine.capture`."""
@@ -200,7 +219,7 @@ class VLLMEngine(AnswerEngine):
     def _prompt(self, ask: Ask) -> dict[str, Any]:
         return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self.namespace)}
 
-    def _params(self, ask: Ask, **sampling: Any) -> Any:
+    def _params(self, ask: Ask | None, **sampling: Any) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -209,7 +228,7 @@ class VLLMEngine(AnswerEngine):
             detokenize=False,
             stop_token_ids=sorted(self._model.end_tokens),
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": {FIELD: ask.message(self._key)}},
+            extra_args=None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}},
         )
 
 

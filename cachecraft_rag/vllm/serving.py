@@ -19,11 +19,15 @@ _CLOSE_S = 30.0
 
 @dataclass(frozen=True)
 class Step:
-    """What one step brought: new token ids, whether they are the last ones, and with those what the server told."""
+    """What one step brought: new token ids, whether they are the last ones, and with those what the server told.
+
+    logprobs  of the likeliest tokens for the last one, by id, where they were asked for
+    """
 
     tokens: tuple[int, ...]
     finished: bool = False
     told: dict[str, Any] = field(default_factory=dict)
+    logprobs: dict[int, float] = field(default_factory=dict)
     error: BaseException | None = None
 
 
@@ -75,8 +79,9 @@ class Serving(Closeable):
     async def _generate(self, prompt: dict[str, Any], params: Any, name: str, steps: SimpleQueue[Step]) -> None:
         try:
             async for output in self._engine.generate(prompt, params, name):
-                told = output.kv_transfer_params or {}
-                steps.put(Step(tuple(output.outputs[0].token_ids), output.finished, told))
+                best = output.outputs[0]
+                logprobs = {token: one.logprob for token, one in (best.logprobs or [{}])[-1].items()}
+                steps.put(Step(tuple(best.token_ids), output.finished, output.kv_transfer_params or {}, logprobs))
         except BaseException as error:  # whoever reads the steps would wait for ever
             steps.put(Step((), error=error))
             raise
