@@ -34,6 +34,8 @@ from cachecraft_rag.vllm.working import Workers
 logger = logging.getLogger("cachecraft_rag.vllm")
 T = TypeVar("T")
 
+_NONE: int | None = 0  # tokens to be filled; the type is that of the answer
+
 
 @dataclass
 class StepWork(KVConnectorMetadata):
@@ -103,7 +105,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens will be filled, between steps; None: not known yet."""
-        tokens = self._safely(0, lambda: self._scheduler().matched(request, num_computed_tokens))
+        tokens = self._safely(_NONE, lambda: self._scheduler().matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -155,7 +155,7 @@ class VLLMEngine(AnswerEngine):
             return dict(likeliest[: _LIKELIEST // 2] if asked is None else likeliest)
 
         stored = self_check(self._model.name, predict, vocabulary=size, dtype=self._model.layout.dtype)
-        self.store.evict(RowFilter(chunk_ids=stored))
+        self.store.evict(RowFilter(chunk_ids=tuple(stored)))
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """See `AnswerEngine.capture`."""

@@ -38,11 +38,12 @@ def self_check(name: str, predict: Predict, *, vocabulary: int, dtype: str) -> l
     """
     dice = random.Random(0)
     ids = [tuple(dice.randrange(vocabulary) for _ in range(TOKENS)) for _ in range(3)]
-    kinds = ("system", "chunk", "question")
+    names = [digest("self-check", str(own)) for own in ids]
     prompt = Prompt(
-        tuple(
-            Segment(kind, digest("self-check", kind, str(own)), own, private=kind == "question")
-            for kind, own in zip(kinds, ids, strict=True)
+        (
+            Segment("system", names[0], ids[0]),
+            Segment("chunk", names[1], ids[1]),
+            Segment("question", names[2], ids[2], private=True),
         )
     )
     plain = predict(prompt.token_ids)
@@ -56,4 +57,4 @@ def self_check(name: str, predict: Predict, *, vocabulary: int, dtype: str) -> l
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {3 * TOKENS} tokens, the "
                 f"log probabilities {what} differ from vLLM's own by up to {max(apart):.3g}; please report it."
             )
-    return [segment.segment_id for segment in prompt.segments[:-1]]
+    return names[:-1]

@@ -102,7 +102,7 @@ def _settings(attention: Any) -> AttentionSettings:
 
 
 def _unsupported_reason(layers: list[Any]) -> str | None:
-    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     if any(not hasattr(one, name) for one in attentions for name in ("rotary_emb", "attn")):
         return "its layers are not laid out like Llama's, or another rank holds some of them"
     rotary = attentions[0].rotary_emb

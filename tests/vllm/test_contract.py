@@ -139,3 +139,20 @@ def test_the_engine_s_front_end() -> None:
     assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
     wanted = {"model", "dtype", "max_model_len", "enable_prefix_caching", "kv_transfer_config", "disable_log_stats"}
     assert wanted <= AsyncEngineArgs.__dataclass_fields__.keys()
+
+
+def test_settings_that_are_refused_have_these_names() -> None:
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+
+    wanted = {"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel",
+              "decode_context_parallel_size", "prefill_context_parallel_size"}  # fmt: skip
+    assert wanted <= ParallelConfig.__dataclass_fields__.keys()
+    parts = {"model_config", "parallel_config", "cache_config", "scheduler_config", "lora_config", "speculative_config"}
+    assert parts <= VllmConfig.__dataclass_fields__.keys()
+    assert {"cache_dtype", "enable_prefix_caching"} <= CacheConfig.__dataclass_fields__.keys()
+    for name in ("use_mla", "is_encoder_decoder"):
+        assert isinstance(getattr(ModelConfig, name), property), name
+    assert "self.hf_text_config" in source("config.model")
+    assert "kv_cache_groups" in KVCacheConfig.__dataclass_fields__
+    assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {"FullAttentionSpec", "SlidingWindowSpec"}
