@@ -87,7 +87,8 @@ class Serving(Closeable):
             raise
 
     async def _shut_down(self) -> None:
-        self._engine.shutdown()
+        engine, self._engine = self._engine, None  # at the interpreter's end its finaliser would fail
+        engine.shutdown()
 
     def _run(self, work: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -32,7 +32,7 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
     with CacheCraft.from_pretrained(folder, store=tmp_path, backend="vllm", server=SERVER, reuse=REUSE) as rag:
         assert isinstance(rag.engine, VLLMEngine)
         report = rag.add_documents([document], prime=True)
-        assert report.chunks >= 2
+        assert report.chunks_embedded >= 2
         assert {row.variant.primed for row in rag.engine.store.rows()} == {True}
         assert rag.prime() == 0  # all is stored: nothing was lost on the way back
         answer = rag.ask(QUESTION, top_k=2, sampling=SHORT)

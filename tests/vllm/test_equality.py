@@ -88,7 +88,7 @@ def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]
 
 
 def assert_equal(found: Any, one: Expected, layers: int) -> None:
-    assert [segment["outcome"] for segment in found.told["segments"]] == one.outcomes
+    assert [segment["outcome"] for segment in found.told["segments"]] == one.outcomes, found.told["segments"]
     assert found.told["recomputed"] == one.recomputed
     assert found.told["row_layers"] == one.row_layers - layers  # vLLM computes the last token itself
     assert found.tokens == one.tokens
