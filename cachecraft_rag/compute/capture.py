@@ -8,8 +8,8 @@ answer is out. Rejected: explicit softmax inside the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -60,15 +60,6 @@ class CaptureRecorder:
         """The chunks that were computed through all layers, ascending."""
         whole = [capture for capture in self._found.values() if len(capture.queries) == self._layout.layers]
         return tuple(sorted(whole, key=lambda capture: capture.segment))
-
-    def with_heads(self, gather: Callable[[Tensor], Tensor]) -> CaptureRecorder:
-        """The captures with other heads: `gather` is given `[…, heads, head_dim]` of each tensor."""
-        other = CaptureRecorder(self._layout, self._like, self._spans)
-        other.settings = self.settings
-        for one in self.captures:
-            queries = {layer: gather(held) for layer, held in one.queries.items()}
-            other._found[one.segment] = replace(one, kv=gather(one.kv), queries=queries)
-        return other
 
     def forget(self, segment: int) -> None:
         """This one need not be kept."""

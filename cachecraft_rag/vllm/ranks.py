@@ -40,11 +40,6 @@ class TensorParallel:
         decided: T = self._group.broadcast_object(decision, src=0)
         return decided
 
-    def all_heads(self, kv: Tensor) -> Tensor:
-        """`[…, own, head_dim]` of every rank as `[…, all, head_dim]`, in the order of the ranks."""
-        gathered: Tensor = self._group.all_gather(kv.contiguous(), dim=kv.dim() - 2)
-        return gathered
-
 
 def ranks_of_worker() -> Ranks:
     """The ranks of this worker's tensor-parallel group."""

@@ -34,7 +34,7 @@ def self_check(name: str, predict: Predict, *, vocabulary: int, dtype: str) -> l
         The ids of the segments that are stored now.
 
     Raises:
-        UnsupportedModelError: a difference is beyond rounding, or nothing was reused.
+        UnsupportedModelError: a difference is beyond rounding.
     """
     dice = random.Random(0)
     ids = [tuple(dice.randrange(vocabulary) for _ in range(TOKENS)) for _ in range(3)]

@@ -24,7 +24,6 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.vllm.filling import Filling
-from cachecraft_rag.vllm.gathering import gathered
 from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import Fill, News
 from cachecraft_rag.vllm.ranks import TensorParallel
@@ -189,13 +188,9 @@ class Workers:
         segments = fill.ask.prompt.segments
         captured = frozenset(segments[one.segment].segment_id for one in result.recorder.captures)
         if captured:
-            recorder, keys = gathered(self._stack.ranks, result.recorder, result.buffer.kv[:, 0])
-            if self._first_rank:
-                shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-                context = CaptureContext(
-                    segments, fill.ask.prompt.bounds, shares, fill.ask.session, primed=fill.ask.primed
-                )
-                self._write_back.submit(recorder, keys, context)
+            shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
+            context = CaptureContext(segments, fill.ask.prompt.bounds, shares, fill.ask.session, primed=fill.ask.primed)
+            self._write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         if self._first_rank and not fill.again:
             for planned in filling.plan.segments:
                 if planned.variant is not None:
