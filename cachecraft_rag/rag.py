@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 
 from cachecraft_rag.checks import (
     check_callable,
+    check_choice,
     check_flag,
     check_kind,
     check_names,
@@ -20,8 +21,9 @@ from cachecraft_rag.checks import (
     listed,
 )
 from cachecraft_rag.engine.async_bridge import iterate
+from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import AnswerOptions, Engine, Generation, PathLike
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
@@ -125,7 +127,7 @@ class CacheCraft(Retriever, Closeable):
     the engine.
     """
 
-    def __init__(self, engine: Engine, index: FaissStore, embedder: Embedder) -> None:
+    def __init__(self, engine: AnswerEngine, index: FaissStore, embedder: Embedder) -> None:
         super().__init__(index, embedder, caches=engine.store)
         self.engine = engine
         self._opened = ExitStack()  # what `close` closes besides the engine
@@ -138,6 +140,7 @@ class CacheCraft(Retriever, Closeable):
         store: PathLike = "chunk-caches",
         embeddings: PathLike = BUNDLED_EMBEDDER,
         config: EngineConfig | None = None,
+        backend: str = "transformers",
         **options: Any,
     ) -> Self:
         """Load a model and open (or make) a store folder.
@@ -147,14 +150,18 @@ class CacheCraft(Retriever, Closeable):
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
             embeddings: sentence-transformers model for retrieval.
             config: how to open the engine: device, dtype, namespace, instruction, byte budgets, codec, remote.
-            options: single options of `EngineConfig` by name; they override `config`.
+            backend: what runs the model: "transformers", in this process, or "vllm" (see `vllm.engine.VLLMEngine`).
+            options: single options of `EngineConfig` by name; they override `config`. With vLLM also `server`:
+                arguments of its engine.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
         """
         check_path("embeddings", embeddings)
+        check_choice("backend", backend, ("transformers", "vllm"))
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
+            load = _engine_loader(backend)
+            engine = opened.enter_context(load(model, store=store, config=config, **options))
             embedder = Embedder(embeddings)
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
@@ -305,3 +312,11 @@ class CacheCraft(Retriever, Closeable):
         """Write pending captures and close the engine, and what `from_pretrained` opened."""
         with self._opened:
             self.engine.close()
+
+
+def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:
+    if backend == "vllm":
+        from cachecraft_rag.vllm.engine import VLLMEngine
+
+        return VLLMEngine.from_pretrained
+    return Engine.from_pretrained

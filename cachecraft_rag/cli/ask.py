@@ -151,7 +151,7 @@ def chunk_bound(model: str) -> ModelTokens | None:
 
 def evict_removed(store: Path, report: IndexReport) -> None:
     """Remove the chunk-caches of chunks that no document contains any more."""
-    from cachecraft_rag.engine.engine import CACHE_FOLDER
+    from cachecraft_rag.engine.base import CACHE_FOLDER
     from cachecraft_rag.store import ChunkCacheStore, RowFilter
 
     if report.removed_chunk_ids and (store / CACHE_FOLDER).is_dir():

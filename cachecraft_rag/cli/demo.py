@@ -105,9 +105,12 @@ def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
 
 def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
     """Seconds to the first token with the unmodified model's own prefill of the same prompt."""
+    from cachecraft_rag.engine.engine import Engine
+
     hits = rag.retrieve(question, top_k=top_k)
     prompt = rag.engine.prompts.build(question, rag.index.get([hit.chunk_id for hit in hits]), reserve=ANSWER_TOKENS)
     started = time.perf_counter()
+    assert isinstance(rag.engine, Engine), "the demo runs in this process"
     rag.engine.decoder.own_logits(prompt.token_ids).argmax().item()
     return time.perf_counter() - started
 

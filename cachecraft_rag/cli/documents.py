@@ -62,7 +62,7 @@ def remove(
 
     Files stay where they are: `cachecraft index` of their folder brings them back.
     """
-    from cachecraft_rag.engine.engine import CACHE_FOLDER
+    from cachecraft_rag.engine.base import CACHE_FOLDER
     from cachecraft_rag.retrievers.removal import remove_documents
     from cachecraft_rag.store import ChunkCacheStore
 

@@ -31,7 +31,7 @@ app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_
 @contextmanager
 def opened(folder: Path, remote: RemoteConfig | None = None) -> Iterator[ChunkCacheStore]:
     """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing."""
-    from cachecraft_rag.engine.engine import CACHE_FOLDER
+    from cachecraft_rag.engine.base import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
 
     # os.path, because pathlib raises for paths it cannot reach instead of returning False.

@@ -106,7 +106,7 @@ class OverlappedPrefill:
             tokens, last = self._stack.ranks.lead(self._decide())  # only now: in the meantime more has come
             loads.layer_first = last
             taken = loads.take(tokens)
-            self._compute_instead(loads.failed())
+            self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
             self._compute_instead(taken)
             if last:
                 return (yield from self._last_pass())
@@ -183,12 +183,13 @@ class OverlappedPrefill:
         positions = self._rows.open(below=edge)
         here = [one for one in self._resident if one.start < edge]
         self._resident = self._resident[len(here) :]
-        started = time.perf_counter()
+        waited, started = self._loads.waited_s, time.perf_counter()
         run = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
         for layer in range(self._layers):
             self._place(layer, here, below=edge)
             yield from self._run_layer(run)
-        self._speed.measured(self._speed.rows(positions), time.perf_counter() - started)
+        spent = time.perf_counter() - started - (self._loads.waited_s - waited)  # a server's driver may set it aside
+        self._speed.measured(self._speed.rows(positions), spent)
         self._rows = self._rows.finish(positions)
 
     def _last_pass(self) -> Generator[Step, bool, PrefillResult]:

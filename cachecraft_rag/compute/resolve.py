@@ -58,12 +58,14 @@ def resolve(
     store: ChunkCacheStore,
     ranks: Ranks,
     answer_tokens: int,
+    scores: Mapping[str, TokenScores] | None = None,
 ) -> Resolved:
     """Decide what is reused, open it, and make the job.
 
     Args:
         found: what a look-up gave: the variants on offer, by segment id.
         answer_tokens: positions to make room for behind the prompt.
+        scores: of the variants on offer, where another process has read them; None: the store is asked.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -84,7 +86,7 @@ def resolve(
             for name in ranks.agree(frozenset(lost)) - lost.keys():
                 lost[name] = "another rank could not open it"
         reused = [s.variant.variant_id for s in plan.segments if s.to_fix and s.variant is not None]
-        scores = store.token_scores(reused)
+        scores = store.token_scores(reused) if scores is None else scores
         plan = with_selection(plan, scores, config)
         resolved = _resolved(prompt, plan, {name: opened[name] for name in wanted}, config, scores, answer_tokens)
         unused.pop_all()

@@ -57,7 +57,7 @@ class Ranks(Protocol):
         """A statistic of this rank's heads, averaged over the ranks."""
         ...
 
-    def agree(self, lost: frozenset[str]) -> frozenset[str]:
+    def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """What is lost on any rank is lost on all."""
         ...
 
@@ -77,7 +77,7 @@ class Alone:
         """As it is."""
         return seen
 
-    def agree(self, lost: frozenset[str]) -> frozenset[str]:
+    def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """As it is."""
         return lost
 

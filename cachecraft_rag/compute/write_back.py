@@ -96,6 +96,12 @@ class WriteBackQueue:
                 self._waiting_bytes += nbytes
             job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
 
+    def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
+        """The segments whose captures are under way, of these or of all."""
+        with self._guard:
+            under_way = frozenset(self._pending)
+        return under_way if segment_ids is None else under_way & frozenset(segment_ids)
+
     def wait_for(self, segment_ids: Iterable[str]) -> None:
         """Block until no capture of these segments is under way."""
         with self._guard:

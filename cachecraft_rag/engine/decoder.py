@@ -97,15 +97,9 @@ class Decoder:
         self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        heads = config.num_attention_heads
-        self.layout = KVLayout(
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
-        )
-        self.context_length = _context_length(config)
-        self.end_tokens = _end_tokens(model, tokenizer)
+        self.layout = layout_of(config, str(self.dtype).removeprefix("torch."))
+        self.context_length = context_length_of(config)
+        self.end_tokens = end_tokens_of(model.generation_config, model.config, tokenizer)
         self.fingerprint = fingerprint or model_fingerprint(model, tokenizer)
 
     @classmethod
@@ -252,7 +246,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
     except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
     known = hasattr(config, "max_position_embeddings")  # models that cannot be served may not say
-    return ModelTokens.of(tokenizer, context_length=_context_length(config) if known else 4 * MODEL_TOKENS)
+    return ModelTokens.of(tokenizer, context_length=context_length_of(config) if known else 4 * MODEL_TOKENS)
 
 
 def _not_found(name: str, error: Exception) -> ModelNotFoundError:
@@ -273,7 +267,18 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def _context_length(config: Any) -> int:
+def layout_of(config: Any, dtype: str) -> KVLayout:
+    """The layout of a model's chunk-caches, from its Hugging Face config."""
+    heads = config.num_attention_heads
+    return KVLayout(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=cast(Any, dtype),
+    )
+
+
+def context_length_of(config: Any) -> int:
     """Most positions that one set of rotary frequencies serves.
 
     LongRoPE has two sets and changes all keys when a prompt passes the original length, so a chunk-cache captured on
@@ -287,10 +292,10 @@ def _context_length(config: Any) -> int:
     return longest
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Ids that end an answer: the generation config's, the config's and the tokenizer's."""
+def end_tokens_of(*holders: Any) -> frozenset[int]:
+    """Ids that end an answer, as the generation config, the config and the tokenizer name them."""
     found: set[int] = set()
-    for holder in (model.generation_config, model.config, tokenizer):
+    for holder in holders:
         ids = getattr(holder, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)

@@ -8,14 +8,13 @@ buffer, so none sees another's state.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,72 +22,33 @@ from torch import Tensor
 from cachecraft_rag.checks import check_kind, check_path, check_text, check_whole, listed
 from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.decode import extend
-from cachecraft_rag.compute.driver import run
+from cachecraft_rag.compute.driver import prefill, run
+from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import as_it_went, resolve
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
-from cachecraft_rag.engine.background import BackgroundJobs
+from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM, PromptBuilder, Turn
-from cachecraft_rag.engine.request import Request, check_asked, stats_of
+from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
+from cachecraft_rag.engine.request import Request, stats_of
 from cachecraft_rag.engine.sampling import Sampler, SamplingParams, TextStream
 from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.calibration import Calibration, load_calibration
+from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.types import Chunk, Segment
+from cachecraft_rag.types import Chunk, Prompt
 
 logger = logging.getLogger("cachecraft_rag")
-
-CACHE_FOLDER = "caches"  # below the folder a user names as the store
-
-PathLike = str | os.PathLike[str]
-
-
-class AnswerOptions(TypedDict, total=False):
-    """What a question may bring with it, see `Engine.stream`."""
-
-    history: Iterable[Turn]
-    session: str | None
-    sampling: SamplingParams | None
-    config: ReuseConfig | None
-
-
-class Generation(Iterator[str]):
-    """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
-
-    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], background: BackgroundJobs) -> None:
-        self._pieces, self._stats, self._background = pieces, stats, background
-        self.text = ""
-
-    def __next__(self) -> str:
-        try:
-            piece = next(self._pieces)
-        except StopIteration:
-            self._background.wait()
-            raise
-        self.text += piece
-        return piece
-
-    @property
-    def stats(self) -> RequestStats:
-        """Numbers of the request so far; `finish` is None until it has ended."""
-        return self._stats()
-
-    def close(self) -> None:
-        """End the answer here; what was captured is kept, in the background. Finalisers may call this."""
-        self._pieces.close()
 
 
 @dataclass(frozen=True)
@@ -114,7 +74,7 @@ class ScoredAnswer:
     stats: RequestStats
 
 
-class Engine(Closeable):
+class Engine(AnswerEngine):
     """Answers questions over chunks with one model and one store.
 
     Args:
@@ -125,6 +85,8 @@ class Engine(Closeable):
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
         best_last: see `PromptBuilder`.
     """
+
+    decoder: Decoder
 
     def __init__(
         self,
@@ -143,22 +105,11 @@ class Engine(Closeable):
             "config", config, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off"
         )
         own = EngineConfig(namespace=namespace, system=system, private_system=private_system, best_last=best_last)
-        self.decoder, self.store, self.namespace = decoder, store, own.namespace
-        self.config = config or own.reuse
-        self.calibration: Calibration | None = None
-        self.prompts = PromptBuilder(
-            decoder.tokenizer,
-            context_length=decoder.context_length,
-            system=system,
-            private_system=private_system,
-            best_last=best_last,
-        )
+        super().__init__(decoder, store, own if config is None else replace(own, reuse=config))
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self._opened = ExitStack()  # what `close` closes besides the captures
-        self._home = HomeProcess("engine")
-        self._background = BackgroundJobs("cachecraft-endings")  # hands over the captures of ended answers
         self.write_back = WriteBackQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
         )
@@ -207,34 +158,6 @@ class Engine(Closeable):
             logger.info("%s", engine.calibration)
         return engine
 
-    def stream(
-        self,
-        question: str,
-        chunks: Iterable[Chunk],
-        *,
-        history: Iterable[Turn] = (),
-        session: str | None = None,
-        sampling: SamplingParams | None = None,
-        config: ReuseConfig | None = None,
-    ) -> Generation:
-        """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first
-        piece.
-
-        Args:
-            history: earlier turns of the conversation, user first; they stand behind the chunks.
-            session: whose private chunk-caches may be used besides the shared ones.
-
-        Raises:
-            ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty or the history does not alternate.
-        """
-        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
-        request = self._request(
-            question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
-        )
-        stats = partial(stats_of, request, self.decoder.layout.layers)
-        return Generation(self._pieces(request), stats, self._background)
-
     def score_answer(
         self,
         question: str,
@@ -273,13 +196,16 @@ class Engine(Closeable):
         self._settle(request, output)
         return ScoredAnswer(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
 
-    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """The stored variants of these segments for this model; what does not fit model or segment is left out."""
-        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
-        expected = Expected(self.decoder.layout, self.decoder.context_length, tokens)
-        return self.store.find(
-            self.namespace, self.decoder.fingerprint, list(tokens), session=session, expected=expected
-        )
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """See `AnswerEngine.capture`."""
+        bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
+        rows = Rows.of(bounds, new=range(bounds[-1]))
+        with self.lock.take():
+            result = prefill(self.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
+        exact = [1.0] * len(prompt.segments)
+        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
+        self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
+        self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
 
     def close(self) -> None:
         """Store the captures that are still waiting. A store that `from_pretrained` did not open stays open."""
@@ -288,31 +214,6 @@ class Engine(Closeable):
         with self._opened:
             self._background.close()
             self.write_back.close()
-
-    def _request(
-        self,
-        question: str,
-        chunks: Iterable[Chunk],
-        *,
-        history: Iterable[Turn],
-        session: str | None,
-        sampling: SamplingParams,
-        config: ReuseConfig | None,
-    ) -> Request:
-        started = time.perf_counter()
-        self._home.require()
-        chunks, history = listed("chunks", chunks), listed("history", history)  # a generator gives them only once
-        check_asked(question, history, session=session, config=config)
-        if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
-            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-        prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
-        return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
-
-    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        decides = config.recompute_ratio is None and config.alpha is None
-        if decides and self.calibration is not None and self.calibration.fits(config):
-            return replace(config, alpha=self.calibration.alpha)
-        return config
 
     def _pieces(self, request: Request) -> Generator[str]:
         output = self._prefill(request)

@@ -11,11 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cachecraft_rag.compute.driver import prefill
-from cachecraft_rag.compute.job import PrefillJob
-from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.write_back import CaptureContext
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.sizes import cache_bytes
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
@@ -56,7 +52,7 @@ class Primer:
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
     """
 
-    def __init__(self, engine: Engine, *, window: int = 2048) -> None:
+    def __init__(self, engine: AnswerEngine, *, window: int = 2048) -> None:
         self.engine = self._engine = engine
         self._window = min(window, engine.decoder.context_length)
 
@@ -125,18 +121,10 @@ class Primer:
     def _prime_window(self, window: Sequence[Segment], known: int, *, primed: bool) -> int:
         """Compute one window; its first `known` chunks are there as context and were captured in the window before."""
         engine, prompt = self._engine, Prompt((self._engine.prompts.system, *window))
-        ids = [segment.segment_id for segment in prompt.segments]
         variant_ids, captures = self._captures(window, known)
         if not captures:
             return 0
-        bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
-        rows = Rows.of(bounds, new=range(bounds[-1]))
-        with engine.lock.take():
-            result = prefill(engine.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
-        exact = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
-        engine.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
-        engine.write_back.wait_for([ids[index] for index in captures])
+        engine.capture(prompt, captures, primed=primed)
         present = self._present(prompt.segments)  # what a full disk refused was not captured
         return sum(variant_ids[index] in present for index in captures)
 

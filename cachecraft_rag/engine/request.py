@@ -3,17 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.prompt import check_history
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.planning.planner import Plan
+from cachecraft_rag.planning.planner import Outcome, Plan
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.types import Prompt, TierName
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """What became of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`."""
+
+    outcome: Outcome
+    reason: Reason = Reason.REUSED
+    detail: str = ""
+    recomputed: int = 0
+    not_loaded: int = 0
+    cfo: float | None = None
+    beta_prime: float | None = None
+    variant_id: str | None = None
+    tier: TierName | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"reason": str(self.reason)}
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Self:
+        """From what `as_dict` gave."""
+        return cls(**{**told, "reason": Reason(told["reason"])})
+
+
+def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
+    """A report of each segment; `tiers` says where each variant came from, by its id."""
+    return tuple(
+        SegmentReport(
+            outcome=planned.outcome,
+            reason=planned.reason,
+            detail=planned.detail,
+            recomputed=len(planned.recompute),
+            not_loaded=planned.not_loaded,
+            cfo=planned.cfo,
+            beta_prime=planned.adjusted,
+            variant_id=None if planned.variant is None else planned.variant.variant_id,
+            tier=None if planned.variant is None else tiers.get(planned.variant.variant_id),
+        )
+        for planned in plan.segments
+    )
 
 
 @dataclass
@@ -37,6 +80,7 @@ class Request:
     generated: int = 0
     finish: Finish | None = None
     remote: str | None = None  # how it took the look-up
+    reports: tuple[SegmentReport, ...] | None = None  # where another process carried the plan out
 
     def clock(self) -> float:
         """Seconds since the call."""
@@ -45,11 +89,11 @@ class Request:
 
 def stats_of(request: Request, layers: int) -> RequestStats:
     """The numbers of a request so far; `layers` of the model."""
-    plan = request.plan
+    reports = segment_reports(request.plan, request.tiers) if request.reports is None else request.reports
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
-    recomputed = sum(len(planned.recompute) for planned in plan.segments)
-    stored = sum(n for n, planned in zip(lengths, plan.segments, strict=False) if planned.variant is not None)
-    kept = stored - sum(planned.not_loaded for planned in plan.segments)
+    recomputed = sum(one.recomputed for one in reports)
+    stored = sum(n for n, one in zip(lengths, reports, strict=False) if one.variant_id is not None)
+    kept = stored - sum(one.not_loaded for one in reports)
     total = sum(lengths)
     return RequestStats(
         ttft_s=request.first_token_s,
@@ -65,28 +109,27 @@ def stats_of(request: Request, layers: int) -> RequestStats:
         recompute_share=request.row_layers / (total * layers),
         focus_layer=request.focus_layer,
         finish=request.finish,
-        chunks=tuple(_chunk_stats(request)),
+        chunks=tuple(_chunk_stats(request, reports)),
         remote=request.remote,
     )
 
 
-def _chunk_stats(request: Request) -> Iterator[ChunkStats]:
-    for segment, planned in zip(request.prompt.segments, request.plan.segments, strict=False):
+def _chunk_stats(request: Request, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
+    for segment, one in zip(request.prompt.segments, reports, strict=False):
         if segment.kind != "chunk":
             continue
-        variant = planned.variant
         yield ChunkStats(
             chunk_id=segment.segment_id,
-            outcome=planned.outcome,
-            reason=explain(planned.reason, planned.detail),
-            reason_code=planned.reason,
+            outcome=one.outcome,
+            reason=explain(one.reason, one.detail),
+            reason_code=one.reason,
             tokens=len(segment.token_ids),
-            recomputed=len(planned.recompute),
-            computed=len(segment.token_ids) if variant is None else planned.not_loaded,
-            cfo=planned.cfo,
-            beta_prime=planned.adjusted,
-            variant_id=variant.variant_id if variant is not None else None,
-            tier=request.tiers.get(variant.variant_id) if variant is not None else None,
+            recomputed=one.recomputed,
+            computed=len(segment.token_ids) if one.variant_id is None else one.not_loaded,
+            cfo=one.cfo,
+            beta_prime=one.beta_prime,
+            variant_id=one.variant_id,
+            tier=one.tier,
         )
     too_long = dict(request.prompt.too_long)
     for chunk_id in request.prompt.trimmed:

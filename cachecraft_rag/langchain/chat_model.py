@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.async_bridge import iterate
+from cachecraft_rag.engine.base import Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine, Generation, PathLike
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, UnsupportedCallError

@@ -14,8 +14,8 @@ from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict, SkipValidation
 
 from cachecraft_rag.checks import config_errors
+from cachecraft_rag.engine.base import PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import PathLike
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of
 from cachecraft_rag.store.closeable import Closeable

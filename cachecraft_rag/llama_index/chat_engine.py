@@ -23,7 +23,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.tools import ToolOutput
 
 from cachecraft_rag.checks import check_kind, check_text
-from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.base import AnswerEngine, Generation
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, aresponses_of, question_of, responses_of, turns_of
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
@@ -120,7 +120,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         return cls(engine, memory=memory, chat_history=chat_history)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnswerEngine:
         """The engine that answers."""
         return self._query_engine.engine
 
@@ -141,7 +141,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     def chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
         """Retrieve and answer; `chat_history` replaces what the memory holds.
 
-        Raises `ConfigError`, `ContextLengthError` as `Engine.stream`.
+        Raises `ConfigError`, `ContextLengthError` as `AnswerEngine.stream`.
         """
         if chat_history is not None:
             self.memory.set(chat_history)

@@ -31,7 +31,8 @@ from llama_index.core.llms.custom import CustomLLM
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.base import Generation
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats

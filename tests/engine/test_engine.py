@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.engine.base import Generation
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats

@@ -14,8 +14,9 @@ import pytest
 import redis
 import torch
 
+from cachecraft_rag.engine.base import Generation
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import Loading, ReuseConfig

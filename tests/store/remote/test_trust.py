@@ -19,8 +19,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cachecraft_rag.engine.base import Generation
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.engine import Engine, Generation
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.config import ReuseConfig

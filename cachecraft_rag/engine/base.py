@@ -1,0 +1,202 @@
+"""What every engine is, wherever its model runs: chunks and a question in, an answer out, piece by piece."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypedDict
+
+from cachecraft_rag.checks import check_kind, listed
+from cachecraft_rag.engine.background import BackgroundJobs
+from cachecraft_rag.engine.chunk_bound import ModelTokens
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.prompt import PromptBuilder, Turn
+from cachecraft_rag.engine.request import Request, check_asked, stats_of
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.calibration import Calibration
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.processes import HomeProcess
+from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
+
+CACHE_FOLDER = "caches"  # below the folder a user names as the store
+
+PathLike = str | os.PathLike[str]
+
+
+class AnswerOptions(TypedDict, total=False):
+    """What a question may bring with it, see `Engine.stream`."""
+
+    history: Iterable[Turn]
+    session: str | None
+    sampling: SamplingParams | None
+    config: ReuseConfig | None
+
+
+class ModelFacts(Protocol):
+    """What is known of a model without running it; see `decoder.Decoder`."""
+
+    @property
+    def name(self) -> str:
+        """What the user asked for."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of checkpoint, tokenizer and dtype."""
+        ...
+
+    @property
+    def layout(self) -> KVLayout:
+        """Shape and dtype of its chunk-caches, with all heads."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    @property
+    def chunk_bound(self) -> ModelTokens:
+        """What bounds the chunks of a document for this model."""
+        ...
+
+
+class Generation(Iterator[str]):
+    """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
+
+    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], background: BackgroundJobs) -> None:
+        self._pieces, self._stats, self._background = pieces, stats, background
+        self.text = ""
+
+    def __next__(self) -> str:
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self._background.wait()
+            raise
+        self.text += piece
+        return piece
+
+    @property
+    def stats(self) -> RequestStats:
+        """Numbers of the request so far; `finish` is None until it has ended."""
+        return self._stats()
+
+    def close(self) -> None:
+        """End the answer here; what was captured is kept, in the background. Finalisers may call this."""
+        self._pieces.close()
+
+
+class AnswerEngine(Closeable):
+    """Answers questions over chunks with one model and one store; `Engine` here, or a server's.
+
+    Attributes:
+        decoder: the model, or what is known of it where it runs elsewhere.
+        store: where its chunk-caches live.
+        namespace: the tenant; chunk-caches never cross it.
+        config: how caches are reused; a call may bring its own.
+        calibration: α as `cachecraft calibrate` found it, or None.
+        prompts: lays out prompts.
+    """
+
+    def __init__(self, decoder: ModelFacts, store: ChunkCacheStore, config: EngineConfig) -> None:
+        self.decoder, self.store = decoder, store
+        self.namespace, self.config = config.namespace, config.reuse
+        self.calibration: Calibration | None = None
+        self.prompts = PromptBuilder(
+            decoder.tokenizer,
+            context_length=decoder.context_length,
+            system=config.system,
+            private_system=config.private_system,
+            best_last=config.best_last,
+        )
+        self._home = HomeProcess("engine")
+        self._background = BackgroundJobs("cachecraft-endings")  # what is left to do once an answer has ended
+
+    def stream(
+        self,
+        question: str,
+        chunks: Iterable[Chunk],
+        *,
+        history: Iterable[Turn] = (),
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+    ) -> Generation:
+        """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first
+        piece.
+
+        Args:
+            history: earlier turns of the conversation, user first; they stand behind the chunks.
+            session: whose private chunk-caches may be used besides the shared ones.
+
+        Raises:
+            ContextLengthError: question, history and answer do not fit the model's context.
+            ConfigError: the question is empty or the history does not alternate.
+        """
+        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+        request = self._request(
+            question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
+        )
+        stats = partial(stats_of, request, self.decoder.layout.layers)
+        return Generation(self._pieces(request), stats, self._background)
+
+    @abstractmethod
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """Compute a prompt, capture these of its segments, and return when they are stored.
+
+        Args:
+            prompt: system segment and chunks, without a question.
+            primed: see `types.Variant`.
+        """
+
+    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
+        """The stored variants of these segments for this model; what does not fit model or segment is left out."""
+        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
+        expected = Expected(self.decoder.layout, self.decoder.context_length, tokens)
+        return self.store.find(
+            self.namespace, self.decoder.fingerprint, list(tokens), session=session, expected=expected
+        )
+
+    @abstractmethod
+    def _pieces(self, request: Request) -> Generator[str]:
+        """Run the model: the answer's pieces."""
+
+    def _request(
+        self,
+        question: str,
+        chunks: Iterable[Chunk],
+        *,
+        history: Iterable[Turn],
+        session: str | None,
+        sampling: SamplingParams,
+        config: ReuseConfig | None,
+    ) -> Request:
+        started = time.perf_counter()
+        self._home.require()
+        chunks, history = listed("chunks", chunks), listed("history", history)  # a generator gives them only once
+        check_asked(question, history, session=session, config=config)
+        if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
+            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
+        prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
+        return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
+
+    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        decides = config.recompute_ratio is None and config.alpha is None
+        if decides and self.calibration is not None and self.calibration.fits(config):
+            return replace(config, alpha=self.calibration.alpha)
+        return config

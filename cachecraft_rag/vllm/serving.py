@@ -1,0 +1,105 @@
+"""vLLM's engine in a process of its own, spoken to from threads: an event loop in a thread here talks with it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from cachecraft_rag.store.closeable import Closeable
+
+_START_S = 600.0  # compiling and loading a large model take minutes
+_CLOSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step brought: new token ids, whether they are the last ones, and with those what the server told.
+
+    logprobs  of the likeliest tokens for the last one, by id, where they were asked for
+    """
+
+    tokens: tuple[int, ...]
+    finished: bool = False
+    told: dict[str, Any] = field(default_factory=dict)
+    logprobs: dict[int, float] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+class Serving(Closeable):
+    """A running vLLM engine.
+
+    Args:
+        arguments: of vLLM's `AsyncEngineArgs`, by name.
+
+    Raises what vLLM raises where it cannot start.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-vllm", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self._engine: Any = self._run(_start(arguments)).result(_START_S)
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def generate(self, prompt: dict[str, Any], params: Any) -> Generator[Step]:
+        """Generate; closing the iterator aborts the request."""
+        steps: SimpleQueue[Step] = SimpleQueue()
+        name = f"cachecraft-{next(self._numbers)}"
+        job = self._run(self._generate(prompt, params, name, steps))
+        try:
+            while True:
+                step = steps.get()
+                if step.error is not None:
+                    raise step.error
+                yield step
+                if step.finished:
+                    return
+        finally:
+            job.cancel()
+
+    def close(self) -> None:
+        """End vLLM's processes; requests under way fail."""
+        if self._closed:
+            return
+        self._closed = True
+        self._run(self._shut_down()).result(_CLOSE_S)
+        self._end_loop()
+
+    async def _generate(self, prompt: dict[str, Any], params: Any, name: str, steps: SimpleQueue[Step]) -> None:
+        try:
+            async for output in self._engine.generate(prompt, params, name):
+                best = output.outputs[0]
+                logprobs = {token: one.logprob for token, one in (best.logprobs or [{}])[-1].items()}
+                steps.put(Step(tuple(best.token_ids), output.finished, output.kv_transfer_params or {}, logprobs))
+        except BaseException as error:  # whoever reads the steps would wait for ever
+            steps.put(Step((), error=error))
+            raise
+
+    async def _shut_down(self) -> None:
+        engine, self._engine = self._engine, None  # at the interpreter's end its finaliser would fail
+        engine.shutdown()
+
+    def _run(self, work: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+
+async def _start(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -1,0 +1,67 @@
+"""What the connector is told at start-up, in vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from cachecraft_rag.checks import check_mapping, check_names, check_path, check_text, check_whole
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store import StoreConfig
+from cachecraft_rag.store.remote import RemoteConfig
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """Settings of one server.
+
+    store       folder of its chunk-caches
+    key         seals what the parts of the server tell each other about requests, see `messages.Ask`
+    namespace   the tenant; chunk-caches never cross it
+    caches      fields of `StoreConfig`; `remote` as a URL or as fields of `RemoteConfig`
+    fill_at_once  most requests whose prompts are filled at the same time: each has a buffer of its own outside
+                vLLM's accounts, `2 · layers · kv_heads · head_dim` numbers for each token
+    least_rows  rows computed for them in a step even where vLLM's own requests have used up its tokens
+    """
+
+    store: str
+    key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    namespace: str = "default"
+    caches: Mapping[str, Any] = field(default_factory=dict)
+    fill_at_once: int = 8
+    least_rows: int = 256
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        check_path("store", self.store)
+        check_text("key", self.key, empty=False)
+        check_text("namespace", self.namespace)
+        check_mapping("caches", self.caches)
+        check_whole("fill_at_once", self.fill_at_once, least=1)
+        check_whole("least_rows", self.least_rows, least=1)
+        _ = self.store_config
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Self:
+        """From the extra config. Raises ConfigError for what is missing, unknown or out of range."""
+        check_names(extra, [one.name for one in fields(cls)], what="setting of the connector")
+        missing = [name for name in ("store", "key") if name not in extra]
+        if missing:
+            raise ConfigError(f"kv_connector_extra_config has no {' and no '.join(missing)}")
+        return cls(**extra)
+
+    @property
+    def store_config(self) -> StoreConfig:
+        """How the chunk-caches are opened."""
+        given = dict(self.caches)
+        check_names(given, StoreConfig.__dataclass_fields__, what="store setting")
+        if isinstance(remote := given.get("remote"), Mapping):
+            check_names(remote, RemoteConfig.__dataclass_fields__, what="setting of the remote")
+            given["remote"] = RemoteConfig(**remote)
+        return StoreConfig(**given)
+
+    def extra(self) -> dict[str, Any]:
+        """For `kv_connector_extra_config`; read back by `read`."""
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {"caches": dict(self.caches)}

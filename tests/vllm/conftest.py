@@ -1,0 +1,183 @@
+"""What the tests of the vLLM backend share: small random models on disk, and servers over them in this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from cachecraft_rag.vllm.messages import Ask
+
+# Read by vLLM at its first import, and by the processes that it starts.
+for name, value in {
+    "VLLM_PLUGINS": "cachecraft",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # its compiler takes longer than a test
+}.items():
+    os.environ[name] = value
+
+TEXTS = (
+    "Empty the kettle before you descale it with vinegar; rinse it twice. ",
+    "The toaster has a crumb tray; pull it out to the left and shake it. ",
+    "Set the fridge to four degrees and leave room behind it for the air. ",
+    "The guarantee of two years covers parts and work, but no limescale. ",
+    "Ring the workshop in Arden between nine and noon, never on a Monday. ",
+    "The mill at Brook dates from 1802, and the mill at Corry from 1903. ",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM warns of much that is its own, and what it leaves open at its end is closed by Python."""
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
+    """`model_folder("Llama")`: a checkpoint of a small random model, made once. `demo`: the demo model's."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family == "demo":
+            from cachecraft_rag.engine.demo_model import demo_model_folder
+
+            return demo_model_folder()
+        if family not in made:
+            import torch
+            import transformers
+
+            shape: dict[str, Any] = {
+                "vocab_size": 512,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "max_position_embeddings": 4096,
+                "pad_token_id": 0,
+                "bos_token_id": None,
+                "eos_token_id": 256,
+                "tie_word_embeddings": False,
+            }
+            if family == "Mistral":
+                shape["sliding_window"] = None
+            if family == "Qwen2":
+                del shape["head_dim"]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**shape)
+            model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+            with torch.no_grad():  # the usual initialisation is so small that every token would look alike
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_(3)
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            byte_tokenizer.save_pretrained(folder)
+            made[family] = folder
+        return made[family]
+
+    return make
+
+
+@dataclass
+class Served:
+    """What a request got: greedy token ids, their log probabilities, and what the server told of it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    told: dict[str, Any]
+
+
+class Server:
+    """vLLM in this process, with the connector."""
+
+    key, namespace = "the tests' key", "default"
+
+    def __init__(self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        from cachecraft_rag.vllm.settings import ConnectorSettings
+
+        settings = ConnectorSettings(str(store), key=self.key, namespace=self.namespace, caches=caches or {})
+        connector = KVTransferConfig(
+            kv_connector="CacheCraftConnector", kv_role="kv_both", kv_connector_extra_config=settings.extra()
+        )
+        given: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "enforce_eager": True,
+            "max_num_seqs": 8,
+            "block_size": 32,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "kv_transfer_config": connector,
+            "disable_log_stats": True,
+        }
+        self.llm: Any = LLM(model=str(model), **(given | options))
+
+    def ask(self, asks: list[Ask | list[int]], *, tokens: int = 16, **options: Any) -> list[Served]:
+        """Serve these at once; token ids alone are a plain prompt."""
+        from vllm import SamplingParams
+
+        from cachecraft_rag.vllm.messages import FIELD
+
+        prompts, params = [], []
+        for ask in asks:
+            how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0} | options
+            if isinstance(ask, list):
+                prompts.append({"prompt_token_ids": ask})
+            else:
+                salt = ask.cache_salt(self.namespace)
+                prompts.append({"prompt_token_ids": ask.prompt.token_ids, "cache_salt": salt})
+                how["extra_args"] = {"kv_transfer_params": {FIELD: ask.message(self.key)}}
+            params.append(SamplingParams(**how))
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        found = []
+        for output in outputs:
+            best = output.outputs[0]
+            logprobs = [next(iter(one.values())).logprob for one in best.logprobs or ()]
+            found.append(Served(list(best.token_ids), logprobs, (output.kv_transfer_params or {}).get(FIELD, {})))
+        return found
+
+    def close(self) -> None:
+        """End it; vLLM's process group is of this process, and the next server needs one of its own."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    """Makes servers; the one before is closed first."""
+    made: list[Server] = []
+
+    def make(*arguments: Any, **options: Any) -> Server:
+        while made:
+            made.pop().close()
+        made.append(Server(*arguments, **options))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()

@@ -1,0 +1,157 @@
+"""What is used of vLLM's inside, name by name: a version that changes one of these fails here and not in an answer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.vllm.plugin import ARCHITECTURES, CONNECTOR, register
+
+
+def source(name: str) -> str:
+    return inspect.getsource(importlib.import_module(f"vllm.{name}"))
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_versions() -> None:
+    import vllm
+
+    assert vllm.__version__.startswith(("0.32.", "0.33."))
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_models_have_the_parts_that_passes_use(name: str) -> None:
+    module = importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}")
+    model = getattr(module, name)
+    assert {"vllm_config", "prefix"} <= set(parameters(model.__init__))
+    assert parameters(model.embed_input_ids) == ["self", "input_ids"]
+    layer = next(kind for kind_name, kind in vars(module).items() if kind_name.endswith("DecoderLayer"))
+    assert parameters(layer.forward)[:4] == ["self", "positions", "hidden_states", "residual"]
+    text = source(f"model_executor.models.{ARCHITECTURES[name]}")
+    if name != "MistralForCausalLM":  # its attention is Llama's
+        assert "q, k = self.rotary_emb(positions, q, k)" in text
+        assert "attn_output = self.attn(q, k, v)" in text
+
+
+def test_our_models_are_the_registered_ones() -> None:
+    from vllm import ModelRegistry
+
+    register()
+    register()
+    for name in ARCHITECTURES:
+        registered = ModelRegistry.models[name]
+        assert registered.module_name == "cachecraft_rag.vllm.models"
+        made = registered.load_model_cls()
+        stock = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
+        assert issubclass(made, stock)
+        assert made.__name__ == name
+
+
+def test_rotary_embeddings_are_shared_and_have_a_table() -> None:
+    text = source("model_executor.layers.rotary_embedding.base")
+    assert 'register_buffer("cos_sin_cache", cache' in text
+    assert "is_neox_style" in text
+    assert "_ROPE_DICT" in source("model_executor.layers.rotary_embedding")
+
+
+def test_attention_writes_its_blocks_by_one_call() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    found = parameters(CPUAttentionBackendImpl.do_kv_cache_update)
+    assert found == ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
+    text = source("model_executor.layers.attention.attention")
+    for name in ("self.num_kv_heads", "self.head_size", "self.layer_name", "self.sliding_window", "self.impl"):
+        assert f"{name} = " in text or f"{name}:" in text, name
+    assert "static_forward_context[prefix] = self" in text
+
+
+def test_the_connector_s_base_calls_what_ours_answers() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from cachecraft_rag.vllm.connector import CacheCraftConnector
+
+    assert issubclass(CacheCraftConnector, SupportsHMA)
+    assert not CacheCraftConnector.__abstractmethods__
+    register()
+    assert CONNECTOR in KVConnectorFactory._registry
+    for name in (
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+        "request_finished",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "wait_for_save",
+        "get_finished",
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+        "shutdown",
+    ):
+        ours, base = getattr(CacheCraftConnector, name), getattr(KVConnectorBase_V1, name)
+        assert parameters(ours) == parameters(base), name
+    assert isinstance(KVConnectorBase_V1.requires_kv_delivery, property)
+
+
+def test_the_scheduler_hands_over_what_is_read() -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+    text = source("v1.request")
+    for name in ("kv_transfer_params", "num_prompt_tokens", "prompt_token_ids", "prompt_embeds", "mm_features",
+                 "lora_request", "cache_salt", "skip_reading_prefix_cache"):  # fmt: skip
+        assert f"self.{name}" in text, name
+    assert hasattr(KVCacheBlocks, "get_block_ids")
+    assert {"finished_req_ids", "total_num_scheduled_tokens"} <= SchedulerOutput.__dataclass_fields__.keys()
+    assert {"kv_connector_worker_meta", "finished_recving"} <= KVConnectorOutput.__dataclass_fields__.keys()
+    assert KVTransferConfig(kv_connector="x", kv_role="kv_both").kv_load_failure_policy == "fail"
+    text = source("v1.core.sched.scheduler")
+    assert "WAITING_FOR_REMOTE_KVS" in text
+    assert "if ext_tokens is None:" in text
+
+
+def test_ranks_have_one_group() -> None:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    assert parameters(GroupCoordinator.broadcast_object)[:3] == ["self", "obj", "src"]
+    assert parameters(GroupCoordinator.all_reduce)[:2] == ["self", "input_"]
+    text = inspect.getsource(GroupCoordinator.__init__)
+    for name in ("rank_in_group", "world_size", "cpu_group"):
+        assert f"self.{name}" in text, name
+
+
+def test_the_engine_s_front_end() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
+    wanted = {"model", "dtype", "max_model_len", "enable_prefix_caching", "kv_transfer_config", "disable_log_stats"}
+    assert wanted <= AsyncEngineArgs.__dataclass_fields__.keys()
+
+
+def test_settings_that_are_refused_have_these_names() -> None:
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+
+    wanted = {"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel",
+              "decode_context_parallel_size", "prefill_context_parallel_size"}  # fmt: skip
+    assert wanted <= ParallelConfig.__dataclass_fields__.keys()
+    parts = {"model_config", "parallel_config", "cache_config", "scheduler_config", "lora_config", "speculative_config"}
+    assert parts <= VllmConfig.__dataclass_fields__.keys()
+    assert {"cache_dtype", "enable_prefix_caching"} <= CacheConfig.__dataclass_fields__.keys()
+    for name in ("use_mla", "is_encoder_decoder"):
+        assert isinstance(getattr(ModelConfig, name), property), name
+    assert "self.hf_text_config" in source("config.model")
+    assert "kv_cache_groups" in KVCacheConfig.__dataclass_fields__
+    assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {"FullAttentionSpec", "SlidingWindowSpec"}

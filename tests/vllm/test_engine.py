@@ -1,0 +1,72 @@
+"""The engine that runs its model in vLLM's own process, behind the same class as the one that runs it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.types import Document
+from cachecraft_rag.vllm.engine import VLLMEngine
+from tests.vllm.conftest import TEXTS
+
+SHORT = SamplingParams(max_new_tokens=12)
+REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole")
+SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "block_size": 32, "max_num_seqs": 4}
+QUESTION = "How is the kettle descaled?"
+
+
+@pytest.mark.slow
+def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = str(model_folder("Llama"))
+    document = Document("manual", "\n\n".join(text * 4 for text in TEXTS))
+    with CacheCraft.from_pretrained(folder, store=tmp_path, backend="vllm", server=SERVER, reuse=REUSE) as rag:
+        assert isinstance(rag.engine, VLLMEngine)
+        report = rag.add_documents([document], prime=True)
+        assert report.chunks_embedded >= 2
+        assert {row.variant.primed for row in rag.engine.store.rows()} == {True}
+        assert rag.prime() == 0  # all is stored: nothing was lost on the way back
+        answer = rag.ask(QUESTION, top_k=2, sampling=SHORT)
+        stats = answer.stats
+        assert {chunk.outcome for chunk in stats.chunks} <= {"exact", "reused"}
+        assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+        assert (stats.tokens_generated, stats.finish) == (12, "length")
+        assert 0 < stats.ttft_s <= stats.total_s
+        assert 0 < stats.recompute_share < 1
+        again = rag.ask(QUESTION, top_k=2, sampling=SHORT)
+        assert again.text == answer.text
+        streams = [rag.stream(QUESTION, top_k=k, sampling=SHORT) for k in (1, 2, 2)]
+        begun = [next(stream) for stream in streams]  # all at once
+        streams[0].close()
+        assert streams[0].stats.finish == "closed"
+        texts = [first + "".join(stream) for first, stream in zip(begun[1:], streams[1:], strict=True)]
+        assert texts == [answer.text, answer.text]
+        letter = next((one for one in answer.text[1:] if one.isprintable()), None)
+        if letter is not None:
+            stopped = rag.ask(QUESTION, top_k=2, sampling=SamplingParams(max_new_tokens=12, stop=(letter,)))
+            assert (stopped.text, stopped.stats.finish) == (answer.text.partition(letter)[0], "stop")
+    with CacheCraft.from_pretrained(folder, store=tmp_path, reuse=REUSE) as here:
+        assert isinstance(here.engine, Engine)
+        same = here.ask(QUESTION, top_k=2, sampling=SHORT)
+        assert same.text == answer.text
+        assert [chunk.recomputed for chunk in same.stats.chunks] == [chunk.recomputed for chunk in stats.chunks]
+
+
+def test_what_cannot_be_set_is_said_before_anything_starts(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = str(model_folder("Llama"))
+    with pytest.raises(ConfigError, match="vLLM chooses the device"):
+        VLLMEngine.from_pretrained(folder, store=tmp_path, device="cpu")
+    with pytest.raises(ConfigError, match="dtype cannot be set here"):
+        VLLMEngine.from_pretrained(folder, store=tmp_path, server={"dtype": "half"})
+    with pytest.raises(ConfigError, match="backend"):
+        CacheCraft.from_pretrained(folder, store=tmp_path, backend="vlm")
+    assert not list(tmp_path.rglob("*.faiss"))

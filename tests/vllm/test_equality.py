@@ -1,0 +1,119 @@
+"""The same plan gives the same rows and the same answer, whether Hugging Face's layers run or vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.compute.decode import extend
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk, Prompt
+from cachecraft_rag.vllm.messages import Ask
+from tests.vllm.conftest import TEXTS, Server
+
+KETTLE, GUARANTEE = "How is the kettle descaled?", "What does the guarantee cover?"
+BASE = ReuseConfig(probe_min_rows=0, alpha=0.5, capture=False, loading="whole")
+CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {  # best last: these stand in the prompt from last to first
+    "all exact": (KETTLE, [2, 1, 0], {}),
+    "moved, three chunks": (KETTLE, [0, 1, 2], {}),
+    "five chunks, as by default": (GUARANTEE, [4, 0, 3, 1, 5], {}),
+    "eq. 14 without drift": (GUARANTEE, [4, 0, 3, 1, 5], {"selector": "cache_craft", "drift": 0.0}),
+    "probe without drift": (GUARANTEE, [4, 0, 3, 1, 5], {"drift": 0.0}),
+    "drift without probe": (GUARANTEE, [4, 0, 3, 1, 5], {"selector": "cache_craft"}),
+    "nothing reused": (GUARANTEE, [4, 0, 3, 1, 5], {"reuse": False}),
+    "nothing recomputed": (GUARANTEE, [4, 0, 3, 1, 5], {"recompute_ratio": 0.0}),
+}
+TOKENS = 16
+
+
+@dataclass
+class Expected:
+    prompt: Prompt
+    config: ReuseConfig
+    outcomes: list[str]
+    recomputed: list[list[int]]
+    row_layers: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConfig) -> Expected:
+    """What the Hugging Face engine plans, computes and answers."""
+    sampling = SamplingParams(max_new_tokens=TOKENS)
+    request = engine._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
+    output = engine._prefill(request)
+    logits, position = output.logits, request.prompt.bounds[-1]
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(TOKENS):
+        tokens.append(int(logits.argmax()))
+        logprobs.append(float(torch.log_softmax(logits.float(), -1)[tokens[-1]]))
+        logits = engine.decoder.next_logits(extend(engine.decoder, output.buffer, tokens[-1:], position))
+        position += 1
+    segments = request.plan.segments
+    return Expected(
+        request.prompt,
+        config,
+        [one.outcome for one in segments],
+        [list(one.recompute) for one in segments],
+        request.row_layers,
+        tokens,
+        logprobs,
+    )
+
+
+def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]:
+    """Prime two documents with the Hugging Face engine, and let it answer all cases; with the number of layers."""
+    chunks = [Chunk(text) for text in TEXTS]
+    with ChunkCacheStore.open(store) as caches, Engine(Decoder.load(str(folder)), caches, config=BASE) as engine:
+        Primer(engine).prime(chunks[:3])
+        Primer(engine).prime(chunks[3:])
+        cases = {
+            name: greedy(engine, question, [chunks[i] for i in order], replace(BASE, **config))
+            for name, (question, order, config) in CASES.items()
+        }
+        return cases, engine.decoder.layout.layers
+
+
+def assert_equal(found: Any, one: Expected, layers: int) -> None:
+    assert [segment["outcome"] for segment in found.told["segments"]] == one.outcomes, found.told["segments"]
+    assert found.told["recomputed"] == one.recomputed
+    assert found.told["row_layers"] == one.row_layers - layers  # vLLM computes the last token itself
+    assert found.tokens == one.tokens
+    assert found.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+
+
+def asks_of(cases: dict[str, Expected]) -> list[Ask]:
+    """Captures none by name, or one that has nothing to reuse would be left to vLLM."""
+    return [Ask(one.prompt, one.config, captures=(), details=True) for one in cases.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "demo"])
+def test_rows_and_answers_are_those_of_the_hugging_face_engine(
+    family: str, model_folder: Callable[[str], Path], make_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    folder = model_folder(family)
+    cases, layers = expected_cases(folder, tmp_path / "caches")
+    assert {outcome for one in cases.values() for outcome in one.outcomes} == {"exact", "reused", "computed"}
+    assert any(any(one.recomputed) for one in cases.values())
+    server = make_server(folder, tmp_path / "caches")
+    for ask, one in zip(asks_of(cases), cases.values(), strict=True):
+        assert_equal(server.ask([ask])[0], one, layers)
+    together = server.ask(asks_of(cases))
+    for found, one in zip(together, cases.values(), strict=True):
+        assert found.tokens == one.tokens
+    (plain,) = server.ask([cases["nothing reused"].prompt.token_ids])
+    assert (plain.tokens, plain.told) == (cases["nothing reused"].tokens, {})

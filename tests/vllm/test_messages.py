@@ -1,0 +1,112 @@
+"""What the parts of a server tell each other: nobody else can say it, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.vllm.messages import Ask, News
+from cachecraft_rag.vllm.settings import ConnectorSettings
+
+KEY = "a key"
+PROMPT = Prompt(
+    (
+        Segment("system", "s", (1, 2)),
+        Segment("chunk", "a", (3, 4, 5)),
+        Segment("chunk", "b", (6,)),
+        Segment("question", "q", (7, 8, 9), private=True, closing=1),
+    )
+)
+ASK = Ask(PROMPT, ReuseConfig(ablate=frozenset({"overlap"}), alpha=0.3), "ada", captures=(1,), details=True)
+
+
+def sent(ask: Ask) -> dict[str, Any]:
+    """Over the wire: plain JSON."""
+    return dict(json.loads(json.dumps(ask.message(KEY))))
+
+
+def test_an_ask_arrives_as_it_was_sent() -> None:
+    assert Ask.read(sent(ASK), PROMPT.token_ids, KEY) == ASK
+    plain = Ask(PROMPT, ReuseConfig(), primed=True, when_stored=True)
+    assert Ask.read(sent(plain), PROMPT.token_ids, KEY) == plain
+
+
+def test_nobody_without_the_key_can_ask() -> None:
+    message = sent(ASK)
+    with pytest.raises(ConfigError, match="sealed"):
+        Ask.read(message, PROMPT.token_ids, "another key")
+    for change in ({"session": "bob"}, {"config": {}}, {"segments": []}, {"seal": ""}, {"seal": None}, {"more": 1}):
+        with pytest.raises(ConfigError, match="sealed"):
+            Ask.read(message | change, PROMPT.token_ids, KEY)
+    with pytest.raises(ConfigError, match="sealed"):
+        Ask.read(message, [*PROMPT.token_ids[:-1], 0], KEY)
+    with pytest.raises(ConfigError, match="sealed"):
+        Ask.read(message | {"session": object()}, PROMPT.token_ids, KEY)
+    with pytest.raises(ConfigError, match="sealed"):
+        Ask.read(message | {"session": object(), "seal": ""}, PROMPT.token_ids, KEY)
+    with pytest.raises(ConfigError, match="no mapping"):
+        Ask.read(["segments"], PROMPT.token_ids, KEY)
+
+
+def test_a_sealed_ask_of_another_shape_is_refused() -> None:
+    chunks_only = Ask(Prompt(PROMPT.segments[:-1]), ReuseConfig())
+    with pytest.raises(ConfigError, match="a system segment, chunks and a question"):
+        Ask.read(sent(chunks_only), chunks_only.prompt.token_ids, KEY)
+    empty = Ask(Prompt((*PROMPT.segments[:-1], Segment("question", "q", ()))), ReuseConfig())
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Ask.read(sent(empty), empty.prompt.token_ids, KEY)
+
+
+def test_salts_differ_wherever_blocks_may_differ() -> None:
+    other_order = Prompt((PROMPT.segments[0], PROMPT.segments[2], PROMPT.segments[1], PROMPT.segments[3]))
+    asks = [
+        ASK,
+        replace(ASK, session=None),
+        replace(ASK, session="bob"),
+        replace(ASK, config=ReuseConfig()),
+        replace(ASK, prompt=other_order),
+        replace(ASK, prompt=Prompt(PROMPT.segments[1:])),
+    ]
+    salts = {ask.cache_salt(namespace) for ask in asks for namespace in ("default", "acme")}
+    salts |= {ASK.cache_salt("default", client_salt="x")}
+    assert len(salts) == 2 * len(asks) + 1
+    next_question = Prompt((*PROMPT.segments[:-1], Segment("question", "r", (1, 1))))
+    assert replace(ASK, prompt=next_question).cache_salt("default") == ASK.cache_salt("default")
+
+
+def test_news_of_ranks_are_joined() -> None:
+    first, second = News({"r": {"rank": 0}}, frozenset({"a"})), News({"r": {"rank": 1}, "s": {}}, None)
+    assert first.joined(second) == News({"r": {"rank": 0}, "s": {}}, frozenset({"a"}))
+    assert second.joined(first).capturing == {"a"}
+
+
+def test_settings_come_back_as_they_were_given() -> None:
+    settings = ConnectorSettings("folder", caches={"host_bytes": 5, "remote": {"url": "memory://"}}, namespace="acme")
+    assert ConnectorSettings.read(settings.extra()) == settings
+    remote = settings.store_config.remote
+    assert isinstance(remote, RemoteConfig)
+    assert (remote.url, settings.store_config.host_bytes) == ("memory://", 5)
+    assert settings.key not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({}, "no store and no key"),
+        ({"store": "x", "key": "k", "namespac": "y"}, "Did you mean namespace"),
+        ({"store": "x", "key": ""}, "key"),
+        ({"store": "x", "key": "k", "fill_at_once": 0}, "fill_at_once"),
+        ({"store": "x", "key": "k", "caches": {"host_byte": 1}}, "Did you mean host_bytes"),
+        ({"store": "x", "key": "k", "caches": {"remote": {"ur": "x"}}}, "setting of the remote"),
+    ],
+)
+def test_wrong_settings_are_named(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ConnectorSettings.read(extra)

@@ -1,0 +1,38 @@
+"""Two tensor-parallel ranks do what one does: the same rows and the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk
+from cachecraft_rag.vllm.messages import Ask
+from tests.vllm.conftest import TEXTS, Server
+from tests.vllm.test_equality import BASE, asks_of, assert_equal, expected_cases
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one(
+    model_folder: Callable[[str], Path], make_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    folder, root = model_folder("Llama"), tmp_path / "caches"
+    cases, layers = expected_cases(folder, root)
+    server = make_server(folder, root, caches={"host_bytes": 0}, tensor_parallel_size=2)  # every load is from disk
+    for ask, one in zip(asks_of(cases), cases.values(), strict=True):
+        assert_equal(server.ask([ask])[0], one, layers)
+    for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
+        assert found.tokens == one.tokens
+    with ChunkCacheStore.open(root) as store, Engine(Decoder.load(str(folder)), store, config=BASE) as engine:
+        fresh = [Chunk("A new " + text) for text in TEXTS[:2]]
+        prompt = engine.prompts.build("What is new?", fresh)
+        (cold,) = server.ask([Ask(prompt, BASE, captures=(1, 2), when_stored=True)])
+        assert [one["outcome"] for one in cold.told["segments"]] == ["exact", "computed", "computed", "computed"]
+        found = engine.look_up(prompt.segments[:-1]).variants
+        assert [len(some) for some in found.values()] == [1, 0, 0]  # a rank has only its own heads

@@ -1,0 +1,337 @@
+"""Both ends of the connector without vLLM: its scheduler and its blocks are played, the layers are Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cachecraft_rag.compute import row_pass
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk, KVLayout
+from cachecraft_rag.vllm import working
+from cachecraft_rag.vllm.identity import ModelIdentity
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill
+from cachecraft_rag.vllm.scheduling import Scheduling
+from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.working import Workers
+
+BLOCK = 16
+CHUNKS = [Chunk(f"The {thing} of Arden dates from {year} and leaks. ") for thing, year in
+          (("mill", 1701), ("bridge", 1802), ("tower", 1903))]  # fmt: skip
+CONFIG = ReuseConfig(alpha=0.5, probe_min_rows=0, capture=False, loading="whole")
+
+
+class BlockStack:
+    """A Hugging Face decoder with blocks to write into, as a `WorkerStack` has vLLM's."""
+
+    def __init__(self, decoder: Decoder, blocks: int) -> None:
+        self.decoder, layout = decoder, decoder.layout
+        self.slots = torch.full(layout.shape(blocks * BLOCK), torch.nan)
+        self.forwards: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def layer(self, index: int, hidden: Tensor, **how: Any) -> Tensor:
+        self.forwards.append(hidden.shape[1])
+        return self.decoder.layer(index, hidden, **how)
+
+    def write_blocks(self, kv: Tensor, slots: Tensor, first: int) -> None:
+        self.slots[:, :, slots] = kv[:, :, first : first + len(slots)]
+
+
+@pytest.fixture
+def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
+    return tiny_decoder("Llama")
+
+
+@pytest.fixture
+def engine(decoder: Decoder, tmp_path: Path) -> Iterator[Engine]:
+    """Over a store that holds all chunks, primed."""
+    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=CONFIG) as made:
+        Primer(made).prime(CHUNKS)
+        yield made
+
+
+@pytest.fixture
+def stack(decoder: Decoder) -> BlockStack:
+    return BlockStack(decoder, blocks=64)
+
+
+@pytest.fixture
+def identity(decoder: Decoder) -> ModelIdentity:
+    return ModelIdentity(decoder.fingerprint, decoder.layout, decoder.context_length)
+
+
+@pytest.fixture
+def workers(engine: Engine, stack: BlockStack, identity: ModelIdentity) -> Iterator[Workers]:
+    made = Workers(stack, engine.store, identity, namespace="default", block_size=BLOCK)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def scheduling(engine: Engine, identity: ModelIdentity) -> Scheduling:
+    settings = ConnectorSettings("unused", key="key", fill_at_once=2)
+    return Scheduling(engine.store, identity, settings, block_size=BLOCK, prefix_caching=True)
+
+
+def ask_of(engine: Engine, order: list[int], **changed: Any) -> Ask:
+    prompt = engine.prompts.build("When was it built?", [CHUNKS[i] for i in order])
+    return Ask(prompt, replace(CONFIG, **changed), captures=(), details=True)
+
+
+def request_of(ask: Ask, name: str = "r", **changed: Any) -> Any:
+    """What the connector reads of a request of vLLM's."""
+    given = {
+        "request_id": name,
+        "kv_transfer_params": {FIELD: ask.message("key")},
+        "prompt_token_ids": ask.prompt.token_ids,
+        "num_prompt_tokens": ask.prompt.bounds[-1],
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "skip_reading_prefix_cache": False,
+        "cache_salt": ask.cache_salt("default"),
+        "sampling_params": SimpleNamespace(prompt_logprobs=None),
+    }
+    return SimpleNamespace(**(given | changed))
+
+
+def blocks_of(ask: Ask, first: int = 0) -> tuple[int, ...]:
+    """As many as the prompt needs, not in order."""
+    needed = -(-ask.prompt.bounds[-1] // BLOCK)
+    return tuple(first + place for place in reversed(range(needed)))
+
+
+def fill_of(scheduling: Scheduling, ask: Ask, name: str = "r", *, computed: int = 0, first_block: int = 0) -> Fill:
+    request = request_of(ask, name)
+    tokens = scheduling.matched(request, computed)
+    assert tokens
+    scheduling.allocated(request, blocks_of(ask, first_block), tokens)
+    (fill,) = scheduling.take_fills()
+    return fill
+
+
+def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000, most: int = 1000) -> int:
+    """Steps until all are filled."""
+    wanted, done, steps = {fill.request_id for fill in fills}, set(), 0
+    while done != wanted:
+        workers.step(fills if not steps else [], [], rows=rows)
+        done |= workers.finished()
+        steps += 1
+        assert steps < most
+    return steps
+
+
+def filled(stack: BlockStack, fill: Fill) -> Tensor:
+    """What lies in the blocks of a request, in the order of its prompt."""
+    positions = torch.arange(fill.first, fill.last)
+    slots = torch.tensor(fill.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
+    return stack.slots[:, :, slots]
+
+
+def expected(engine: Engine, ask: Ask) -> Tensor:
+    """What the Hugging Face engine has in its buffer for the same prompt."""
+    from cachecraft_rag.engine.request import Request
+    from cachecraft_rag.engine.sampling import SamplingParams
+
+    config = replace(ask.config, capture=False)
+    output = engine._prefill(Request(ask.prompt, config, SamplingParams(max_new_tokens=1), None, 0.0))
+    return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1]
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]])
+def test_blocks_hold_what_the_engine_has_in_its_buffer(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack, order: list[int]
+) -> None:
+    ask = ask_of(engine, order)
+    fill = fill_of(scheduling, ask)
+    run(workers, [fill])
+    torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+    news = workers.news()
+    assert news is not None
+    told = news.reports["r"]
+    assert {one["outcome"] for one in told["segments"][:-1]} == (
+        {"exact"} if order == [2, 1, 0] else {"exact", "reused"}
+    )
+
+
+def test_a_local_hit_is_not_written_over(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
+) -> None:
+    ask = ask_of(engine, [0, 2, 1])
+    fill = fill_of(scheduling, ask, computed=2 * BLOCK)
+    assert fill.first == 2 * BLOCK
+    run(workers, [fill])
+    untouched = torch.tensor(fill.blocks[:2])[:, None] * BLOCK + torch.arange(BLOCK)
+    assert stack.slots[:, :, untouched.flatten()].isnan().all()
+    assert not filled(stack, fill).isnan().any()
+
+
+def test_requests_of_one_step_run_as_one_forward(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
+) -> None:
+    asks = [ask_of(engine, [0, 2, 1], selector="cache_craft"), ask_of(engine, [1, 0, 2], selector="cache_craft")]
+    fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
+    stack.forwards.clear()
+    run(workers, fills)
+    assert len(stack.forwards) == stack.decoder.layout.layers
+    for fill, ask in zip(fills, asks, strict=True):
+        torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+
+
+def test_a_step_computes_no_more_rows_than_it_may(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
+) -> None:
+    ask = ask_of(engine, [0, 2, 1], reuse=False)
+    fill = fill_of(scheduling, ask)
+    layers, rows = stack.decoder.layout.layers, fill.last
+    assert run(workers, [fill], rows=1) == layers  # one layer in each step, so that there is progress
+    assert stack.forwards[-layers:] == [rows] * layers
+
+
+def test_a_request_that_is_gone_is_told_once(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
+    fill = fill_of(scheduling, ask_of(engine, [0, 2, 1]))
+    workers.step([fill], [], rows=1)
+    assert not workers.finished()
+    workers.step([], ["r", "never heard of"], rows=1)
+    assert workers.finished() == {"r"}
+    workers.step([], ["r"], rows=1)
+    assert not workers.finished()
+    assert workers.news() is None
+
+
+def test_one_mistake_is_one_request_s(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed in full; and where that fails too, vLLM is told which blocks are wrong."""
+    attempts = []
+
+    def broken(*_args: Any, scores: Any = None, **_how: Any) -> Any:
+        attempts.append(scores)
+        raise RuntimeError("of this test")
+
+    ask = ask_of(engine, [0, 2, 1])
+    whole = expected(engine, replace(ask, config=replace(CONFIG, reuse=False)))
+    fill = fill_of(scheduling, ask)
+    with monkeypatch.context() as patch:
+        patch.setattr(working, "advance", lambda *_: broken() if not attempts else row_pass.advance(*_))
+        run(workers, [fill])
+    torch.testing.assert_close(filled(stack, fill), whole, rtol=0, atol=1e-5)
+    assert not workers.failed_blocks()
+    monkeypatch.setattr("cachecraft_rag.vllm.filling.resolve", broken)
+    run(workers, [replace(fill, request_id="s")])
+    assert workers.failed_blocks() == set(fill.blocks)
+    assert not workers.failed_blocks()
+
+
+def test_captures_are_stored_before_the_answer_where_that_is_asked(
+    decoder: Decoder, tmp_path: Path, stack: BlockStack, identity: ModelIdentity
+) -> None:
+    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+        made = Workers(stack, store, identity, namespace="default", block_size=BLOCK)  # type: ignore[arg-type]
+        settings = ConnectorSettings("unused", key="key")
+        scheduling = Scheduling(store, identity, settings, block_size=BLOCK, prefix_caching=True)
+        ask = replace(ask_of(engine, [0, 2, 1], reuse=False), captures=(0, 1, 3), when_stored=True, primed=True)
+        run(made, [fill_of(scheduling, ask)], most=100_000)
+        found = engine.look_up(ask.prompt.segments[:-1]).variants
+        assert [len(found[one.segment_id]) for one in ask.prompt.segments[:-1]] == [1, 1, 0, 1]
+        assert all(one.primed for some in found.values() for one in some)
+        again = replace(fill_of(scheduling, ask, "again"), again=True)
+        run(made, [again])
+        assert not made._write_back.pending()
+        made.close()
+
+
+# -- the scheduler's end ----------------------------------------------------------------------------------------------
+
+
+def test_the_answer_stays_the_same_while_a_request_lives(engine: Engine, scheduling: Scheduling) -> None:
+    request = request_of(ask_of(engine, [0, 2, 1]))
+    tokens = scheduling.matched(request, 0)
+    assert tokens == request.num_prompt_tokens - 1
+    scheduling.allocated(request, (0, 1), tokens)
+    (first,) = scheduling.take_fills()
+    scheduling.ended({"r"})
+    engine.store.evict(down_to_bytes=0)
+    assert scheduling.matched(request, 0) == tokens  # after a preemption
+    scheduling.allocated(request, (2, 3), tokens)
+    (second,) = scheduling.take_fills()
+    assert (first.again, second.again, first.found) == (False, True, second.found)
+    assert scheduling.finished(request) == {FIELD: {"refused": "its prompt was in vLLM's own prefix cache"}}
+    assert scheduling.finished(request) is None
+
+
+def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduling) -> None:
+    ask = ask_of(engine, [0, 2, 1])
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"cache_salt": None}, "cache_salt"),
+        ({"cache_salt": "a client's"}, "cache_salt"),
+        ({"prompt_token_ids": ask.prompt.token_ids[:-1]}, "sealed"),
+        ({"prompt_token_ids": None}, "sealed"),
+        ({"kv_transfer_params": {FIELD: {"segments": []}}}, "sealed"),
+        ({"mm_features": [1]}, "images"),
+        ({"lora_request": 1}, "LoRA"),
+        ({"prompt_embeds": 1}, "embeddings"),
+        ({"sampling_params": None}, "no text"),
+        ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "log probabilities"),
+        ({"skip_reading_prefix_cache": True}, "log probabilities"),
+    ]
+    for changed, reason in cases:
+        request = request_of(ask, **changed)
+        assert (scheduling.matched(request, 0), scheduling.matched(request, 0)) == (0, 0)
+        told = scheduling.finished(request)
+        assert told is not None
+        assert reason in told[FIELD]["refused"]
+    plain = request_of(ask, kv_transfer_params=None)
+    assert (scheduling.matched(plain, 0), scheduling.finished(plain)) == (0, None)
+
+
+def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: Scheduling) -> None:
+    from cachecraft_rag.vllm.messages import News
+
+    ask = ask_of(engine, [0, 2, 1])
+    for name in ("a", "b"):
+        fill_of(scheduling, ask, name)
+    third = request_of(ask, "c")
+    assert scheduling.matched(third, 0) is None
+    scheduling.ended({"a"})
+    scheduling.take_news(News({}, frozenset({ask.prompt.segments[1].segment_id})))
+    assert scheduling.matched(third, 0)
+    fourth = request_of(ask, "d")
+    scheduling.ended({"b"})
+    assert scheduling.matched(fourth, 0) is None  # its chunk is being captured
+    scheduling.take_news(News({}, frozenset()))
+    assert scheduling.matched(fourth, 0)
+
+
+def test_vllm_computes_what_is_nearly_there(engine: Engine, scheduling: Scheduling) -> None:
+    ask = ask_of(engine, [0, 2, 1])
+    question = ask.prompt.bounds[-2]
+    assert scheduling.matched(request_of(ask), question - BLOCK + 1) == 0
+    assert scheduling.matched(request_of(ask), question - BLOCK) == ask.prompt.bounds[-1] - 1 - question + BLOCK
+    nothing = replace(ask_of(engine, [0]), captures=None)
+    other = replace(nothing, prompt=replace(nothing.prompt, segments=tuple(
+        replace(one, segment_id="new " + one.segment_id) for one in nothing.prompt.segments)))  # fmt: skip
+    assert scheduling.matched(request_of(other, "new"), 0) == 0
+
+
+def test_layouts_are_those_of_all_ranks() -> None:
+    from cachecraft_rag.vllm.ranks import TensorParallel
+
+    kv = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    parts = [TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2)).own_heads(kv) for r in (0, 1)]
+    torch.testing.assert_close(torch.cat(parts, dim=2), kv)
+    assert KVLayout(1, 4, 5, "float32").kv_heads == sum(part.shape[2] for part in parts)
