@@ -780,11 +780,11 @@ def test_limits_once_set_stay_with_the_folder(tmp_path: Path) -> None:
             stored(store, make(f"chunk {n}"))
     with ChunkCacheStore.open(tmp_path, max_variants=3) as store:  # one changes, the others stay
         config = store.config
-        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (5 * FILE, 3, 5)
+        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (5 * FILE, 3, 64)
         assert config.host_bytes == StoreConfig().host_bytes  # that one belongs to the process
         assert store.stats().variants == 3
     with ChunkCacheStore.open(tmp_path) as store:
-        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=5)
+        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=64)
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
