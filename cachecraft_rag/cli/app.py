@@ -13,7 +13,7 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_termination, evaluate, store
+from cachecraft_rag.cli import ask, benchmarks, calibrate, chat, demo, early_termination, evaluate, simulate, store
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -36,6 +36,7 @@ app.command("index")(ask.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("calibrate")(calibrate.calibrate)
+app.command("simulate")(simulate.simulate)
 evaluation = typer.Typer()
 evaluation.callback(invoke_without_command=True)(evaluate.evaluate)
 evaluation.command("early-termination")(early_termination.early_termination)
