@@ -71,7 +71,7 @@ class ChunkCacheStore(Closeable):
         self._loads: Counter[str] = Counter()
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
         try:
-            self._remote = RemoteTier(config.remote, policy=policy) if isinstance(config.remote, RemoteConfig) else None
+            self._remote = RemoteTier(config.remote) if isinstance(config.remote, RemoteConfig) else None
         except ConfigError:
             self._durable.close()
             raise
@@ -258,7 +258,7 @@ class ChunkCacheStore(Closeable):
         use = Use.of(cfo, tokens)
         self._memory.record_use(variant_id, use)
         if self._remote is not None:
-            self._remote.record_use(variant_id, use)
+            self._remote.record_use(variant_id, use.frequency if self.eviction == "f_r" else use.saved)
         self._writer.record_use(variant_id, use)
 
     # -- administration -----------------------------------------------------------------------------------------------

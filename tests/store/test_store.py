@@ -509,6 +509,23 @@ def test_a_chunk_has_at_most_m_variants(tmp_path: Path) -> None:
         assert store.stats().chunks == 2
 
 
+def test_the_eviction_policy_is_the_folders(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, eviction="f_r") as store:
+        exact, often = stored(store, make("exact once")), stored(store, make("often"))
+        store.used(exact.variant_id, 0.0, 10)  # f_r = 10, saved 1
+        for _ in range(3):
+            store.used(often.variant_id, 0.5, 10)  # f_r = 6, saved 1.5
+        assert store.flush(10)
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["exact once", "often"]
+    with ChunkCacheStore.open(tmp_path) as store:  # who only looks at a store does not change it
+        assert store.eviction == "f_r"
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["exact once", "often"]
+    with ChunkCacheStore.open(tmp_path, eviction="saving") as store:
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["often", "exact once"]
+    with pytest.raises(ConfigError, match="saving, f_r"):
+        ChunkCacheStore.open(tmp_path, eviction="lru")
+
+
 def test_a_capture_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ChunkCacheStore.open(tmp_path, disk_bytes=FILE) as store:
         small = stored(store, make("small"))

@@ -114,7 +114,7 @@ def draw_trace(traffic: Traffic) -> Trace:
     """The trace of this traffic, the same for the same seed.
 
     >>> draw_trace(Traffic(requests=2, questions=3, top_k=2, topic=4, variation=0.0)).requests
-    ((2, 3), (0, 1))
+    ((0, 1), (2, 1))
     """
     dice = random.Random(traffic.seed)
     weights = list(itertools.accumulate((n + 1) ** -traffic.exponent for n in range(traffic.questions)))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.eviction import Policy, Saving, Use, worth, worth_gained
+from cachecraft_rag.store.eviction import worth, worth_gained
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.layout import Encoded, OlderVersionError, longest_payload
 from cachecraft_rag.store.processes import HomeProcess
@@ -71,11 +71,9 @@ class RemoteTier(Closeable):
     hangs would fill the pool.
     """
 
-    def __init__(
-        self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic, policy: Policy | None = None
-    ) -> None:
+    def __init__(self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing is waited for: a remote that is down is noticed by the first look-ups. Raises ConfigError."""
-        self.config, self._policy = config, policy or Saving()
+        self.config = config
         keys = config.keys()
         self._signer = Signer(keys) if keys else None
         self._removed: OrderedDict[str, float] = OrderedDict()  # variant id → `created` of what was damaged
@@ -232,16 +230,15 @@ class RemoteTier(Closeable):
         # What is not signed gives way: else nothing that is signed could ever take its place.
         return self._outbox.offer(Parcel(place, name, raw, score, payload, foreign))
 
-    def record_use(self, variant_id: str, use: Use) -> None:
+    def record_use(self, variant_id: str, saved: float) -> None:
         """Add a use there too, in the background, if this process has seen the variant there.
 
         A remote only adds to scores: they have no clock there.
         """
-        gain = use.frequency if self._policy.name == "f_r" else use.saved
         with self._lock:
             row = self._rows.get(variant_id)
         if row is not None:
-            self._outbox.gain(row.name, worth_gained(gain, exact_share=row.variant.exact_share))
+            self._outbox.gain(row.name, worth_gained(saved, exact_share=row.variant.exact_share))
 
     def remove(self, variant: Variant) -> None:
         """Remove a variant whose payload turned out to be damaged, in the background."""

@@ -25,7 +25,6 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
-from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Header, encode, longest_header, longest_payload
 from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
 from cachecraft_rag.store.remote.config import hidden, shown_url
@@ -248,7 +247,7 @@ def test_a_use_that_cannot_be_counted_and_a_stranger_keep_nothing_from_being_sen
             row.with_name(f"{row.name.split('.')[0]}.{level}.up").touch()
         assert len(tier.lookup("ns", "model", ["one"])["one"]) == 1
         for gain in (1.0, 1e308, 1e308, float("inf")):
-            tier.record_use(one.variant_id, Use(gain, gain))
+            tier.record_use(one.variant_id, gain)
             assert tier.flush(30)
         two = variant("two")
         assert tier.put(two, encode(two, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
@@ -272,7 +271,7 @@ def test_hostile_numbers_on_redis_end_no_sending(make_redis: Any) -> None:
             assert tier.put(variant, encode(variant, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
             assert tier.flush(30)
             assert len(tier.lookup("ns", "model", [f"chunk {number}"])[f"chunk {number}"]) == 1
-            tier.record_use(variant.variant_id, Use(float("inf"), float("inf")))
+            tier.record_use(variant.variant_id, float("inf"))
             assert tier.flush(30)
         assert tier.stats().captures == {"sent": 5}
         name = next(name for name in server.scan_iter() if b"rows/" in name)
