@@ -70,8 +70,8 @@ def simulate(
     if trace is not None:
         asked = read_trace(trace, chunk_tokens=chunk_tokens)
     else:
-        drawn = {"questions": questions, "exponent": exponent, "drift": drift}
-        asked = draw_trace(Traffic(requests=requests, chunk_tokens=chunk_tokens, seed=seed, **drawn))
+        drawn = Traffic(requests, questions, exponent, drift, chunk_tokens=chunk_tokens, seed=seed)
+        asked = draw_trace(drawn)
     base = Setting(sweep.OURS, disk_bytes=1, bytes_per_token=bytes_per_token, new_variants=new_variants)
     with progress_bar("Simulation", remaining=True) as show:
         cells = list(sweep.run(asked, grid, base, progress=show))

@@ -162,8 +162,8 @@ def limits(
     """Show the store's limits, and set those that are given, for all processes that open it from now on."""
     check_number("--disk-mb", disk_mb, optional=True)
     disk_bytes = None if disk_mb is None else int(min(disk_mb, 1e12) * 1e6)
-    told = {"disk_bytes": disk_bytes, "max_variants": max_variants, "variants_per_chunk": variants_per_chunk}
-    with opened(store, **told, eviction=eviction) as found:
+    told = {"max_variants": max_variants, "variants_per_chunk": variants_per_chunk, "eviction": eviction}
+    with opened(store, None, disk_bytes=disk_bytes, **told) as found:
         kept = asdict(found.limits) | {"eviction": found.eviction}
     if as_json:
         print_json(kept)

@@ -32,6 +32,7 @@ _WRITER, _NAMESPACE, _MODEL = "simulation", "simulation", "2-" + "0" * 32
 _SYSTEM = Segment("system", digest("instruction"), (0,) * 32)
 _QUESTION = Segment("question", digest("question"), (0,) * 16)
 _MOST_PLANS = 50_000
+_TOGETHER = 1000  # requests per transaction: SQLite's journal grows until the end of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,12 @@ def replay(trace: Trace, setting: Setting, *, progress: Callable[[int], object] 
     with tempfile.TemporaryDirectory(prefix="cachecraft-simulation-") as folder:
         run = _Replay(trace, setting, Path(folder))
         try:
-            with run.catalog.one_transaction():
-                for number, request in enumerate(trace.requests):
-                    run.serve(number, request)
-                    if progress is not None and number % 1000 == 999:
-                        progress(number + 1)
+            for start in range(0, len(trace.requests), _TOGETHER):
+                with run.catalog.one_transaction():
+                    for number, request in enumerate(trace.requests[start : start + _TOGETHER], start):
+                        run.serve(number, request)
+                if progress is not None:
+                    progress(min(start + _TOGETHER, len(trace.requests)))
             return run.outcome()
         finally:
             run.catalog.close()
