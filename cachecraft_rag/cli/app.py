@@ -23,6 +23,7 @@ from cachecraft_rag.cli import (
     early_termination,
     evaluate,
     follow_ups,
+    simulate,
     sizes,
     store,
 )
@@ -50,6 +51,7 @@ app.command("chat")(chat.chat)
 app.add_typer(documents.app, name="documents")
 app.command("sizes")(sizes.sizes)
 app.command("calibrate")(calibrate.calibrate)
+app.command("simulate")(simulate.simulate)
 evaluation = typer.Typer()
 evaluation.callback(invoke_without_command=True)(evaluate.evaluate)
 evaluation.command("early-termination")(early_termination.early_termination)

@@ -29,7 +29,7 @@ app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_
 
 
 @contextmanager
-def opened(folder: Path, remote: RemoteConfig | None = None) -> Iterator[ChunkCacheStore]:
+def opened(folder: Path, remote: RemoteConfig | None = None, **settings: Any) -> Iterator[ChunkCacheStore]:
     """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing."""
     from cachecraft_rag.engine.base import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
@@ -41,7 +41,7 @@ def opened(folder: Path, remote: RemoteConfig | None = None) -> Iterator[ChunkCa
             f"{folder} holds no chunk-caches; name the folder with --store, or make some with "
             f"`cachecraft index DIR --prime --store {folder}`"
         )
-    with ChunkCacheStore.open(place, remote=remote) as store:
+    with ChunkCacheStore.open(place, remote=remote, **settings) as store:
         yield store
 
 
@@ -146,6 +146,30 @@ def check(
         out.print(f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}")
     if report.findings and not repair:
         raise typer.Exit(1)
+
+
+@app.command()
+def limits(
+    store: options.Store = DEFAULT_STORE,
+    disk_mb: Annotated[float | None, typer.Option("--disk-mb", min=0.001, help="All files together.")] = None,
+    max_variants: Annotated[int | None, typer.Option("--max-variants", min=1, help="N×M: variants in all.")] = None,
+    variants_per_chunk: Annotated[
+        int | None, typer.Option("--variants-per-chunk", min=1, help="Most variants of one chunk.")
+    ] = None,
+    eviction: Annotated[str | None, typer.Option("--eviction", help="What leaves first: saving or f_r.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the store's limits, and set those that are given, for all processes that open it from now on."""
+    check_number("--disk-mb", disk_mb, optional=True)
+    disk_bytes = None if disk_mb is None else int(min(disk_mb, 1e12) * 1e6)
+    told = {"max_variants": max_variants, "variants_per_chunk": variants_per_chunk, "eviction": eviction}
+    with opened(store, None, disk_bytes=disk_bytes, **told) as found:
+        kept = asdict(found.limits) | {"eviction": found.eviction}
+    if as_json:
+        print_json(kept)
+    else:
+        for name, value in kept.items():
+            out.print(f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
 
 
 @app.command()

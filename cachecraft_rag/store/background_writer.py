@@ -15,6 +15,7 @@ from typing import TypeVar
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.durable import DurableVariants
+from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.new_variant import flaw_of, variant_of
@@ -51,8 +52,8 @@ class BackgroundWriter:
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._last_created = 0.0
-        self._gains: dict[str, float] = {}
-        self._gains_scheduled = False
+        self._uses: dict[str, Use] = {}
+        self._uses_scheduled = False
         self._queued_bytes = 0
         self._captures: Counter[str] = Counter()
         # One thread: captures are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
@@ -91,13 +92,13 @@ class BackgroundWriter:
         else:
             future.add_done_callback(lambda _: self._done(variant))
 
-    def add_gain(self, variant_id: str, gain: float) -> None:
-        """f_r += gain in the catalog; gains are written in batches."""
+    def record_use(self, variant_id: str, use: Use) -> None:
+        """Add a use in the catalog; uses are written in batches."""
         with self._lock:
-            self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
-            due, self._gains_scheduled = not self._gains_scheduled, True
+            self._uses[variant_id] = self._uses[variant_id] + use if variant_id in self._uses else use
+            due, self._uses_scheduled = not self._uses_scheduled, True
         if due:
-            self.submit(self.write_gains)
+            self.submit(self.write_uses)
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served."""
@@ -125,19 +126,19 @@ class BackgroundWriter:
             self._closed = True
         self._thread.shutdown()
 
-    def write_gains(self) -> None:
+    def write_uses(self) -> None:
         """Write the uses noted so far; those that cannot be written now are written with the next."""
         with self._lock:
-            gains, self._gains, self._gains_scheduled = self._gains, {}, False
+            uses, self._uses, self._uses_scheduled = self._uses, {}, False
         if self._durable.read_only or self._durable.gone():
             return
         try:
-            self._durable.catalog.raise_frequencies(gains)
+            self._durable.catalog.record_uses(uses)
         except StoreError as error:
             self._warn_once("used", f"Uses are written down later: {error}")
             with self._lock:  # the next use tries again
-                for variant_id, gain in gains.items():
-                    self._gains[variant_id] = self._gains.get(variant_id, 0.0) + gain
+                for variant_id, use in uses.items():
+                    self._uses[variant_id] = use + self._uses[variant_id] if variant_id in self._uses else use
 
     def counts(self) -> tuple[int, dict[str, int]]:
         """Bytes that are waiting, and captures by outcome: "stored", or why one was dropped."""

@@ -27,6 +27,22 @@ from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.catalog_eviction import (
+    FILES,
+    adopt,
+    crowd,
+    excess_bytes,
+    file_of,
+    lowest_scored,
+    lowest_scored_over,
+    make_leave,
+    policy_in_use,
+    record_uses,
+    remembered,
+    score_of_new,
+    sound_use,
+    until,
+)
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, OlderRow, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
@@ -41,20 +57,19 @@ from cachecraft_rag.store.catalog_rows import (
 )
 from cachecraft_rag.store.catalog_schema import MIGRATIONS
 from cachecraft_rag.store.database import Database, fetched, kind_of_cache
-from cachecraft_rag.store.eviction import eviction_score
+from cachecraft_rag.store.eviction import Policy, Use
 from cachecraft_rag.store.expected import unsound, unsound_scores
 from cachecraft_rag.types import IDENTITY_VERSION, Payload, TokenScores, Variant, identity_version
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
-_MOST_USES = 1e15
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
     FROM variants AS v JOIN scopes AS s USING (scope)"""
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
-_INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "score")
+_INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
 _INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join(f':{name}' for name in _INSERTED)})"
 _OLDER = """SELECT chunk_id, session, variant_id, created, file_bytes FROM variants
   WHERE scope IN (SELECT value FROM json_each(?1)) AND chunk_id IN (SELECT value FROM json_each(?2))"""
@@ -62,21 +77,30 @@ _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM
     LEFT JOIN variants AS v ON v.variant_id = asked.value
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value
     LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
-_FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
 
 
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
-    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False) -> None:
-        """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible."""
+    def __init__(
+        self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False, policy: Policy | None = None
+    ) -> None:
+        """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible.
+
+        `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
+        should have the same.
+        """
         self.path = path
         self._db = Database(path, kind=kind_of_cache(MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
-        if read_only:
-            return
         try:
+            with self._db.reading() as connection:
+                self.policy = policy or policy_in_use(connection)
+            if read_only:
+                return
             self._add_sums()
+            with self._db.writing() as connection:
+                adopt(connection, self.policy)
         except StoreError:
             self._db.close()
             raise
@@ -134,7 +158,7 @@ class Catalog:
             if not scopes:
                 return []
             rows = fetched(connection, _OLDER, (json.dumps(scopes), json.dumps(list(chunk_ids))))
-        return [OlderRow(_file(file), chunk_id, owner in (None, session)) for chunk_id, owner, *file in rows]
+        return [OlderRow(file_of(file), chunk_id, owner in (None, session)) for chunk_id, owner, *file in rows]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
@@ -207,10 +231,11 @@ class Catalog:
         nothing changed, when even an empty catalog would leave no room because of other writers.
         """
         with self._db.writing() as connection:
-            excess = _excess_bytes(connection, file_bytes, limits)
-            victims = _lowest_scored(connection, excess=excess)
+            excess = excess_bytes(connection, file_bytes, limits)
+            victims = lowest_scored(connection, excess=excess)
             if sum(victim.file_bytes for victim in victims) < excess:
                 return None
+            make_leave(connection, victims)
             _remove(connection, victims, writer)
             if not victims:
                 connection.execute(
@@ -228,19 +253,24 @@ class Catalog:
         deletes them and tells `settle`.
         """
         with self._db.writing() as connection:
-            query = "SELECT reuse_frequency, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
-            frequency, *old = connection.execute(query, (variant.variant_id,)).fetchone() or (variant.reuse_frequency,)
-            if not (isinstance(frequency, float) and 0.0 <= frequency <= _MOST_USES):  # of a damaged row
-                frequency = variant.reuse_frequency
-            gone = _remove(connection, [_file(old)] if old else [], writer)
+            scope = _scope_of(connection, variant)
+            query = "SELECT reuse_frequency, saved, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
+            *uses, variant_id, old, nbytes = connection.execute(query, (variant.variant_id,)).fetchone() or [None] * 5
+            used = sound_use(*uses) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
+            if variant_id is None:
+                used += remembered(connection, scope, variant.key.chunk_id)
+            gone = _remove(connection, [] if variant_id is None else [file_of((variant_id, old, nbytes))], writer)
             scores = (packed(token_scores.inter), packed(token_scores.received))
-            scores_sum = sum_of_scores(*scores)
-            scope = _insert(connection, variant, file_bytes=file_bytes, frequency=frequency, scores_sum=scores_sum)
+            sizes = {"scope": scope, "file_bytes": file_bytes}
+            score = score_of_new(connection, variant, **sizes, used=used, policy=self.policy)
+            _insert(connection, variant, **sizes, used=used, scores_sum=sum_of_scores(*scores), score=score)
             for table, given in zip(("token_scores", "token_received"), scores, strict=True):
                 if given is not None:
                     connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?,?)", (variant.variant_id, given))
-            gone += _remove(connection, _crowd(connection, variant, scope, limits), writer)
-            gone += _remove(connection, _lowest_scored_over(connection, limits, spared=variant.variant_id), writer)
+            gone += _remove(connection, crowd(connection, variant, scope, limits), writer)
+            over = lowest_scored_over(connection, limits, spared=variant.variant_id)
+            make_leave(connection, over)
+            gone += _remove(connection, over, writer)
             connection.execute(_SETTLE, (variant.variant_id, variant.created))
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
         return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
@@ -252,10 +282,10 @@ class Catalog:
 
     def remove(self, files: Iterable[FileRef], *, writer: str) -> list[FileRef]:
         """Remove the rows that stand behind exactly these files; returns those that were there."""
-        query = f"{_FILES} WHERE variant_id = ? AND created = ?"
+        query = f"{FILES} WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return _remove(connection, [_file(row) for row in found if row is not None], writer)
+            return _remove(connection, [file_of(row) for row in found if row is not None], writer)
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
         """Remove the chosen rows, lowest eviction score first: all, or until all files have `down_to_bytes` at most."""
@@ -266,7 +296,7 @@ class Catalog:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            return _remove(connection, _until(connection.execute(query, parameters), excess), writer)
+            return _remove(connection, until(connection.execute(query, parameters), excess), writer)
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
@@ -279,23 +309,15 @@ class Catalog:
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
         with self._db.writing() as connection:
-            excess = _excess_bytes(connection, 0, limits)
-            gone = _remove(connection, _lowest_scored(connection, excess=excess), writer)
-            gone += _remove(connection, _lowest_scored_over(connection, limits, spared=""), writer)
+            excess = excess_bytes(connection, 0, limits)
+            gone = _remove(connection, lowest_scored(connection, excess=excess), writer)
+            gone += _remove(connection, lowest_scored_over(connection, limits, spared=""), writer)
         return gone
 
-    def raise_frequencies(self, gains: dict[str, float]) -> None:
-        """f_r += gain, for each variant id; ids that are gone are passed over."""
+    def record_uses(self, uses: Mapping[str, Use]) -> None:
+        """Add to the uses of each variant id, which raises its score; ids that are gone are passed over."""
         with self._db.writing() as connection:
-            for variant_id, gain in gains.items():
-                query = "SELECT reuse_frequency, exact_share FROM variants WHERE variant_id = ?"
-                frequency, share = connection.execute(query, (variant_id,)).fetchone() or (None, None)
-                if isinstance(frequency, float) and isinstance(share, float):  # neither gone nor damaged
-                    score = eviction_score(reuse_frequency=frequency + gain, exact_share=share)
-                    connection.execute(
-                        "UPDATE variants SET reuse_frequency = ?, score = ? WHERE variant_id = ?",
-                        (frequency + gain, score, variant_id),
-                    )
+            record_uses(connection, uses, self.policy)
 
     def _add_sums(self, page: int = 1000) -> None:
         """Add the checksums that rows of before lack, where their fields are sound; what is not is a miss anyhow."""
@@ -317,52 +339,22 @@ class Catalog:
                 connection.executemany(update, sums)
 
     @contextmanager
+    def one_transaction(self) -> Iterator[None]:
+        """All calls of this thread in the block are one transaction, for those who make many and share with nobody."""
+        with self._db.one_transaction():
+            yield
+
+    @contextmanager
     def standstill(self) -> Iterator[None]:
         """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
         with self._db.writing():
             yield
 
 
-def _excess_bytes(connection: sqlite3.Connection, incoming: int, limits: Limits) -> int:
-    query = "SELECT file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"
-    return int(connection.execute(query).fetchone()[0]) + incoming - limits.disk_bytes
-
-
-def _lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[FileRef]:
-    if excess <= 0:
-        return []
-    return _until(connection.execute(f"{_FILES} ORDER BY score, created"), excess)
-
-
-def _until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
-    """The first rows whose files together free at least `excess` bytes (all of them if they do not)."""
-    taken: list[FileRef] = []
-    while excess > 0 and (row := rows.fetchone()) is not None:
-        taken.append(_file(row))
-        excess -= taken[-1].file_bytes
-    rows.close()  # an open cursor would see the deletions that follow
-    return taken
-
-
-def _lowest_scored_over(connection: sqlite3.Connection, limits: Limits, *, spared: str) -> list[FileRef]:
-    over = int(connection.execute("SELECT variants FROM totals").fetchone()[0]) - limits.max_variants
-    query = f"{_FILES} WHERE variant_id != ? ORDER BY score, created LIMIT ?"
-    return [_file(row) for row in connection.execute(query, (spared, max(0, over)))]
-
-
-def _crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
-    """The variants of the newest one's chunk that are too many, lowest eviction score first.
-
-    The newest is spared although it is unused and so scores lowest: otherwise a full store would never learn anything
-    new.
-    """
-    query = f"{_FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY score, created"
-    rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()
-    return [_file(row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
-
-
 def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -> list[FileRef]:
     """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
+    if not files:
+        return files
     rows = [(file.variant_id, file.created) for file in files]
     connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
     announced = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
@@ -370,24 +362,29 @@ def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -
     return files
 
 
+def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
+    names = (variant.key.namespace, variant.key.fingerprint)
+    query = "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?"
+    if (found := connection.execute(query, names).fetchone()) is None:
+        connection.execute("INSERT INTO scopes (namespace, fingerprint) VALUES (?,?)", names)
+        found = connection.execute(query, names).fetchone()
+    scope: int = found[0]
+    return scope
+
+
 def _insert(
     connection: sqlite3.Connection,
     variant: Variant,
     *,
+    scope: int,
     file_bytes: int,
-    frequency: float,
-    scores_sum: int | None = None,
-) -> int:
-    """Add the row; returns its scope."""
-    names = (variant.key.namespace, variant.key.fingerprint)
-    connection.execute("INSERT OR IGNORE INTO scopes (namespace, fingerprint) VALUES (?,?)", names)
-    scope: int = connection.execute(
-        "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?", names
-    ).fetchone()[0]
-    row = row_of(variant, file_bytes=file_bytes, frequency=frequency)
-    score = eviction_score(reuse_frequency=frequency, exact_share=variant.exact_share)
-    connection.execute(_INSERT, row._asdict() | {"scope": scope, "scores_sum": scores_sum, "score": score})
-    return scope
+    used: Use,
+    score: float,
+    scores_sum: int | None,
+) -> None:
+    row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
+    more = {"scope": scope, "scores_sum": scores_sum, "saved": used.saved, "score": score}
+    connection.execute(_INSERT, row._asdict() | more)
 
 
 def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant | DamagedRow:
@@ -400,7 +397,7 @@ def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = 
     except ValueError as error:
         reason = str(error)
     newer = (identity_version(str(fingerprint)) or 0) > IDENTITY_VERSION
-    return DamagedRow(_file((row.variant_id, row.created, row.file_bytes)), row.chunk_id, reason, newer)
+    return DamagedRow(file_of((row.variant_id, row.created, row.file_bytes)), row.chunk_id, reason, newer)
 
 
 def _read_scores(tokens: Any, *, told: Any, inter: Any, received: Any) -> TokenScores:
@@ -414,10 +411,3 @@ def _read_scores(tokens: Any, *, told: Any, inter: Any, received: Any) -> TokenS
         problem = str(error)
     logger.info("Token scores in the catalog are damaged: %s", problem)
     return TokenScores()
-
-
-def _file(row: Sequence[Any]) -> FileRef:
-    """The file of a row, id and time as they lie there, so that the row can be named again."""
-    variant_id, created, file_bytes = row
-    sound = type(file_bytes) is int and file_bytes > 0
-    return FileRef(variant_id, created, file_bytes if sound else 0)

@@ -60,4 +60,16 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "UPDATE variants SET score = (1.0 + reuse_frequency) * (1.0 + exact_share)",
         "CREATE INDEX variants_by_score ON variants (score, created)",
     ),
+    # What eviction needs besides f_r: computation saved, the clock that scores are counted from, and how much was saved
+    # by chunks that had to leave. Rows of before were used or not; how well is not known. Their scores are of no policy
+    # that has a name, so the first opening makes them anew.
+    (
+        "ALTER TABLE variants ADD COLUMN saved REAL NOT NULL DEFAULT 0.0",
+        "UPDATE variants SET saved = 1.0 WHERE reuse_frequency > 0.0",
+        "CREATE TABLE eviction (policy TEXT NOT NULL, clock REAL NOT NULL)",
+        "INSERT INTO eviction VALUES ('', 0.0)",
+        """CREATE TABLE departed (
+             place INTEGER PRIMARY KEY, scope INTEGER NOT NULL, chunk_id TEXT NOT NULL,
+             reuse_frequency REAL NOT NULL, saved REAL NOT NULL, UNIQUE (scope, chunk_id))""",
+    ),
 )

@@ -28,7 +28,7 @@ from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFil
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
-from cachecraft_rag.store.eviction import reuse_gain
+from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
@@ -57,10 +57,13 @@ class ChunkCacheStore(Closeable):
             busy_timeout_s=config.busy_timeout_s,
             on_removed=self._memory.remove,
             throttle=Throttle(config.read_bytes_per_s),
+            policy=None if config.eviction is None else policy_named(config.eviction),
         )
+        policy = self._durable.catalog.policy
+        self._memory.follow(policy)
         self.throttle = self._durable.disk.throttle
         self.config, self.limits = replace(config, **asdict(self._durable.limits)), self._durable.limits
-        self._asked = threading.local()
+        self.eviction = policy.name
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._warned: set[str] = set()
@@ -250,14 +253,13 @@ class ChunkCacheStore(Closeable):
         return self._writer.put(capture)
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use: f_r grows by `eviction.reuse_gain`. Written in the background, in batches."""
+        """Record a use, which raises the eviction scores, see `eviction.Use`. Written in the background, in batches."""
         self._home.require()
-        # Clipped as CFO is by definition; written so that NaN counts as the dearest use: SQLite would refuse it.
-        gain = reuse_gain(cfo if cfo <= 1.0 else 1.0, tokens)
-        self._memory.raise_frequency(variant_id, gain)
+        use = Use.of(cfo, tokens)
+        self._memory.record_use(variant_id, use)
         if self._remote is not None:
-            self._remote.raise_frequency(variant_id, gain)
-        self._writer.add_gain(variant_id, gain)
+            self._remote.record_use(variant_id, use.frequency if self.eviction == "f_r" else use.saved)
+        self._writer.record_use(variant_id, use)
 
     # -- administration -----------------------------------------------------------------------------------------------
 
@@ -347,7 +349,7 @@ class ChunkCacheStore(Closeable):
         self._readers.shutdown()
         if self._remote is not None:
             self._remote.close()
-        self._writer.write_gains()
+        self._writer.write_uses()
         self._durable.close()
 
     # -- small parts --------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from types import MappingProxyType
 
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
 from cachecraft_rag.store.codecs import codec_named
+from cachecraft_rag.store.eviction import policy_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
 
-DEFAULT_LIMITS = MappingProxyType({"disk_bytes": 20 << 30, "variants_per_chunk": 5, "max_variants": 100_000})
+DEFAULT_LIMITS = MappingProxyType({"disk_bytes": 20 << 30, "variants_per_chunk": 64, "max_variants": 100_000})
 _MOST_READERS = 1024
 
 
@@ -18,12 +19,15 @@ _MOST_READERS = 1024
 class StoreConfig:
     """Settings of a store.
 
-    The first three limit the folder. None keeps the limit that was set last, or that of `DEFAULT_LIMITS`, so a command
+    The first four are the folder's. None keeps what was set last, or else `DEFAULT_LIMITS` and "saving", so a command
     that only looks at a store does not change it. The others belong to the process.
 
     disk_bytes          all files together
-    variants_per_chunk  M of Cache-Craft §3.3; after it was lowered, a chunk follows when it gets its next variant
-    max_variants        N×M of Cache-Craft §3.3: variants in all
+    max_variants        N×M of Cache-Craft §3.3: variants in all, of one popular chunk or of many
+    variants_per_chunk  a bound on planning, which compares all variants of a chunk (M bounds no single chunk, as in the
+                        paper); after it was lowered, a chunk follows when it gets its next variant
+    eviction            what leaves first, a name of `eviction.POLICIES`: "saving", or "f_r" as published; scores are
+                        made anew when it changes, so all processes on a folder should have the same
     host_bytes          tensors kept in memory; 0 switches the host tier off
     device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
     queue_bytes         captures waiting to be written; what comes while it is full is dropped
@@ -38,6 +42,7 @@ class StoreConfig:
     disk_bytes: int | None = None
     variants_per_chunk: int | None = None
     max_variants: int | None = None
+    eviction: str | None = None
     host_bytes: int = 2 << 30
     device: str | None = None
     device_bytes: int = 2 << 30
@@ -59,6 +64,9 @@ class StoreConfig:
         check_whole("readers", self.readers, least=1, most=_MOST_READERS)
         check_number("read_bytes_per_s", self.read_bytes_per_s, least=1)
         check_text("codec", self.codec)
+        check_text("eviction", self.eviction, optional=True)
+        if self.eviction is not None:
+            policy_named(self.eviction)
         check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
         check_kind("remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL")
         if isinstance(self.remote, str):  # as a RemoteConfig it does not show its password when it is printed

@@ -56,6 +56,7 @@ class Database:
         self._busy_timeout_s = busy_timeout_s
         self._read_lock = threading.RLock()  # a second transaction in the same thread is an error, and no standstill
         self._write_lock = threading.RLock()
+        self._of_thread = threading.local()
         self._writer = self._connect()
         try:
             self._when_free(self._compare if read_only else self._prepare)
@@ -74,6 +75,9 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """The connection that reads, for this thread alone while the block runs."""
+        if (joined := self._joined()) is not None:
+            yield joined
+            return
         with self._errors(), self._read_lock:
             yield self._reader
 
@@ -94,10 +98,27 @@ class Database:
 
         No other writer, in any process, gets in between.
         """
+        if (joined := self._joined()) is not None:
+            yield joined
+            return
         if self.read_only:
             raise self._error("cannot be written. Make its folder writable for this user to change it")
         with self._errors(), self._transaction() as connection:
             yield connection
+
+    @contextmanager
+    def one_transaction(self) -> Iterator[None]:
+        """All that this thread reads and writes in the block is one transaction; other writers wait for its end."""
+        with self.writing() as connection:
+            self._of_thread.joined = connection
+            try:
+                yield
+            finally:
+                self._of_thread.joined = None
+
+    def _joined(self) -> sqlite3.Connection | None:
+        joined: sqlite3.Connection | None = getattr(self._of_thread, "joined", None)
+        return joined
 
     def problems(self) -> list[str]:
         """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole file."""

@@ -22,6 +22,7 @@ from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed
 from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, FoundFile
+from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
 from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
@@ -83,6 +84,7 @@ class DurableVariants:
         busy_timeout_s: float,
         on_removed: Callable[[str, float], None],
         throttle: Throttle | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError.
 
@@ -96,7 +98,7 @@ class DurableVariants:
             self.read_only = os.path.isfile(path) and not can_be_written(path)
             if not self.read_only:
                 root.mkdir(parents=True, exist_ok=True)
-            self.catalog = Catalog(path, busy_timeout_s=busy_timeout_s, read_only=self.read_only)
+            self.catalog = Catalog(path, busy_timeout_s=busy_timeout_s, read_only=self.read_only, policy=policy)
             self._presence = Presence(root / "writers", announce=not self.read_only)
             self._file = _identity(path)
         except OSError as error:

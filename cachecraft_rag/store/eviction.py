@@ -1,37 +1,167 @@
-"""Which chunk-cache leaves first: one score for memory, disk and remotes; the lowest goes, among equals the oldest."""
+"""Which chunk-cache leaves first: one score for memory, disk and remotes; the lowest goes, among equals the oldest.
+
+Scores are plain numbers that change only when a variant is used, so a catalog can index them. They age all the same:
+each is counted from a clock, which follows the scores of what had to leave (the inflation of GreedyDual-Size-Frequency,
+Cherkasova 1998). The caller keeps the clock and hands it in, so everything here is a pure function.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
-def eviction_score(*, reuse_frequency: float, exact_share: float) -> float:
-    """(1 + f_r) · (1 + exact share): the more a variant serves and the more exact its capture, the longer it stays.
+from cachecraft_rag.errors import ConfigError
 
-    1 + f_r instead of f_r: with the plain product every unused variant scores 0, and exact captures could not be
-    preferred among them; the smallest possible use adds 1, so a variant used once outranks an unused one of the same
-    capture. 1 + exact share instead of exact share: a capture without any exact context would stay at 0 however often
-    it serves; like this an inexact capture needs at most twice the use.
 
-    >>> eviction_score(reuse_frequency=0.0, exact_share=1.0), eviction_score(reuse_frequency=3.0, exact_share=0.5)
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one use, or several, of a variant was worth.
+
+    frequency  what it adds to f_r (Cache-Craft §3.3): 1 / CFO, with CFO bounded below by one token of the chunk
+    saved      what it saved, in computations of the whole chunk: 1 - CFO
+
+    >>> Use.of(0.25, 100), Use.of(0.0, 100)
+    (Use(frequency=4.0, saved=0.75), Use(frequency=100.0, saved=1.0))
+    >>> Use.of(0.25, 100) + Use.of(1.0, 100)
+    Use(frequency=5.0, saved=0.75)
+    """
+
+    frequency: float
+    saved: float
+
+    @classmethod
+    def of(cls, cfo: float, tokens: int) -> Use:
+        """One use of a chunk of `tokens` tokens. NaN, and what exceeds 1, counts as the dearest use: SQLite refuses
+        NaN.
+        """
+        cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
+        return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
+
+    def __add__(self, other: Use) -> Use:
+        """Both uses."""
+        return Use(self.frequency + other.frequency, self.saved + other.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a policy may look at.
+
+    chunk_id, variant_id  whose standing it is
+    tokens, nbytes        of the chunk; and what it takes where it lies
+    exact_share           see `types.Variant`
+    used                  all uses so far
+    """
+
+    chunk_id: str
+    variant_id: str
+    tokens: int
+    nbytes: int
+    exact_share: float
+    used: Use = Use(0.0, 0.0)
+
+
+class Policy(Protocol):
+    """What makes the score. `score` is called when a variant comes and at each use, never in between."""
+
+    @property
+    def name(self) -> str:
+        """What the catalog notes down: scores of another policy are made anew when it is opened."""
+        ...
+
+    def score(self, standing: Standing, clock: float) -> float:
+        """The score from now on; `clock` is 0 at first and moves as `ticked` and `ticked_by_return` say."""
+        ...
+
+
+def worth(*, saved: float, exact_share: float) -> float:
+    """(1 + saved) · (1 + exact share): the more a variant saves and the more exact its capture, the longer it stays.
+
+    1 + saved: the request that computed the chunk asked for it too; else every unused variant would be worth 0, and
+    exact captures could not be preferred among them. 1 + exact share instead of exact share: a capture without any
+    exact context would stay at 0 however often it serves; like this it needs at most twice the use.
+
+    >>> worth(saved=0.0, exact_share=1.0), worth(saved=3.0, exact_share=0.5)
     (2.0, 6.0)
     """
-    return (1.0 + reuse_frequency) * (1.0 + exact_share)
+    return (1.0 + saved) * (1.0 + exact_share)
 
 
-def score_gain(gain: float, *, exact_share: float) -> float:
-    """What `f_r += gain` adds to the score, for a remote that knows scores only and adds to them.
+def worth_gained(saved: float, *, exact_share: float) -> float:
+    """What a use adds to `worth`, for a remote that knows scores only and adds to them.
 
-    >>> score_gain(4.0, exact_share=1.0)
-    8.0
+    >>> worth_gained(0.5, exact_share=1.0)
+    1.0
     """
-    return eviction_score(reuse_frequency=gain, exact_share=exact_share) - eviction_score(
-        reuse_frequency=0.0, exact_share=exact_share
-    )
+    return saved * (1.0 + exact_share)
 
 
-def reuse_gain(cfo: float, tokens: int) -> float:
-    """What one use adds to f_r (Cache-Craft §3.3): 1 / CFO, with CFO bounded below by one token of the chunk.
+def ticked(clock: float, score: float, *, used: bool) -> float:
+    """The clock after something with this score had to leave: all the way to it, or a tenth where nobody used it.
 
-    >>> reuse_gain(0.25, 100), reuse_gain(0.0, 100)
-    (4.0, 100.0)
+    GreedyDual always goes all the way. Then a run of chunks that are asked for once ages the others, and soon evicts
+    them (docs/log.md has the numbers).
+
+    >>> ticked(1.0, 5.0, used=True), ticked(1.0, 5.0, used=False), ticked(5.0, 1.0, used=True)
+    (5.0, 1.4, 5.0)
     """
-    return 1.0 / max(cfo, 1.0 / tokens)
+    return clock + max(0.0, score - clock) * (1.0 if used else 0.1)
+
+
+def ticked_by_return(clock: float, lowest: float) -> float:
+    """The clock after something came back that had to leave: half the way to the lowest score.
+
+    It should not have left, so what stayed instead was thought too much of.
+
+    >>> ticked_by_return(1.0, 5.0), ticked_by_return(5.0, 1.0)
+    (3.0, 5.0)
+    """
+    return clock + max(0.0, lowest - clock) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The clock, and the computation saved so far per byte, less for inexact captures. The default.
+
+    Saved is counted in tokens: with one model, seconds are the same times a constant. f_r counts 1 / CFO for a use, so
+    one use behind the origin prefix counts as much as the chunk has tokens; here it counts 1, as one that had to fix
+    a tenth counts 0.9. What comes enters at the clock plus what it was worth when it left, so a chunk that is asked for
+    once is the next to leave, and one that comes back soon is not.
+
+    >>> Saving().score(Standing("c", "v", tokens=100, nbytes=400, exact_share=1.0, used=Use(9.0, 3.0)), clock=5.0)
+    7.0
+    """
+
+    name: str = "saving"
+
+    def score(self, standing: Standing, clock: float) -> float:
+        """See `Policy.score`."""
+        per_byte = standing.tokens / max(standing.nbytes, 1)
+        return clock + worth(saved=standing.used.saved, exact_share=standing.exact_share) * per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseFrequency:
+    """f_r as published (Cache-Craft §3.3): Σ 1 / CFO, without ageing, whatever a variant takes.
+
+    >>> ReuseFrequency().score(Standing("c", "v", tokens=100, nbytes=400, exact_share=0.0, used=Use(9.0, 3.0)), 5.0)
+    9.0
+    """
+
+    name: str = "f_r"
+
+    def score(self, standing: Standing, clock: float) -> float:
+        """See `Policy.score`."""
+        return standing.used.frequency
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in (Saving(), ReuseFrequency())})
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of that name; ConfigError lists the known ones."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}") from None

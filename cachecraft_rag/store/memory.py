@@ -5,13 +5,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from cachecraft_rag.store.eviction import eviction_score
+from cachecraft_rag.store.eviction import Policy, Saving, Standing, Use, ticked, ticked_by_return
 from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
+
+_LEAST_REMEMBERED = 1000
 
 
 @dataclass(slots=True)
@@ -21,12 +24,9 @@ class _Held:
     variant: Variant
     kv: torch.Tensor
     nbytes: int
-    frequency: float
+    used: Use
+    score: float = 0.0
     stamp: int = -1
-
-    @property
-    def score(self) -> float:
-        return eviction_score(reuse_frequency=self.frequency, exact_share=self.variant.exact_share)
 
 
 class MemoryTier:
@@ -39,6 +39,7 @@ class MemoryTier:
         budget_bytes: of all tensors together; 0 switches the tier off.
         name: what `LoadedVariant.tier` says of its tensors.
         on_leave: gets what had to leave for others (Cache-Craft §3.5: demotion to the next tier).
+        policy: makes the eviction scores.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class MemoryTier:
         *,
         name: TierName = "host",
         on_leave: Callable[[Variant, torch.Tensor], object] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.budget_bytes, self.name = budget_bytes, name
-        self._on_leave = on_leave
+        self._on_leave, self.policy = on_leave, policy or Saving()
+        self._clock = 0.0
+        self._departed: OrderedDict[str, Use] = OrderedDict()  # uses of what had to leave, by variant id
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._used_bytes = 0
@@ -78,7 +82,7 @@ class MemoryTier:
 
         An older tensor of the same variant is replaced. The caller must not write to `kv` any more.
         """
-        held = _Held(variant, kv, kv.numel() * kv.element_size(), variant.reuse_frequency)
+        held = _Held(variant, kv, kv.numel() * kv.element_size(), _uses(variant))
         if held.nbytes > self.budget_bytes:
             return False
         leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while
@@ -86,7 +90,11 @@ class MemoryTier:
         with self._lock:
             if (old := self._held.pop(variant.variant_id, None)) is not None:
                 self._used_bytes -= old.nbytes
-                held.frequency = max(held.frequency, old.frequency)
+                held.used = max(held.used, old.used, key=lambda used: used.frequency)
+            elif (known := self._departed.pop(variant.variant_id, None)) is not None:
+                held.used += known
+                lowest = min((score for score, stamp, name in self._heap[:1] if self._valid(name, stamp)), default=0.0)
+                self._clock = ticked_by_return(self._clock, lowest)
             while self._used_bytes + held.nbytes > self.budget_bytes:
                 leaving.append(self._pop_lowest())
             self._held[variant.variant_id] = held
@@ -113,28 +121,43 @@ class MemoryTier:
                 del self._held[variant_id]
                 self._used_bytes -= held.nbytes
 
-    def raise_frequency(self, variant_id: str, gain: float) -> None:
-        """f_r += gain, so that the tensor stays longer; nothing happens when it is not held."""
+    def record_use(self, variant_id: str, use: Use) -> None:
+        """Add a use, so that the tensor stays longer; nothing happens when it is not held."""
         with self._lock:
             if (held := self._held.get(variant_id)) is not None:
-                held.frequency += gain
+                held.used += use
                 self._push(variant_id, held)
 
     def _push(self, variant_id: str, held: _Held) -> None:
+        variant = held.variant
+        facts = (variant.key.chunk_id, variant_id, variant.tokens, held.nbytes, variant.exact_share)
+        held.score = self.policy.score(Standing(*facts, held.used), self._clock)
         held.stamp = next(self._stamps)
         heapq.heappush(self._heap, (held.score, held.stamp, variant_id))
         if len(self._heap) > 2 * len(self._held) + 64:  # mostly void entries: start afresh, amortised O(1)
             self._heap = [(held.score, held.stamp, name) for name, held in self._held.items()]
             heapq.heapify(self._heap)
 
+    def _valid(self, variant_id: str, stamp: int) -> bool:
+        held = self._held.get(variant_id)
+        return held is not None and held.stamp == stamp
+
     def _pop_lowest(self) -> _Held:
         while True:
             _, stamp, variant_id = heapq.heappop(self._heap)
-            held = self._held.get(variant_id)
-            if held is not None and held.stamp == stamp:
-                del self._held[variant_id]
+            if self._valid(variant_id, stamp):
+                held = self._held.pop(variant_id)
                 self._used_bytes -= held.nbytes
+                self._clock = ticked(self._clock, held.score, used=held.used.saved > 0.0)
+                self._departed[variant_id] = held.used + Use(0.0, 1.0)
+                while len(self._departed) > max(_LEAST_REMEMBERED, len(self._held)):
+                    self._departed.popitem(last=False)
                 return held
+
+
+def _uses(variant: Variant) -> Use:
+    """What the catalog knows of uses, where memory knows nothing: how often, but not how well."""
+    return Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
 
 
 class Memory:
@@ -155,6 +178,10 @@ class Memory:
         budget = device_bytes if device is not None else 0
         self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))
 
+    def follow(self, policy: Policy) -> None:
+        """Make the eviction scores by this policy from now on."""
+        self.host.policy = self.device.policy = policy
+
     def read(self, variant: Variant) -> LoadedVariant | None:
         """The tensor from the nearer tier that has it, or None."""
         for tier in (self.device, self.host):
@@ -172,7 +199,7 @@ class Memory:
         self.host.remove(variant_id, created)
         self.device.remove(variant_id, created)
 
-    def raise_frequency(self, variant_id: str, gain: float) -> None:
-        """See `MemoryTier.raise_frequency`."""
-        self.host.raise_frequency(variant_id, gain)
-        self.device.raise_frequency(variant_id, gain)
+    def record_use(self, variant_id: str, use: Use) -> None:
+        """See `MemoryTier.record_use`."""
+        self.host.record_use(variant_id, use)
+        self.device.record_use(variant_id, use)

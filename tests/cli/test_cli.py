@@ -192,6 +192,10 @@ def test_store_commands(home: Path) -> None:
     assert "all sound" in run("store", "check", cwd=home).stdout
     copy = home / "copy"
     shutil.copytree(home / "chunk-caches", copy)
+    told = ("--max-variants", "500", "--variants-per-chunk", "7", "--eviction", "f_r")
+    kept = last_json(run("store", "limits", *told, "--store", copy, "--json", cwd=home))
+    assert (kept["max_variants"], kept["variants_per_chunk"], kept["eviction"]) == (500, 7, "f_r")
+    assert last_json(run("store", "limits", "--store", copy, "--json", cwd=home)) == kept
     victim = next(iter(sorted(copy.rglob("*.safetensors"))))
     victim.write_bytes(victim.read_bytes()[:-100])
     assert "damaged file" in run("store", "check", "--store", copy, cwd=home, code=1).stdout

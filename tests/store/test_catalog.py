@@ -21,7 +21,7 @@ from cachecraft_rag.store.catalog_records import FileRef, Limits, RowFilter
 from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, sum_of, unpack_ids
 from cachecraft_rag.store.catalog_schema import MIGRATIONS
 from cachecraft_rag.store.database import Database, kind_of_cache
-from cachecraft_rag.store.eviction import eviction_score
+from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 
 COLUMNS_OF = [name.strip().removeprefix("v.") for name in COLUMNS.split(",")]
@@ -188,7 +188,7 @@ def test_rows_of_before_checksums_are_read_and_get_theirs_at_the_next_opening(tm
     with closing(Catalog(path)) as catalog:
         assert None not in stored_sums(path)
         assert catalog.lookup("ns", "model", ["old"])["old"] == [make("old", frequency=2.0)]
-        catalog.raise_frequencies({make("old").variant_id: 1.0})  # what changes is no part of it
+        catalog.record_uses({make("old").variant_id: Use(1.0, 1.0)})  # what changes is no part of it
         assert catalog.find("ns", "model", ["old"]) == ({"old": [make("old", frequency=3.0)]}, [])
 
 
@@ -258,7 +258,7 @@ def test_limits_that_are_none_are_passed_over(catalog: Catalog) -> None:
 def test_replacing_keeps_one_row_and_its_frequency(catalog: Catalog) -> None:
     old, new = make(created=1.0), replace(make(created=2.0), cci=0.9)
     add(catalog, old)
-    catalog.raise_frequencies({old.variant_id: 3.0})
+    catalog.record_uses({old.variant_id: Use(3.0, 3.0)})
     assert add(catalog, new) == [FileRef(old.variant_id, 1.0, 1000)]
     assert catalog.lookup("ns", "model", ["chunk"])["chunk"] == [replace(new, reuse_frequency=3.0)]
     assert catalog.totals().file_bytes == 1000
@@ -276,7 +276,9 @@ def test_the_least_used_leave_first_and_exact_captures_stay(catalog: Catalog) ->
     add(catalog, make("inexact", created=2.0, exact_share=0.2))  # younger, and unused like the exact one
     add(catalog, make("inexact but used", created=3.0, exact_share=0.2))
     add(catalog, make("busy", created=4.0, exact_share=0.0))
-    catalog.raise_frequencies({make("inexact but used").variant_id: 1.0, make("busy").variant_id: 9.0, "gone": 1.0})
+    once, twice = Use(1.0, 1.0), Use(2.0, 2.0)
+    used = {make("inexact but used").variant_id: once, make("busy").variant_id: twice, "gone": once}
+    catalog.record_uses(used)
     left = [add(catalog, make(f"new {n}", created=10.0 + n, frequency=99.0), limits=limits) for n in range(4)]
     order = [make(name).variant_id for name in ("inexact", "exact", "inexact but used", "busy")]
     assert [file.variant_id for files in left for file in files] == order
@@ -330,7 +332,7 @@ def test_a_removed_row_leaves_its_file_announced(catalog: Catalog) -> None:
 def test_administration_filters_pages_and_evicts(catalog: Catalog) -> None:
     for n in range(10):
         add(catalog, make(f"chunk {n}", created=float(n), namespace=f"ns {n % 2}"))
-    catalog.raise_frequencies({make("chunk 7", namespace="ns 1").variant_id: 5.0})
+    catalog.record_uses({make("chunk 7", namespace="ns 1").variant_id: Use(5.0, 5.0)})
     even = [row.variant.key.chunk_id for row in catalog.rows(RowFilter(namespace="ns 0"))]
     assert even == ["chunk 8", "chunk 6", "chunk 4", "chunk 2", "chunk 0"]
     pages = [catalog.rows(RowFilter(), offset=offset, limit=4) for offset in (0, 4, 8)]
@@ -444,7 +446,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Catalog,
         inter = struct.pack(f"<{len(prefix) // 16}f", *(dice.random() for _ in range(len(prefix) // 16)))
         identity = (1, chunks[n % len(chunks)], f"{n:032x}", prefix, 400, "t" * 32)
         frequency = dice.random() * 20
-        score = eviction_score(reuse_frequency=frequency, exact_share=1.0)
+        score = frequency
         return (*identity, inter, 0.5, 0.6, 1.0, None, "raw", 18_000_000, 18_004_096, frequency, float(n), score)
 
     connection = sqlite3.connect(path)
@@ -497,3 +499,50 @@ def test_eviction_among_100000_variants_does_not_scan_them(
             assert len(add(catalog, make(f"new {n}", created=1e9), limits=limits)) == 1  # fewer bytes in than out
         assert steps[0] < 10_000
         limits = replace(limits, disk_bytes=catalog.totals().file_bytes)
+
+
+# -- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_asked_for_once_pass_through_without_evicting_warm_ones(catalog: Catalog) -> None:
+    limits = replace(ROOMY, disk_bytes=10_000)
+    for n in range(9):
+        add(catalog, make(f"warm {n}", created=float(n)), limits=limits)
+    catalog.record_uses({make(f"warm {n}").variant_id: Use(60.0, 12.0) for n in range(9)})
+    for n in range(8):
+        add(catalog, make(f"once {n}", created=100.0 + n), limits=limits)
+    assert chunks_in(catalog) == {f"warm {n}" for n in range(9)} | {"once 7"}
+
+
+def test_what_nobody_asks_for_any_more_leaves_however_much_it_served(catalog: Catalog) -> None:
+    limits = replace(ROOMY, disk_bytes=2000)
+    add(catalog, make("of yesterday", created=1.0), limits=limits)
+    catalog.record_uses({make("of yesterday").variant_id: Use(1.0, 5.0)})
+    for n in range(70):
+        add(catalog, make(f"of today {n}", created=10.0 + n), limits=limits)
+    assert "of yesterday" not in chunks_in(catalog)
+
+
+def test_a_chunk_that_comes_back_is_worth_what_it_was(catalog: Catalog) -> None:
+    limits = replace(ROOMY, max_variants=1)
+    add(catalog, make("a", created=1.0), limits=limits)
+    catalog.record_uses({make("a").variant_id: Use(2.0, 3.0)})
+    add(catalog, make("b", created=2.0), limits=limits)
+    assert add(catalog, make("a", ("elsewhere",), created=3.0), limits=replace(limits, max_variants=3)) == []
+    (again,) = catalog.lookup("ns", "model", ["a"])["a"]
+    assert again.reuse_frequency == 2.0
+    add(catalog, make("a", ("yet elsewhere",), created=4.0), limits=replace(limits, max_variants=3))
+    assert [v.reuse_frequency for v in catalog.lookup("ns", "model", ["a"])["a"]].count(0.0) == 1
+
+
+def test_another_policy_makes_the_scores_anew(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite"
+    with closing(Catalog(path)) as catalog:
+        for name, use in (("exact once", Use(100.0, 1.0)), ("often", Use(60.0, 50.0))):
+            add(catalog, make(name))
+            catalog.record_uses({make(name).variant_id: use})
+        assert [row.variant.key.chunk_id for row in catalog.rows(RowFilter())] == ["often", "exact once"]
+    for policy, first in (("f_r", "exact once"), (None, "exact once"), ("saving", "often"), (None, "often")):
+        named = None if policy is None else policy_named(policy)  # who names none changes nothing
+        with closing(Catalog(path, policy=named)) as catalog:
+            assert catalog.rows(RowFilter())[0].variant.key.chunk_id == first

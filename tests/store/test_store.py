@@ -509,6 +509,23 @@ def test_a_chunk_has_at_most_m_variants(tmp_path: Path) -> None:
         assert store.stats().chunks == 2
 
 
+def test_the_eviction_policy_is_the_folders(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path, eviction="f_r") as store:
+        exact, often = stored(store, make("exact once")), stored(store, make("often"))
+        store.used(exact.variant_id, 0.0, 10)  # f_r = 10, saved 1
+        for _ in range(3):
+            store.used(often.variant_id, 0.5, 10)  # f_r = 6, saved 1.5
+        assert store.flush(10)
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["exact once", "often"]
+    with ChunkCacheStore.open(tmp_path) as store:  # who only looks at a store does not change it
+        assert store.eviction == "f_r"
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["exact once", "often"]
+    with ChunkCacheStore.open(tmp_path, eviction="saving") as store:
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["often", "exact once"]
+    with pytest.raises(ConfigError, match="saving, f_r"):
+        ChunkCacheStore.open(tmp_path, eviction="lru")
+
+
 def test_a_capture_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ChunkCacheStore.open(tmp_path, disk_bytes=FILE) as store:
         small = stored(store, make("small"))
@@ -780,11 +797,11 @@ def test_limits_once_set_stay_with_the_folder(tmp_path: Path) -> None:
             stored(store, make(f"chunk {n}"))
     with ChunkCacheStore.open(tmp_path, max_variants=3) as store:  # one changes, the others stay
         config = store.config
-        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (5 * FILE, 3, 5)
+        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (5 * FILE, 3, 64)
         assert config.host_bytes == StoreConfig().host_bytes  # that one belongs to the process
         assert store.stats().variants == 3
     with ChunkCacheStore.open(tmp_path) as store:
-        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=5)
+        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=64)
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.presence import Presence
@@ -507,14 +508,15 @@ def test_memory_gives_the_very_tensor() -> None:
 
 def test_the_least_used_leave_memory_first() -> None:
     host = host_with(3, "a", "b", "c")
-    host.raise_frequency(make("a").variant_id, 2.0)
-    host.raise_frequency(make("b").variant_id, 1.0)
-    host.raise_frequency("unknown", 9.0)
+    host.record_use(make("a").variant_id, Use(3.0, 3.0))
+    host.record_use(make("b").variant_id, Use(2.0, 2.0))
+    host.record_use("unknown", Use(9.0, 9.0))
     host.add(make("d"), tensor(make("d")))
     assert held(host, "a", "b", "c", "d") == "abd"
     host.add(make("e"), tensor(make("e")))  # d has not been used either
     assert held(host, "a", "b", "c", "d", "e") == "abe"
-    host.add(replace(make("f"), reuse_frequency=5.0), tensor(make("f")))
+    host.add(make("f"), tensor(make("f")))
+    host.record_use(make("f").variant_id, Use(5.0, 5.0))
     host.add(make("g"), tensor(make("g")))
     assert held(host, "a", "b", "e", "f", "g") == "afg"
 
@@ -550,7 +552,7 @@ def test_replaced_and_removed_tensors_are_accounted_for() -> None:
 def test_many_uses_do_not_let_the_bookkeeping_grow() -> None:
     host = host_with(4, "a", "b", "c")
     for _ in range(5000):
-        host.raise_frequency(make("b").variant_id, 0.5)
+        host.record_use(make("b").variant_id, Use(0.5, 0.5))
     assert len(host._heap) < 100
     host.add(make("d"), tensor(make("d")))
     host.add(make("e"), tensor(make("e")))
@@ -568,7 +570,7 @@ def test_memory_keeps_to_its_budget_under_eight_threads() -> None:
             for n in range(400):
                 variant = variants[(seed * 7 + n * 3) % 40]
                 host.add(variant, kv)
-                host.raise_frequency(variants[(n * 5) % 40].variant_id, 1.0)
+                host.record_use(variants[(n * 5) % 40].variant_id, Use(1.0, 1.0))
                 host.remove(variants[(n * 11) % 40].variant_id, 1.5)
                 host.read(variant)
                 if host.used_bytes > budget:

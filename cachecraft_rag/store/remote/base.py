@@ -22,7 +22,7 @@ class Parcel:
     place    folder of its chunk
     name     file name of its payload: variant id and `created`
     row      the bytes of its row, whose first 16 are `created`
-    score    see `eviction.eviction_score`: the lowest gives way first
+    score    see `eviction.worth`: the lowest gives way first
     instead_of  a row of the same variant that has to go first, if it is still there
     """
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.eviction import eviction_score, score_gain
+from cachecraft_rag.store.eviction import worth, worth_gained
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.layout import Encoded, OlderVersionError, longest_payload
 from cachecraft_rag.store.processes import HomeProcess
@@ -226,16 +226,19 @@ class RemoteTier(Closeable):
             foreign = self._foreign.pop(variant.variant_id, None)
         if not known:  # what a look-up told is where the remote's own copy lies
             self._remember(row)
-        score = eviction_score(reuse_frequency=0.0, exact_share=variant.exact_share)
+        score = worth(saved=0.0, exact_share=variant.exact_share)
         # What is not signed gives way: else nothing that is signed could ever take its place.
         return self._outbox.offer(Parcel(place, name, raw, score, payload, foreign))
 
-    def raise_frequency(self, variant_id: str, gain: float) -> None:
-        """f_r += gain there too, in the background, if this process has seen the variant there."""
+    def record_use(self, variant_id: str, saved: float) -> None:
+        """Add a use there too, in the background, if this process has seen the variant there.
+
+        A remote only adds to scores: they have no clock there.
+        """
         with self._lock:
             row = self._rows.get(variant_id)
         if row is not None:
-            self._outbox.gain(row.name, score_gain(gain, exact_share=row.variant.exact_share))
+            self._outbox.gain(row.name, worth_gained(saved, exact_share=row.variant.exact_share))
 
     def remove(self, variant: Variant) -> None:
         """Remove a variant whose payload turned out to be damaged, in the background."""

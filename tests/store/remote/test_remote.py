@@ -328,8 +328,8 @@ def test_what_is_used_stays_and_the_oldest_goes_first(url: str, make_tier: MakeT
     send(tier, *variants)
     inexact = variant_of("inexact", created=2e9, exact_share=0.2)
     send(tier, inexact)
-    tier.raise_frequency(variants[0].variant_id, 5.0)
-    tier.raise_frequency("0" * 32, 5.0)  # what is not there cannot be raised
+    tier.record_use(variants[0].variant_id, 5.0)
+    tier.record_use("0" * 32, 5.0)  # what is not there cannot be raised
     assert tier.flush(60)
     send(make_tier(url, budget_bytes=4 * (NBYTES + 700)), variant_of("new", created=3e9))
     left = {chunk for chunk in ["chunk 0", "chunk 1", "chunk 4", "inexact", "new"] if found(tier, chunk)}
@@ -341,7 +341,7 @@ def test_a_chunk_keeps_so_many_variants(url: str, make_tier: MakeTier) -> None:
     tier = make_tier(url, variants_per_chunk=2)
     variants = [variant_of(prefix=("system", str(n)), created=1e9 + n) for n in range(4)]
     send(tier, *variants[:2])
-    tier.raise_frequency(variants[0].variant_id, 9.0)
+    tier.record_use(variants[0].variant_id, 9.0)
     send(tier, *variants[2:])
     assert {variant.key.origin_prefix[1] for variant in found(tier)} == {"0", "3"}
     assert tier.stats().nbytes == contents(url)
@@ -673,7 +673,7 @@ def test_closing_takes_no_longer_than_it_may(make_redis: Any, make_tier: MakeTie
     assert found(tier) == []
     assert isinstance(tier.open(variant_of()), Unavailable)
     assert tier.put(variant_of(), encoded_of(variant_of()), TokenScores()) is False
-    tier.raise_frequency("x", 1.0)
+    tier.record_use("x", 1.0)
     assert tier.stats().variants is None
     server.go_on()
 

@@ -248,7 +248,7 @@ def test_a_use_that_cannot_be_counted_and_a_stranger_keep_nothing_from_being_sen
             row.with_name(f"{row.name.split('.')[0]}.{level}.up").touch()
         assert len(tier.lookup("ns", "model", ["one"])["one"]) == 1
         for gain in (1.0, 1e308, 1e308, float("inf")):
-            tier.raise_frequency(one.variant_id, gain)
+            tier.record_use(one.variant_id, gain)
             assert tier.flush(30)
         two = variant("two")
         assert tier.put(two, encode(two, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
@@ -272,7 +272,7 @@ def test_hostile_numbers_on_redis_end_no_sending(make_redis: Any) -> None:
             assert tier.put(variant, encode(variant, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
             assert tier.flush(30)
             assert len(tier.lookup("ns", "model", [f"chunk {number}"])[f"chunk {number}"]) == 1
-            tier.raise_frequency(variant.variant_id, float("inf"))
+            tier.record_use(variant.variant_id, float("inf"))
             assert tier.flush(30)
         assert tier.stats().captures == {"sent": 5}
         name = next(name for name in server.scan_iter() if b"rows/" in name)

@@ -1,0 +1,156 @@
+"""Many replays of one trace: policies and budgets side by side, and the answer to "how much do I need?"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.checks import check_choice, check_number
+from cachecraft_rag.evaluation.plotting import BLACK, BLUE, BROWN, GREY, RED, TEAL, VIOLET, YELLOW, pyplot, save
+from cachecraft_rag.evaluation.simulation.policies import MAKERS
+from cachecraft_rag.evaluation.simulation.replay import Outcome, Setting, replay
+from cachecraft_rag.evaluation.simulation.trace import Trace
+from cachecraft_rag.types import Progress
+
+ORACLE, OURS = "oracle", "saving"
+_COLOURS = {OURS: RED, ORACLE: BLACK, "f_r": YELLOW, "lru": BLUE, "lfu": TEAL, "fifo": GREY, "s3-fifo": VIOLET}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay. `budget` is the share of the working set that the disk holds: of one chunk-cache of every chunk."""
+
+    policy: str
+    budget: float
+    max_variants: int
+    variants_per_chunk: int
+    disk_budget: int
+    of_oracle: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is replayed: every policy at every budget; ours at the first budget with each N×M and each bound per chunk.
+
+    host_share  of the disk's budget: memory
+    """
+
+    policies: Sequence[str] = tuple(MAKERS)
+    budgets: Sequence[float] = (0.2, 0.05, 0.1, 0.4, 1.0)
+    max_variants: Sequence[int] = ()
+    variants_per_chunk: Sequence[int] = ()
+    host_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        for policy in self.policies:
+            check_choice("policy", policy, list(MAKERS))
+        for budget in self.budgets:
+            check_number("budget", budget, least=1e-6)
+        check_number("host_share", self.host_share, most=1)
+
+
+def run(
+    trace: Trace, grid: Grid, base: Setting, *, progress: Callable[[Progress], None] | None = None
+) -> Iterator[Cell]:
+    """Replay the trace for each cell of the grid; the oracle first, whom the others are compared with.
+
+    `base` gives all that the grid does not. Raises ConfigError.
+    """
+    planned = _settings(trace, grid, base)
+    total = len(planned) * len(trace.requests)
+    best: dict[float, float] = {}
+    for place, (budget, setting) in enumerate(planned):
+
+        def told(done: int, *, place: int = place, what: str = setting.policy) -> None:
+            if progress is not None:
+                progress(Progress(place * len(trace.requests) + done, total, what))
+
+        told(0)
+        outcome = replay(trace, setting, progress=told)
+        if setting.policy == ORACLE:
+            best[budget] = outcome.saved
+        share = outcome.saved / best[budget] if best.get(budget) else 0.0
+        limits = (setting.max_variants, setting.variants_per_chunk)
+        yield Cell(setting.policy, budget, *limits, setting.disk_bytes, share, outcome)
+
+
+def _settings(trace: Trace, grid: Grid, base: Setting) -> list[tuple[float, Setting]]:
+    whole = sum(trace.tokens) * base.bytes_per_token
+    policies = [ORACLE, *(policy for policy in dict.fromkeys(grid.policies) if policy != ORACLE)]
+    found = []
+    for budget in dict.fromkeys(grid.budgets):
+        disk = max(1, int(budget * whole))
+        sized = replace(base, disk_bytes=disk, host_bytes=int(grid.host_share * disk))
+        found += [(budget, replace(sized, policy=policy)) for policy in policies]
+        if budget == grid.budgets[0]:
+            ours = replace(sized, policy=OURS)
+            found += [(budget, replace(ours, max_variants=limit)) for limit in grid.max_variants]
+            found += [(budget, replace(ours, variants_per_chunk=limit)) for limit in grid.variants_per_chunk]
+    return found
+
+
+def needed(cells: Sequence[Cell], *, share: float = 0.85, policy: str = OURS) -> Cell | None:
+    """The smallest budget swept that saves at least this share of the best saving of this policy at any budget."""
+    own = list(of_policies(cells).get(policy, {}).values())
+    best = max((cell.outcome.saved for cell in own), default=0.0)
+    enough = [cell for cell in own if best > 0.0 and cell.outcome.saved >= share * best]
+    return min(enough, key=lambda cell: cell.budget, default=None)
+
+
+def of_policies(cells: Sequence[Cell]) -> dict[str, dict[float, Cell]]:
+    """Policy → budget → cell, without those that differ in N×M or the bound per chunk."""
+    found: dict[str, dict[float, Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.policy, {}).setdefault(cell.budget, cell)
+    return found
+
+
+def as_fields(cells: Sequence[Cell], requests: int) -> dict[str, Any]:
+    """What `--json` prints: policies → budget → `saved`, `of_oracle` and all counts; `limits` has the sweep of N×M."""
+    first = of_policies(cells)
+    kept = {id(cell) for by_budget in first.values() for cell in by_budget.values()}
+    policies: Mapping[str, Any] = {
+        policy: {f"{budget:g}": _fields(cell) for budget, cell in by_budget.items()}
+        for policy, by_budget in first.items()
+    }
+    limits = [{"policy": cell.policy, **_fields(cell)} for cell in cells if id(cell) not in kept]
+    enough = needed(cells)
+    return {
+        "policies": policies,
+        "limits": limits,
+        "needed_for_0.85": None if enough is None else {"budget": enough.budget, "disk_bytes": enough.disk_budget},
+        "requests": requests,
+    }
+
+
+def _fields(cell: Cell) -> dict[str, Any]:
+    limits = {"max_variants": cell.max_variants, "variants_per_chunk": cell.variants_per_chunk}
+    outcome = asdict(cell.outcome)
+    spread = outcome.pop("variants_per_chunk")
+    counts = {"chunks_by_variants": {str(number): chunks for number, chunks in spread.items()}}
+    return {"saved": outcome.pop("saved"), "of_oracle": cell.of_oracle, **limits, **counts, **outcome}
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Saved tokens over the budget, a line per policy. Raises ConfigError if matplotlib is missing or cannot write."""
+    figure, axis = pyplot("bench").subplots(figsize=(5.6, 3.8))
+    for policy, by_budget in of_policies(cells).items():
+        points = sorted(by_budget.items())
+        axis.plot(
+            [budget for budget, _ in points],
+            [100.0 * cell.outcome.saved for _, cell in points],
+            marker="o",
+            markersize=3,
+            color=_COLOURS.get(policy, BROWN),
+            linestyle="--" if policy == ORACLE else "-",
+            label=policy,
+        )
+    axis.set_xscale("log")
+    axis.set_xlabel("budget / working set")
+    axis.set_ylabel("tokens saved, %")
+    axis.legend(fontsize=7, frameon=False)
+    save(figure, path)
