@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import rotate
 
 
@@ -21,6 +22,11 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         start: the chunk's new first position.
         cos, sin: `[keys, rotary_dim]`, of all positions.
     """
+    if uses_triton(merged):
+        from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
+
+        place_on_gpu(merged[None], chunk[None], start, cos=cos, sin=sin)
+        return
     stop = start + chunk.shape[1]
     rotate(chunk[0], cos[start:stop], sin[start:stop], out=merged[0, start:stop])
     merged[1, start:stop] = chunk[1]
