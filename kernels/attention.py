@@ -29,9 +29,9 @@ def attention(
         `[rows, heads, head_dim]`.
     """
     if uses_triton(q):
-        from cachecraft_rag.kernels.gpu.attention import attend
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
-        found = attend(q, k, v, visible, scale=scale, softcap=softcap).out
+        found = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap).out
         assert found is not None, "values were given"
         return found
     blocks = visible.prepared(row_blocks)

@@ -43,10 +43,10 @@ def attention_mass(
     ([0.0, 0.5, 0.667], [0.833, 0.333, 0.0])
     """
     if uses_triton(q):
-        from cachecraft_rag.kernels.gpu.attention import attend
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
         from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
 
-        found = attend(q, k, None, visible, scale=scale, softcap=softcap, bounds=bounds)
+        found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, bounds=bounds)
         assert found.mass is not None, "bounds were given"
         return found.mass, received_on_gpu(q, k, found.lse, visible, scale=scale, softcap=softcap)
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)

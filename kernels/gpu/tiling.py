@@ -18,6 +18,7 @@ LARGEST_HEAD = 256
 _PROGRAMS_PER_PROCESSOR = 2
 _LEAST_KEYS = 256  # of a split: with fewer, putting the parts together costs more than it saves
 _MOST_SPLITS = 64
+_LARGE_SHARED = 160 << 10  # bytes that a program may have on a data centre's GPU; on others it is 99 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,16 @@ class Tiling:
             largest, keys, warps, stages = (32, 32, 4, 2) if wide else (128, 64, 8, 3)
         else:
             largest, keys, warps, stages = (16, 32, 4, 1) if wide else (64, 32, 4, 2)
+        if _shared_bytes(q.device) < _LARGE_SHARED:
+            keys, stages = min(keys, 32), min(stages, 2)
         rows = min(largest, max(16, triton.next_power_of_2(pairs)))
         return cls(rows, keys, warps if rows == largest else 4, stages)
 
     def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
         """Among how many programs a tile's keys are split, so that this many tiles fill the device."""
-        wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(device), programs)
+        wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
-        splits = max(1, min(wanted, fewest, _MOST_SPLITS))
+        splits: int = max(1, min(wanted, fewest, _MOST_SPLITS))
         return 1 << (splits.bit_length() - 1)  # each number is another compilation
 
     def constants(
@@ -78,6 +81,14 @@ class Tiling:
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a device; a few for the interpreter, so that it splits keys too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":
+        return _LARGE_SHARED
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _LARGE_SHARED))
 
 
 @dataclass(frozen=True)
