@@ -26,7 +26,7 @@ def _read(source, scale, shift, columns, inside, shifted, SCALED: tl.constexpr, 
 @triton.jit
 def _place(
     merged, chunk, cos, sin, scale, shift, slots, start, tokens, kv_heads, rotary,
-    merged_layer, merged_part, chunk_layer, chunk_part, scale_layer, scale_part,
+    merged_layer, merged_part, merged_key, chunk_layer, chunk_part, chunk_token, scale_layer, scale_part,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -38,11 +38,12 @@ def _place(
     if SLOTS:
         slot = tl.load(slots + token, mask=live, other=0)
     slot = slot.to(tl.int64)
-    row = chunk + layer * chunk_layer + part * chunk_part
-    source = row + pair.to(tl.int64)[:, None] * HEAD_DIM
+    source = (
+        chunk + layer * chunk_layer + part * chunk_part + (token.to(tl.int64) * chunk_token + head * HEAD_DIM)[:, None]
+    )
     scaled = scale + layer * scale_layer + part * scale_part + pair.to(tl.int64)[:, None]
     shifted = (((layer * 2 + part) * kv_heads + head) * HEAD_DIM)[:, None]
-    target = merged + layer * merged_layer + part * merged_part + ((slot * kv_heads + head) * HEAD_DIM)[:, None]
+    target = merged + layer * merged_layer + part * merged_part + (slot * merged_key + head * HEAD_DIM)[:, None]
     kind = merged.dtype.element_ty
     half = tl.arange(0, BLOCK_HALF)[None, :]
     inside = live[:, None] & (half < HALF)
@@ -73,8 +74,9 @@ def place(
     """Write a stored chunk-cache to its new positions: all layers in one launch.
 
     Args:
-        merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; any strides of layers and of the two.
-        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, float or int8; likewise.
+        merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; a key's heads lie side by side.
+        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, float or int8; likewise. It may be a cut
+            of more tokens or more heads.
         start: the chunk's new first position.
         cos, sin: `[positions, rotary_dim]`, of all positions.
         scale: `[layers, 2, tokens, kv_heads, 1]`, what int8 values are multiplied by; None = they are as they are.
@@ -92,7 +94,7 @@ def place(
     _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * layers)](
         merged, chunk, cos.contiguous(), sin.contiguous(), chunk if scale is None else scale,
         chunk if shift is None else shift.contiguous(), chunk if slots is None else slots.contiguous(),
-        start, tokens, kv_heads, cos.shape[-1], merged.stride(0), merged.stride(1), chunk.stride(0), chunk.stride(1),
+        start, tokens, kv_heads, cos.shape[-1], *merged.stride()[:3], *chunk.stride()[:3],
         0 if scale is None else scale.stride(0), 0 if scale is None else scale.stride(1),
         HEAD_DIM=head_dim, ROWS=_ROWS, SCALED=scale is not None, SHIFTED=shift is not None, SLOTS=slots is not None,
         **halves(head_dim, cos.shape[-1]),
@@ -123,8 +125,10 @@ def _check(
         raise ValueError(f"chunk of {chunk.dtype} {tuple(chunk.shape)}: int8 needs a scale per token and head")
     if shift is not None and shift.shape != (layers, 2, kv_heads, head_dim):
         raise ValueError(f"the drift must be {(layers, 2, kv_heads, head_dim)}, not {tuple(shift.shape)}")
-    if any(not x[0, 0].is_contiguous() for x in (merged, chunk, *(() if scale is None else (scale,)))):
-        raise ValueError("the tokens of a layer must lie side by side")
+    if any(x.stride()[3:] != (head_dim, 1) for x in (merged, chunk)):
+        raise ValueError("a token's heads must lie side by side")
+    if scale is not None and not scale[0, 0].is_contiguous():
+        raise ValueError("the scales of a layer's tokens must lie side by side")
 
 
 def place_reference(

@@ -78,6 +78,14 @@ def test_place_into_one_layer_of_a_larger_buffer() -> None:
     assert near(buffer, expected)
 
 
+def test_place_takes_a_ranks_own_heads() -> None:
+    chunk, (cos, sin) = noise(2, 2, 6, 4, 8), turns(9, 8, torch.float32)
+    found, expected = torch.zeros(2, 2, 9, 2, 8, device=DEVICE), torch.zeros(2, 2, 9, 2, 8, device=DEVICE)
+    place(found, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
+    place_reference(expected, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
+    assert near(found, expected)
+
+
 def test_place_decodes_int8() -> None:
     layout, (cos, sin) = KVLayout(layers=2, kv_heads=3, head_dim=8, dtype="float32"), turns(20, 8, torch.float32)
     codec, stored = CODECS["int8"](), noise(*layout.shape(11))
