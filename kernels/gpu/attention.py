@@ -87,7 +87,7 @@ def _sweep(
     return acc, top, total, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "segments", "window", "most_blocks", "absent_row", "bounds_row"])
 def _attend(
     q, k, v, out, lse, mass, positions, absent, bounds, row_edges, key_starts, blocks,
     q_row, q_head, k_key, k_head, k_block, v_key, v_head, v_block, most_blocks, absent_row, bounds_row,

@@ -11,7 +11,7 @@ from cachecraft_rag.kernels.gpu.rope import halves, rotate_reference, turned
 _ROWS = 32  # token-head pairs of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys"])
 def _shift_stale(
     merged, shifts, owner, cos, sin, keys, kv_heads, rotary, merged_part,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,

@@ -23,7 +23,7 @@ def _read(source, scale, shift, columns, inside, shifted, SCALED: tl.constexpr, 
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "tokens"])
 def _place(
     merged, chunk, cos, sin, scale, shift, slots, start, tokens, kv_heads, rotary,
     merged_layer, merged_part, merged_key, chunk_layer, chunk_part, chunk_token, scale_layer, scale_part,

@@ -23,7 +23,7 @@ from cachecraft_rag.kernels.visibility import Visibility
 _LOG2_E = math.log2(math.e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "most_keys", "window", "most_blocks", "absent_row"])
 def _received(
     q, k, lse, out, positions, absent, row_edges, key_starts, blocks,
     q_row, q_head, k_key, k_head, k_block, v_key, v_head, v_block, most_blocks, absent_row,

@@ -25,7 +25,7 @@ def turned(first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOC
     return first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _rotate(
     x, cos, sin, out, pairs, heads, x_token, x_head, out_token, out_head, rotary,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,

@@ -155,7 +155,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         (merged, noise(1, 2, 2, 4, 8).transpose(2, 3), 0, {}),
     ]
     for into, what, start, how in wrong:
-        with pytest.raises(ValueError, match=r"chunk|tokens|drift"):
+        with pytest.raises(ValueError, match=r"chunk|token|drift"):
             place(into, what, start, cos=cos, sin=sin, **how)
     with pytest.raises(ValueError, match="in pairs"):
         place(merged, chunk, 0, cos=noise(9, 10), sin=noise(9, 10))
