@@ -39,7 +39,9 @@ class KVBuffer:
         self.kv = empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device, self._ranks = stack.device, stack.ranks
         self.cos, self.sin = stack.rope(torch.arange(capacity, device=stack.device))
-        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._copies: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def place(self, layer: int, chunk: Tensor, start: int, *, original_start: int | None = None) -> None:
         """Put one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position.
