@@ -1,6 +1,6 @@
 """The GPU path of cachecraft-rag measured on a Llama-3-8B shape with random weights: exactness first, then speed.
 
-    python examples/gpu_bench.py --json gpu.json          # one GPU with 40 GB or more, under 8 minutes
+    python examples/gpu_bench.py --json gpu.json          # one GPU with 80 GB; made to end within 8 minutes
     python examples/gpu_bench.py --tiny                   # a toy model; without a GPU under Triton's interpreter
 
 Needs torch, triton, transformers and this package (`pip install --no-deps .` where they are installed). Nothing is
@@ -74,7 +74,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", help="prompt lengths, comma-separated; default 4096,8192,16384,32768")
     parser.add_argument("--share", type=float, default=0.15, help="part of the stored tokens that is recomputed")
     parser.add_argument("--repeats", type=int, default=5, help="timings of which the median counts")
-    parser.add_argument("--minutes", type=float, default=7.5, help="no further length is begun after this time")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no length is begun that would end later")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a toy model, also without a GPU")
     return parser.parse_args(argv)
