@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -27,6 +28,12 @@ def attention(
     Returns:
         `[rows, heads, head_dim]`.
     """
+    if uses_triton(q):
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
+
+        found = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap).out
+        assert found is not None, "values were given"
+        return found
     blocks = visible.prepared(row_blocks)
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[1]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -41,6 +42,13 @@ def attention_mass(
     >>> [round(float(row), 3) for row in mass[:, 0]], [round(float(key), 3) for key in received]  # 1/2 + 1/3, 1/3, 0
     ([0.0, 0.5, 0.667], [0.833, 0.333, 0.0])
     """
+    if uses_triton(q):
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
+        from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
+
+        found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, bounds=bounds)
+        assert found.mass is not None, "bounds were given"
+        return found.mass, received_on_gpu(q, k, found.lse, visible, scale=scale, softcap=softcap)
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
     received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
     for block, weights in _mean_weights(q, k, visible, scale=scale, softcap=softcap):

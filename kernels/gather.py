@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import rotate
 
 
@@ -21,9 +22,29 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         start: the chunk's new first position.
         cos, sin: `[keys, rotary_dim]`, of all positions.
     """
+    if uses_triton(merged):
+        place_all(merged[None], chunk[None], start, cos=cos, sin=sin)
+        return
     stop = start + chunk.shape[1]
     rotate(chunk[0], cos[start:stop], sin[start:stop], out=merged[0, start:stop])
     merged[1, start:stop] = chunk[1]
+
+
+def place_all(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor) -> None:
+    """`place` in all layers at once: one launch where Triton runs.
+
+    Args:
+        merged: `[layers, 2, keys, kv_heads, head_dim]`.
+        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, on the same device.
+        start, cos, sin: as in `place`.
+    """
+    if uses_triton(merged):
+        from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
+
+        place_on_gpu(merged, chunk, start, cos=cos, sin=sin)
+        return
+    for own, layer in zip(merged, chunk, strict=True):
+        place(own, layer, start, cos=cos, sin=sin)
 
 
 def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.choice import uses_triton
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rotate raw queries or keys to their positions.
@@ -27,6 +29,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     >>> rotate(one, *turn).tolist()
     [[[0.0, 1.0]]]
     """
+    if uses_triton(x):
+        from cachecraft_rag.kernels.gpu.rope import rotate as rotate_on_gpu
+
+        return rotate_on_gpu(x, cos, sin, out=out)
     if out is None:
         out = torch.empty_like(x)
     width = cos.shape[-1]

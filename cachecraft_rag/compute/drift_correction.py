@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import add_rotated, rotate
 
 _LEAST_EVIDENCE = 2  # recomputed tokens of a chunk: fewer say nothing
@@ -45,6 +46,7 @@ class DriftCorrection:
         self._chunks, self._strength = chunks, strength
         self._cos, self._sin = cos, sin
         self._ranges: list[tuple[int, range]] = []
+        self._owner: Tensor | None = None
 
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
         """Go on with rows at these ascending positions `[rows]`.
@@ -58,6 +60,11 @@ class DriftCorrection:
         self._ranges = [(number, span) for number, (chunk, _) in enumerate(used) for span in chunk.ranges]
         if not used:
             return
+        if uses_triton(self._cos):
+            owner = np.full(len(self._cos), -1, np.int32)
+            for number, span in self._ranges:
+                owner[span.start : span.stop] = number
+            self._owner = torch.from_numpy(owner).to(self._cos.device)
         device = self._cos.device
         counts = torch.tensor([len(where) for _, where in used], device=device)
         numbers = torch.arange(len(used), device=device)
@@ -82,6 +89,13 @@ class DriftCorrection:
             return
         change_k = rotate(keys[self._rows] - merged[0, self._at], *self._back)  # raw: the same at every position
         change_v = values[self._rows] - merged[1, self._at]
+        if self._owner is not None:
+            from cachecraft_rag.kernels.gpu.drift import shift_stale
+
+            change = torch.stack((change_k, change_v), dim=1).flatten(1).float()
+            shifts = (self._mean @ change).view(-1, 2, *change_k.shape[1:])
+            shift_stale(merged, shifts, self._owner, cos=self._cos, sin=self._sin)
+            return
         for part, change in enumerate((change_k, change_v)):
             shifts = (self._mean @ change.flatten(1).float()).to(merged.dtype).view(-1, *change.shape[1:])
             for number, span in self._ranges:

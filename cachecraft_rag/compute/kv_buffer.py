@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Stack
-from cachecraft_rag.kernels.gather import place
+from cachecraft_rag.kernels.gather import place, place_all
+from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.memory import empty
 
 
@@ -38,13 +39,45 @@ class KVBuffer:
         self.kv = empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device, self._ranks = stack.device, stack.ranks
         self.cos, self.sin = stack.rope(torch.arange(capacity, device=stack.device))
+        self._copies: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def place(self, layer: int, chunk: Tensor, start: int, *, original_start: int | None = None) -> None:
         """Put one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position.
 
         `original_start`: see `ResidentKV`.
         """
+        cos, sin = self._turns(start, original_start)
+        place(self.kv[layer], self._here(self._ranks.own_heads(chunk)), start, cos=cos, sin=sin)
+
+    def place_resident(self, layer: int, one: ResidentKV) -> None:
+        """Put one layer of a chunk-cache in memory at its place; layers are asked for from the first one on.
+
+        What lies on a GPU is placed in all layers with the first: a launch for each would take longer than the work.
+        """
+        if not self._holds_all_layers(one.kv):
+            self.place(layer, one.kv[layer], one.start, original_start=one.original_start)
+        elif layer == 0:
+            cos, sin = self._turns(one.start, one.original_start)
+            place_all(self.kv, one.kv, one.start, cos=cos, sin=sin)
+
+    def _holds_all_layers(self, kv: Tensor) -> bool:
+        """Whether a chunk-cache lies on this GPU, with the heads of this rank alone."""
+        return uses_triton(kv) and kv.device == self.kv.device and kv.shape[3] == self.kv.shape[3]
+
+    def _turns(self, start: int, original_start: int | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions; of a chunk that keeps its old rotation, those of its old positions."""
         shift = 0 if original_start is None else start - original_start
-        cos, sin = (self.cos.roll(shift, 0), self.sin.roll(shift, 0)) if shift else (self.cos, self.sin)
-        own = self._ranks.own_heads(chunk).to(self._device, non_blocking=True)
-        place(self.kv[layer], own, start, cos=cos, sin=sin)
+        return (self.cos.roll(shift, 0), self.sin.roll(shift, 0)) if shift else (self.cos, self.sin)
+
+    def _here(self, chunk: Tensor) -> Tensor:
+        """A chunk on this device. A GPU copies on a stream of its own, beside the layers that are computed."""
+        if self._copies is None or chunk.device == self._device:
+            return chunk.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._copies):
+            moved = chunk.to(self._device, non_blocking=True)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._copies)
+        moved.record_stream(computing)  # its memory is not used again before it has been read there
+        return moved

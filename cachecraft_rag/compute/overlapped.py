@@ -342,7 +342,7 @@ class OverlappedPrefill:
 
     def _place(self, layer: int, resident: Sequence[ResidentKV], *, below: int | None = None) -> None:
         for one in resident:
-            self._buffer.place(layer, one.kv[layer], one.start, original_start=one.original_start)
+            self._buffer.place_resident(layer, one)
         self._loads.place(layer, self._buffer, below=below)
 
     def _compute_instead(self, positions: Iterable[int]) -> None:

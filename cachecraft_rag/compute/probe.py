@@ -98,7 +98,7 @@ class QuestionProbe(Probe):
             return
         visible = Visibility(self._where, window=settings.window, absent=self._hidden)
         own = q[-len(self.positions) :]  # behind rows that may have joined
-        everything = torch.tensor([0, len(k)], device=q.device)
+        everything = torch.arange(0, len(k) + 1, len(k), device=q.device)  # made there: a copy would wait for it
         _, received = attention_mass(own, k, visible, everything, scale=settings.scale, softcap=settings.softcap)
         self._received = received if self._received is None else self._received + received
 

@@ -1,0 +1,79 @@
+"""Puts the parts of an attention together whose keys were split among programs (flash decoding)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["pairs", "segments"])
+def _combine(
+    parts, lses, masses, out, lse, mass, pairs, segments,
+    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    VALUES: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    each = tl.load(lses + split * pairs + pair)
+    top = tl.max(each, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(each - base)
+    total = tl.sum(weight, 0)
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    tl.store(lse + pair, tl.where(nothing, float("-inf"), base + tl.log(total)))
+    weight = weight / total
+    if VALUES:
+        dims = tl.arange(0, BLOCK_D)
+        inside = dims < HEAD_DIM
+        at = parts + (split[:, None] * pairs + pair) * HEAD_DIM + dims[None, :]
+        found = tl.load(at, mask=inside[None, :], other=0.0)
+        tl.store(out + pair * HEAD_DIM + dims, tl.sum(found * weight[:, None], 0).to(out.dtype.element_ty), inside)
+    if MASS:
+        column = tl.arange(0, BLOCK_S)
+        at = masses + (split[:, None] * pairs + pair) * segments + column[None, :]
+        found = tl.load(at, mask=(column < segments)[None, :], other=0.0)
+        tl.store(mass + pair * segments + column, tl.sum(found * weight[:, None], 0), column < segments)
+
+
+def combine(
+    parts: Tensor | None, lses: Tensor, masses: Tensor | None, *, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Weigh each part by its share of the exponentials.
+
+    Args:
+        parts: float32 `[splits, rows, heads, head_dim]`, or None.
+        lses: float32 `[splits, rows, heads]`; -inf where a part holds no visible key. splits is a power of 2.
+        masses: float32 `[splits, rows, heads, segments]`, or None.
+        dtype: of the first result.
+
+    Returns:
+        `[rows, heads, head_dim]`, float32 `[rows, heads]` and float32 `[rows, heads, segments]`.
+    """
+    splits, rows, heads = lses.shape
+    if splits & (splits - 1):
+        raise ValueError(f"splits must be a power of 2, not {splits}")
+    head_dim = 1 if parts is None else parts.shape[-1]
+    segments = 0 if masses is None else masses.shape[-1]
+    out = None if parts is None else torch.empty(parts.shape[1:], dtype=dtype, device=lses.device)
+    mass = None if masses is None else torch.empty_like(masses[0])
+    lse = torch.empty_like(lses[0])
+    _combine[(rows * heads,)](
+        lses if parts is None else parts, lses, lses if masses is None else masses,
+        lse if out is None else out, lse, lse if mass is None else mass, rows * heads, segments,
+        SPLITS=splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_S=triton.next_power_of_2(max(segments, 1)), VALUES=parts is not None, MASS=masses is not None,
+    )  # fmt: skip
+    return out, lse, mass
+
+
+def combine_reference(
+    parts: Tensor | None, lses: Tensor, masses: Tensor | None, *, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """`combine` in torch."""
+    lse = lses.logsumexp(0)
+    weight = (lses - lse).exp().nan_to_num(0.0)[..., None]  # -inf less -inf: a row that sees nothing
+    out = None if parts is None else (parts * weight).sum(0).to(dtype)
+    return out, lse, None if masses is None else (masses * weight).sum(0)

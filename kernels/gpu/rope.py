@@ -1,0 +1,100 @@
+"""Rotary position embedding in one pass: each element is read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16  # token-head pairs of one program
+
+
+@triton.jit
+def turned(first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Both halves, float32 `[rows, BLOCK_HALF]`, rotated to the places `at` `[rows]` of `cos` and `sin`.
+
+    Each half has an own row of cos and sin, as in `kernels.rope`.
+    """
+    half = tl.arange(0, BLOCK_HALF)
+    place = at.to(tl.int64)[:, None] * rotary + half[None, :]
+    cos_1 = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    return first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _rotate(
+    x, cos, sin, out, pairs, heads, x_token, x_head, out_token, out_head, rotary,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = pair < pairs
+    token, head = pair // heads, pair % heads
+    source = x + (token.to(tl.int64) * x_token + head * x_head)[:, None]
+    target = out + (token.to(tl.int64) * out_token + head * out_head)[:, None]
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = live[:, None] & (half < HALF)
+    first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half + HALF, mask=inside, other=0.0).to(tl.float32)
+    first, second = turned(first, second, cos, sin, token, inside, rotary, HALF, BLOCK_HALF)
+    tl.store(target + half, first.to(out.dtype.element_ty), inside)
+    tl.store(target + half + HALF, second.to(out.dtype.element_ty), inside)
+    if REST > 0:
+        rest = tl.arange(0, BLOCK_REST)[None, :]
+        inside = live[:, None] & (rest < REST)
+        tl.store(target + 2 * HALF + rest, tl.load(source + 2 * HALF + rest, mask=inside, other=0.0), inside)
+
+
+def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
+    """The constants of a kernel that rotates: sizes of half the rotary part and of what passes through.
+
+    Raises ValueError where the rotary part is odd or wider than a head.
+    """
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
+    half, rest = rotary_dim // 2, head_dim - rotary_dim
+    blocks = {"BLOCK_HALF": triton.next_power_of_2(half), "BLOCK_REST": triton.next_power_of_2(max(rest, 1))}
+    return {"HALF": half, "REST": rest, **blocks}
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rotate raw queries or keys to their positions; computed in float32 and rounded once.
+
+    Args:
+        x: `[tokens, heads, head_dim]`, raw; a head's dimensions side by side.
+        cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted; rotary_dim ≤ head_dim.
+        out: where to write, same shape as `x`, not overlapping it; a new tensor where it is None.
+
+    Returns:
+        `out`, `[tokens, heads, head_dim]`.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    tokens, heads, head_dim = x.shape
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if cos.shape != sin.shape or cos.shape[0] != tokens or out.shape != x.shape:
+        raise ValueError(f"{tuple(x.shape)} to {tuple(out.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}")
+    if x.stride(-1) != 1 or out.stride(-1) != 1:
+        raise ValueError("a head's dimensions must lie side by side")
+    if x.numel():
+        _rotate[(triton.cdiv(tokens * heads, _ROWS),)](
+            x, cos.contiguous(), sin.contiguous(), out, tokens * heads, heads,
+            x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.shape[-1],
+            ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
+        )  # fmt: skip
+    return out
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in torch and float64."""
+    half = cos.shape[-1] // 2
+    cos, sin, x = cos.double()[:, None], sin.double()[:, None], x.double()
+    first, second = x[..., :half], x[..., half : 2 * half]
+    one = first * cos[..., :half] - second * sin[..., :half]
+    two = second * cos[..., half:] + first * sin[..., half:]
+    return torch.cat((one, two, x[..., 2 * half :]), dim=-1)
