@@ -92,5 +92,5 @@ def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
     if not path.name.startswith("streamlit_"):  # an app, not a first look
         assert len(source.splitlines()) <= 40
     imported = re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE)
-    assert imported
+    assert imported or path.name.startswith("streamlit_")  # a part of an app may need none
     assert set(imported) <= PUBLIC
