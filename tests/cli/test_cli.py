@@ -275,10 +275,10 @@ def test_index_says_what_it_left_out_and_when_it_found_nothing(tmp_path: Path) -
     (tmp_path / "docs").mkdir()
     done = run("index", "docs", cwd=tmp_path)
     assert "nothing was found to index; files end in .txt, .md" in done.stderr
-    (tmp_path / "docs" / "table.csv").write_text("a")
+    (tmp_path / "docs" / "table.xlsx").write_text("a")
     (tmp_path / "docs" / "page.md").write_text("Descale it.")
     done = run("index", "docs", cwd=tmp_path)
-    assert done.stderr.count("table.csv") == 1
+    assert done.stderr.count("table.xlsx") == 1
     assert "nothing was found" not in done.stderr
     assert "1 chunks embedded" in done.stderr
     assert "1 documents added" in done.stdout

@@ -146,7 +146,9 @@ def test_a_chain_over_any_retriever_finds_and_reuses_on_the_second_turn(
     assert share_reused(before, after) >= 0.8
 
 
-@pytest.mark.filterwarnings("ignore:The class `:langchain_core._api.deprecation.LangChainDeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*RunnableWithMessageHistory:langchain_core._api.deprecation.LangChainDeprecationWarning"
+)
 def test_a_conversation_kept_by_langchain(
     vectors: CacheCraftVectorStore, engine: Engine, generator: CacheCraftGenerator
 ) -> None:
