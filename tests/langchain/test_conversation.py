@@ -146,7 +146,8 @@ def test_a_chain_over_any_retriever_finds_and_reuses_on_the_second_turn(
     assert share_reused(before, after) >= 0.8
 
 
-@pytest.mark.filterwarnings(
+# LangChain deprecates its own message histories, which applications still use.
+@pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning")
     "ignore:.*RunnableWithMessageHistory:langchain_core._api.deprecation.LangChainDeprecationWarning"
 )
 def test_a_conversation_kept_by_langchain(

@@ -328,7 +328,7 @@ def asking(request: pytest.FixtureRequest, index: tuple[FaissStore, Embedder]) -
         def ask(history: Sequence[BaseMessage] = (), session: str | None = None) -> dict[str, Any]:
             turns, _ = conversation([*history, HumanMessage("How long?")])
             sampling = SamplingParams(max_new_tokens=8)
-            # A search with the conversation may rank other chunks first, as another question may; that is not meant here.
+            # Searching with the conversation may rank other chunks first, as another question may: not meant here.
             answer = rag.ask("How long?", history=turns, session=session, sampling=sampling, search_history=False)
             return answer.stats.as_dict() | {"text": answer.text}
 
