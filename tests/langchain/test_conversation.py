@@ -148,8 +148,6 @@ def test_a_chain_over_any_retriever_finds_and_reuses_on_the_second_turn(
 
 # LangChain deprecates its own message histories, which applications still use.
 @pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning")
-    "ignore:.*RunnableWithMessageHistory:langchain_core._api.deprecation.LangChainDeprecationWarning"
-)
 def test_a_conversation_kept_by_langchain(
     vectors: CacheCraftVectorStore, engine: Engine, generator: CacheCraftGenerator
 ) -> None:
