@@ -353,7 +353,7 @@ def test_uses_are_counted_on_the_remote(tmp_path: Path, make_redis: Any) -> None
         assert store.flush(5)
     with redis.Redis.from_url(url) as server:
         ((_, score),) = server.zrange("cachecraft/v3:score", 0, -1, withscores=True)
-        assert score == 2.0 + 4.0 * 2.0  # (1 + f_r) · (1 + exact share)
+        assert score == 2.0 + 0.75 * 2.0  # (1 + saved) · (1 + exact share)
 
 
 def test_what_the_disk_has_no_room_for_may_be_remote_still(tmp_path: Path) -> None:
