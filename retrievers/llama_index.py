@@ -7,7 +7,6 @@ text share one chunk, with one vector and one chunk-cache.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -31,16 +30,12 @@ try:
     )
     from llama_index.core.vector_stores.types import (
         BasePydanticVectorStore,
-        FilterCondition,
-        FilterOperator,
-        MetadataFilter,
         MetadataFilters,
         VectorStoreQuery,
         VectorStoreQueryMode,
         VectorStoreQueryResult,
     )
     from llama_index.core.vector_stores.utils import (
-        build_metadata_filter_fn,
         metadata_dict_to_node,
         node_to_metadata_dict,
     )
@@ -56,14 +51,14 @@ from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.llama_index_filters import NODE, where_of
 from cachecraft_rag.retrievers.ranking import WordIndex, fused, marginal_relevance
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk, Metadata, SearchHit
+from cachecraft_rag.types import Chunk, SearchHit
 
-_NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})
 _BY_VECTOR = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR, VectorStoreQueryMode.HYBRID)
@@ -263,7 +258,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes that have one of the ids (None: all) and pass the filters."""
-        found = self._store.places(node_ids, where=_where(filters)) if self._store is not None else []
+        found = self._store.places(node_ids, where=where_of(filters)) if self._store is not None else []
         return [_node_of(chunk) for chunk in found]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
@@ -291,7 +286,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     def _ranked(self, query: VectorStoreQuery, options: Options) -> Ranked:
         assert self._store is not None
-        where = _where(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
+        where = where_of(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
         if query.mode not in _BY_WORDS:
             rank = _unlike if query.mode == VectorStoreQueryMode.MMR else _nearest
             return rank(self._store, query, where, options)
@@ -420,7 +415,7 @@ class CacheCraftRetriever(BaseRetriever):
         self._rag, self._top_k, self._filters = rag, top_k, filters
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        where = _where(self._filters)
+        where = where_of(self._filters)
         if isinstance(query_bundle, ConversationQuery):
             question, history = query_bundle.question, query_bundle.history
             hits = self._rag.retrieve(question, top_k=self._top_k, where=where, history=history)
@@ -454,7 +449,7 @@ def without_paths(node: BaseNode) -> BaseNode:
 def _node_of(found: Chunk | SearchHit) -> BaseNode:
     """The node that was added; for a chunk that `CacheCraft` indexed, a node whose metadata the model does not see."""
     metadata = found.metadata
-    if _NODE in metadata:
+    if NODE in metadata:
         return metadata_dict_to_node(dict(metadata))
     node = TextNode(
         id_=found.chunk_id,
@@ -466,53 +461,3 @@ def _node_of(found: Chunk | SearchHit) -> BaseNode:
     if source := metadata.get("source"):
         node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=str(source))
     return node
-
-
-def _where(
-    filters: MetadataFilters | None, *, node_ids: Sequence[str] | None = None, doc_ids: Sequence[str] | None = None
-) -> Where | None:
-    """LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id in LlamaIndex."""
-    if not (node_ids or doc_ids or (filters and filters.filters)):
-        return None
-    exact = _exact(filters) if filters is not None and not (node_ids or doc_ids) else None
-    if exact is not None:
-        return exact
-    allowed_nodes, allowed_documents = set(node_ids or ()), set(doc_ids or ())
-
-    def where(metadata: Metadata) -> bool:
-        node = json.loads(str(metadata[_NODE])) if _NODE in metadata else {}
-        if allowed_nodes and node.get("id_") not in allowed_nodes:
-            return False
-        if allowed_documents and metadata.get("ref_doc_id", metadata.get("source")) not in allowed_documents:
-            return False
-        return filters is None or _passes(filters, {**node.get("metadata", {}), **metadata})
-
-    return where
-
-
-def _exact(filters: MetadataFilters) -> dict[str, str] | None:
-    """Filters that only compare texts for equality, as a mapping that needs no parsing of rows; else None."""
-    wanted: dict[str, str] = {}
-    for condition in filters.filters:
-        if isinstance(condition, MetadataFilters) or condition.operator != FilterOperator.EQ:
-            return None
-        if not isinstance(condition.value, str) or condition.key in wanted:
-            return None
-        wanted[condition.key] = condition.value
-    return wanted if filters.condition in (None, FilterCondition.AND) else None
-
-
-def _passes(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
-    """Whether metadata passes filters. They may be nested, which LlamaIndex's own function does not support."""
-
-    def one(condition: MetadataFilter | MetadataFilters) -> bool:
-        if isinstance(condition, MetadataFilters):
-            return _passes(condition, metadata)
-        return build_metadata_filter_fn(lambda _: metadata, MetadataFilters(filters=[condition]))("")
-
-    results = [one(condition) for condition in filters.filters]
-    if filters.condition == FilterCondition.OR:
-        return any(results)
-    if filters.condition == FilterCondition.NOT:
-        return not any(results)
-    return all(results)

@@ -296,6 +296,8 @@ def test_shell_lines_run(
         for page in ("kettle-wren-k2.md", "returns.md"):
             shutil.copy(handbook / page, folder / "docs")
     (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": [article("mill"), article("bridge")]}))
+    traffic = [json.dumps({"chunks": [f"chunk {n % 7}", f"chunk {n % 3}"]}) for n in range(100)]
+    (reader / "traffic.jsonl").write_text("\n".join(traffic))
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]
     for name, stand_in in SHELL_STAND_INS.items():
         lines = [(place, line.replace(name, stand_in.format(folder=tmp_path))) for place, line in lines]
