@@ -31,9 +31,10 @@ def run_python(code: str, *, cwd: Path) -> str:
 
 
 def expected_files() -> set[str]:
-    """Every module, and the handbook, by its path inside a wheel."""
+    """Every module, the handbook and the follow-up questions, by their paths inside a wheel."""
     found = {f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")}
     found |= {"cachecraft_rag/handbook/.questions.json", "cachecraft_rag/handbook/__init__.py"}
+    found.add("cachecraft_rag/evaluation/retrieval/follow-ups.jsonl")
     for inside, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             found.add(f"{inside}/{path.relative_to(ROOT / folder).as_posix()}")
