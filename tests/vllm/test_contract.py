@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_settings_that_are_refused_have_these_names() -> None:
     assert parts <= VllmConfig.__dataclass_fields__.keys()
     assert {"cache_dtype", "enable_prefix_caching"} <= CacheConfig.__dataclass_fields__.keys()
     for name in ("use_mla", "is_encoder_decoder"):
-        assert isinstance(getattr(ModelConfig, name), property), name
+        assert isinstance(getattr(ModelConfig, name), property | cached_property), name
     assert "self.hf_text_config" in source("config.model")
     assert "kv_cache_groups" in KVCacheConfig.__dataclass_fields__
     assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {"FullAttentionSpec", "SlidingWindowSpec"}
