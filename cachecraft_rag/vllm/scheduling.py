@@ -51,7 +51,6 @@ class Scheduling:
     """One server's scheduler end.
 
     Args:
-        block_size: tokens of a block of vLLM's.
         prefix_caching: whether blocks may serve several requests, so that salts matter.
     """
 
@@ -61,12 +60,11 @@ class Scheduling:
         identity: ModelIdentity,
         settings: ConnectorSettings,
         *,
-        block_size: int,
         prefix_caching: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._identity, self._settings = store, identity, settings
-        self._block_size, self._prefix_caching, self._clock = block_size, prefix_caching, clock
+        self._prefix_caching, self._clock = prefix_caching, clock
         # A remote may take its time, and no step waits for it. Without one a look-up is one query of the catalog.
         self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         self._known: dict[str, Pending] = {}
@@ -94,8 +92,9 @@ class Scheduling:
         if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
             known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
             return 0
-        question = known.ask.prompt.bounds[-2]
-        if computed + self._block_size > question:  # of vLLM's own prefix cache: what is left it computes itself
+        if (
+            computed >= known.ask.prompt.bounds[-2]
+        ):  # all chunks are in vLLM's own prefix cache, only the question is left
             return 0
         if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
             return None
