@@ -88,7 +88,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._store = ChunkCacheStore.open(self._settings.store, self._settings.store_config)
         if stack is None:
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
-            self._scheduling = Scheduling(self._store, identity, self._settings, prefix_caching=caching)
+            self._scheduling = Scheduling(
+                self._store, identity, self._settings, block_size=block_size, prefix_caching=caching
+            )
         else:
             self._workers = Workers(
                 stack, self._store, identity, namespace=self._settings.namespace, block_size=block_size

@@ -51,6 +51,7 @@ class Scheduling:
     """One server's scheduler end.
 
     Args:
+        block_size: tokens of a block of vLLM's.
         prefix_caching: whether blocks may serve several requests, so that salts matter.
     """
 
@@ -60,11 +61,12 @@ class Scheduling:
         identity: ModelIdentity,
         settings: ConnectorSettings,
         *,
+        block_size: int,
         prefix_caching: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._identity, self._settings = store, identity, settings
-        self._prefix_caching, self._clock = prefix_caching, clock
+        self._block_size, self._prefix_caching, self._clock = block_size, prefix_caching, clock
         # A remote may take its time, and no step waits for it. Without one a look-up is one query of the catalog.
         self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         self._known: dict[str, Pending] = {}
@@ -92,9 +94,10 @@ class Scheduling:
         if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
             known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
             return 0
-        if (
-            computed >= known.ask.prompt.bounds[-2]
-        ):  # all chunks are in vLLM's own prefix cache, only the question is left
+        question = known.ask.prompt.bounds[-2]
+        # vLLM computes the rest of the last block itself. After a preemption not: the answer would go on differently.
+        spare = 0 if known.filled else self._block_size - 1
+        if computed >= question - spare:  # vLLM's own prefix cache has the chunks
             return 0
         if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
             return None

@@ -322,6 +322,10 @@ def test_vllm_computes_what_is_nearly_there(engine: Engine, scheduling: Scheduli
     question = ask.prompt.bounds[-2]
     assert scheduling.matched(request_of(ask), question - BLOCK + 1) == 0
     assert scheduling.matched(request_of(ask), question - BLOCK) == ask.prompt.bounds[-1] - 1 - question + BLOCK
+    scheduling.allocated(request_of(ask), tuple(range(100)), 20)  # and then it is preempted
+    assert scheduling.matched(request_of(ask), question) == 0
+    scheduling.ended({request_of(ask).request_id})
+    assert scheduling.matched(request_of(ask), question - 1) == ask.prompt.bounds[-1] - question
     nothing = replace(ask_of(engine, [0]), captures=None)
     other = replace(nothing, prompt=replace(nothing.prompt, segments=tuple(
         replace(one, segment_id="new " + one.segment_id) for one in nothing.prompt.segments)))  # fmt: skip
