@@ -72,8 +72,16 @@ class AnswerStream(Iterator[str]):
         return Answer(self.text, self.sources, self.stats)
 
 
-class AskOptions(AnswerOptions, SamplingOptions, total=False):
-    """What `ask` and `stream` take besides the question and the retrieval."""
+class AnsweringOptions(AnswerOptions, SamplingOptions, total=False):
+    """What `CacheCraft.stream` hands to the engine."""
+
+
+class AskOptions(AnsweringOptions, total=False):
+    """What may come with a question, see `CacheCraft.stream`."""
+
+    top_k: int
+    where: Where | None
+    search_history: bool
 
 
 class AsyncAnswerStream(AsyncIterator[str]):
@@ -239,7 +247,7 @@ class CacheCraft(Retriever, Closeable):
         top_k: int = DEFAULT_TOP_K,
         where: Where | None = None,
         search_history: bool = True,
-        **answering: Unpack[AskOptions],
+        **answering: Unpack[AnsweringOptions],
     ) -> AnswerStream:
         """Retrieve, then stream the answer.
 
@@ -255,7 +263,7 @@ class CacheCraft(Retriever, Closeable):
             ConfigError, ContextLengthError: as in `Engine.stream`.
             IndexStoreError: the index holds no documents yet.
         """
-        check_names(answering, AskOptions.__annotations__)
+        check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
         check_text("question", question, damaged=True)
         history = listed("history", answering.get("history", ()))  # a generator gives its turns once
@@ -267,42 +275,17 @@ class CacheCraft(Retriever, Closeable):
         sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits)
         return AnswerStream(generation, sources, searched=search_texts(question, context))
 
-    def ask(
-        self,
-        question: str,
-        *,
-        top_k: int = DEFAULT_TOP_K,
-        where: Where | None = None,
-        search_history: bool = True,
-        **answering: Unpack[AskOptions],
-    ) -> Answer:
-        """Retrieve and answer; arguments as in `stream`."""
-        return self.stream(question, top_k=top_k, where=where, search_history=search_history, **answering).answer()
+    def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """Retrieve and answer; options and errors as in `stream`."""
+        return self.stream(question, **options).answer()
 
-    def astream(
-        self,
-        question: str,
-        *,
-        top_k: int = DEFAULT_TOP_K,
-        where: Where | None = None,
-        search_history: bool = True,
-        **answering: Unpack[AskOptions],
-    ) -> AsyncAnswerStream:
+    def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """`stream` for `async for`; nothing happens before the first piece is asked for."""
-        ask = partial(self.stream, question, top_k=top_k, where=where, search_history=search_history, **answering)
-        return AsyncAnswerStream(ask)
+        return AsyncAnswerStream(partial(self.stream, question, **options))
 
-    async def aask(
-        self,
-        question: str,
-        *,
-        top_k: int = DEFAULT_TOP_K,
-        where: Where | None = None,
-        search_history: bool = True,
-        **answering: Unpack[AskOptions],
-    ) -> Answer:
+    async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop. A cancelled task stops the model after the current token."""
-        stream = self.astream(question, top_k=top_k, where=where, search_history=search_history, **answering)
+        stream = self.astream(question, **options)
         async for _ in stream:
             pass
         assert stream.stats is not None  # no piece or many: the stream has begun

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -114,6 +114,25 @@ def full_disk() -> Callable[[], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return full
+
+
+@pytest.fixture(scope="session")
+def squad_article() -> Callable[..., dict[str, Any]]:
+    """`squad_article("mill", {"Arden": 1701})`: an article in SQuAD's published form, with a paragraph for each town.
+
+    The paragraph says when the mill of Arden was built, and that is its question; `asked` leaves out questions.
+    """
+
+    def article(name: str, towns: Mapping[str, int], asked: Callable[[int], bool] = bool) -> dict[str, Any]:
+        paragraphs = []
+        for town, year in towns.items():
+            context = f"The {name} of {town} was built in {year} and stands beside the river."
+            answers = [{"text": str(year), "answer_start": 0}]
+            question = {"id": f"{name}{year}", "question": f"When was the {name} of {town} built?", "answers": answers}
+            paragraphs.append({"context": context, "qas": [question] if asked(year) else []})
+        return {"title": name, "paragraphs": paragraphs}
+
+    return article
 
 
 CHAT_TEMPLATE = (

@@ -284,7 +284,11 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
 
 @pytest.mark.slow
 def test_shell_lines_run(
-    tiny_decoder: Callable[..., Decoder], handbook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_decoder: Callable[..., Decoder],
+    squad_article: Callable[..., dict[str, Any]],
+    handbook: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2, vocab_size=1024)
@@ -295,7 +299,9 @@ def test_shell_lines_run(
         (folder / "docs").mkdir(parents=True)
         for page in ("kettle-wren-k2.md", "returns.md"):
             shutil.copy(handbook / page, folder / "docs")
-    (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": [article("mill"), article("bridge")]}))
+    towns = {town: 1700 + 11 * place for place, town in enumerate("ABCDEFGHIJK")}
+    articles = [squad_article(name, towns, lambda year: year % 2 == 0) for name in ("mill", "bridge")]
+    (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     traffic = [json.dumps({"chunks": [f"chunk {n % 7}", f"chunk {n % 3}"]}) for n in range(100)]
     (reader / "traffic.jsonl").write_text("\n".join(traffic))
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]
@@ -308,29 +314,6 @@ def test_shell_lines_run(
     assert done.stdout.endswith("done\n")
     assert (reader / "cachecraft-eval" / "report.md").is_file()
     assert list((tmp_path / "shared").rglob("*"))  # what the lines with a remote have sent
-
-
-def article(name: str) -> dict[str, Any]:
-    """An article of SQuAD's published form: eleven short paragraphs, and a question about every second one."""
-    towns = {name: 1700 + 11 * place for place, name in enumerate("ABCDEFGHIJK")}
-    return {
-        "title": name,
-        "paragraphs": [
-            {
-                "context": f"The {name} of {town} was built in {year} and stands beside the river.",
-                "qas": [
-                    {
-                        "id": f"{name}{year}",
-                        "question": f"When was the {name} of {town} built?",
-                        "answers": [{"text": str(year), "answer_start": 0}],
-                    }
-                ]
-                if year % 2 == 0
-                else [],
-            }
-            for town, year in towns.items()
-        ],
-    }
 
 
 def test_examples_that_doctest_skips_run_here() -> None:

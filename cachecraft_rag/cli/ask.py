@@ -77,20 +77,11 @@ def index(
         remote=remote,
         remote_key_file=remote_key_file,
         codec=codec,
-        disk_bytes=options.nbytes(disk_mb),
+        disk_mb=disk_mb,
         system=system,
     )
     require_readable(folder)  # before the models are loaded and a store is made
-    with waiting("Loading the embedding model"):
-        from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
-        from cachecraft_rag.retrievers.indexer import index_folder
-        from cachecraft_rag.retrievers.retriever import open_index
-
-        options.quiet_libraries()
-        embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
-        bound = chunk_bound(model)
-    with progress_bar("Indexing") as show, open_index(store, embedder) as found:
-        report = index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
+    report = index_into(store, folder, model=model, embeddings=embeddings, follow_links=follow_links)
     evict_removed(store, report)
     primed = Primed(None, None, ())
     if prime:
@@ -100,6 +91,20 @@ def index(
         print_json(asdict(report) | asdict(primed))
     else:
         print_index_report(report, primed)
+
+
+def index_into(store: Path, folder: Path, *, model: str, embeddings: str | None, follow_links: bool) -> IndexReport:
+    """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded."""
+    with waiting("Loading the embedding model"):
+        from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
+        from cachecraft_rag.retrievers.indexer import index_folder
+        from cachecraft_rag.retrievers.retriever import open_index
+
+        options.quiet_libraries()
+        embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
+        bound = chunk_bound(model)
+    with progress_bar("Indexing") as show, open_index(store, embedder) as found:
+        return index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,8 @@ def ask(
         reuse=ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=early_termination),  # type: ignore[arg-type]
         system=system,
         codec=codec,
-        disk_bytes=options.nbytes(disk_mb),
-        host_bytes=options.nbytes(memory_mb),
+        disk_mb=disk_mb,
+        memory_mb=memory_mb,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,6 +12,9 @@ from rich.table import Table
 from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from cachecraft_rag.evaluation.latency.ttft import TtftReport
 
 app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 
@@ -57,7 +60,12 @@ def ttft(
         )
     if as_json:
         print_json(asdict(report))
-        return
+    else:
+        print_ttft(report)
+
+
+def print_ttft(report: TtftReport) -> None:
+    """The times of all sides, and what was measured."""
     table = Table("side", "TTFT (median)", "ratio")
     rows = [
         ("model's own prefill", report.own_prefill_s, 1.0),

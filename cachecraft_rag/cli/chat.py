@@ -62,8 +62,8 @@ def chat(
         reuse=ReuseConfig(recompute_ratio=recompute_ratio),
         system=system,
         codec=codec,
-        disk_bytes=options.nbytes(disk_mb),
-        host_bytes=options.nbytes(memory_mb),
+        disk_mb=disk_mb,
+        memory_mb=memory_mb,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)

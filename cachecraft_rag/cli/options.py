@@ -119,6 +119,8 @@ def engine_config(
     remote: str | None = None,
     remote_key_file: Path | None = None,
     reuse: ReuseConfig | None = None,
+    disk_mb: float | None = None,
+    memory_mb: float | None = None,
     **others: Any,
 ) -> EngineConfig:
     """The options of a command as an `EngineConfig`: `others` are options of it by name. Raises ConfigError."""
@@ -130,6 +132,8 @@ def engine_config(
         namespace=namespace,
         remote=remote_of(remote, remote_key_file),
         reuse=reuse,
+        disk_bytes=nbytes(disk_mb),
+        host_bytes=nbytes(memory_mb),
         **others,
     )
 

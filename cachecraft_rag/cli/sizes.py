@@ -25,13 +25,13 @@ def sizes(
     as_json: options.Json = False,
 ) -> None:
     """Show how many MB chunk-caches take, for each codec. Reads configs only: no weights, no documents are indexed."""
-    from cachecraft_rag.engine.sizes import cache_bytes, layout_of
+    from cachecraft_rag.engine.sizes import cache_bytes, layout_named
     from cachecraft_rag.store.codecs import CODECS
 
     options.quiet_libraries()
     rows = []
     for model in models or ["demo"]:
-        layout = layout_of(model, dtype=dtype)
+        layout = layout_named(model, dtype=dtype)
         count = tokens if documents is None else _tokens_of(documents, model)
         rows.append(
             {

@@ -7,8 +7,9 @@ The 2 is for keys and values; a value takes 4 bytes in float32, 2 in bfloat16 an
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
+from cachecraft_rag.engine.decoder import layout_of
 from cachecraft_rag.engine.demo_model import demo_model_folder
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.store.codecs import CODECS, codec_named
@@ -37,7 +38,7 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
     return nbytes * layout.layers
 
 
-def layout_of(model: str, *, dtype: str = "auto") -> KVLayout:
+def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
     """The shape of a model's chunk-caches from its config alone: no weights are read or downloaded.
 
     Args:
@@ -56,12 +57,8 @@ def layout_of(model: str, *, dtype: str = "auto") -> KVLayout:
         config: Any = AutoConfig.from_pretrained(str(demo_model_folder()) if model == "demo" else model)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"cannot read the config of the model {model!r}: {error}") from error
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     try:
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        layers = config.num_hidden_layers
+        return layout_of(config, own if dtype == "auto" else dtype)
     except AttributeError as error:
         raise UnsupportedModelError(f"{model!r} has no key/value heads that its config describes ({error})") from error
-    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    return KVLayout(layers, kv_heads, head_dim, cast(Any, own if dtype == "auto" else dtype))

@@ -26,31 +26,18 @@ pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
 @pytest.fixture(scope="module")
-def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(
+    tiny_decoder: Callable[..., Decoder],
+    squad_article: Callable[..., dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A folder with a tiny model and two articles of questions in SQuAD's published form."""
     folder = tmp_path_factory.mktemp("home")
     decoder = tiny_decoder("Llama")
     decoder.model.save_pretrained(folder / "model")
     decoder.tokenizer.save_pretrained(folder / "model")
-    articles = [
-        {
-            "title": name,
-            "paragraphs": [
-                {
-                    "context": f"The {name} of {town} was built in {year} and stands beside the river.",
-                    "qas": [
-                        {
-                            "id": f"{name}{year}",
-                            "question": f"When was the {name} of {town} built?",
-                            "answers": [{"text": str(year), "answer_start": 0}],
-                        }
-                    ],
-                }
-                for town, year in (("Arden", 1701), ("Brook", 1802), ("Corry", 1903))
-            ],
-        }
-        for name in ("mill", "bridge")
-    ]
+    towns = {"Arden": 1701, "Brook": 1802, "Corry": 1903}
+    articles = [squad_article(name, towns) for name in ("mill", "bridge")]
     (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
     return folder
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cachecraft_rag.engine.sizes import cache_bytes, layout_of
+from cachecraft_rag.engine.sizes import cache_bytes, layout_named
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.types import KVLayout
 
@@ -22,15 +22,15 @@ def test_the_config_tells_what_the_loaded_model_has(
 ) -> None:
     decoder = tiny_decoder(family)
     decoder.model.save_pretrained(tmp_path)
-    assert layout_of(str(tmp_path)) == decoder.layout
-    assert layout_of(str(tmp_path), dtype="bfloat16").dtype == "bfloat16"
+    assert layout_named(str(tmp_path)) == decoder.layout
+    assert layout_named(str(tmp_path), dtype="bfloat16").dtype == "bfloat16"
     assert cache_bytes(decoder.layout, 100) == decoder.layout.nbytes(100)
 
 
 def test_a_wrong_name_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        layout_of(str(tmp_path / "nowhere"))
+        layout_named(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="float32"):
-        layout_of(str(tmp_path), dtype="float31")
+        layout_named(str(tmp_path), dtype="float31")
     with pytest.raises(ConfigError, match="codec"):
         cache_bytes(KVLayout(1, 1, 1, "float32"), 1, "zip")
