@@ -49,7 +49,7 @@ PROPERTY = settings(
 )
 
 
-def taken_or_refused(call: Callable[[], Any]) -> None:
+def assert_taken_or_refused(call: Callable[[], Any]) -> None:
     """Whatever a call makes is closed again; it may raise nothing but what the package raises on purpose."""
     try:
         made = call()
@@ -71,7 +71,7 @@ FIELDS = [(kind, field.name) for kind in CONFIGS for field in fields(kind)]
 @settings(deadline=None, max_examples=100)
 def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
     given_url = {"url": "memory://"} if kind is RemoteConfig else {}
-    taken_or_refused(lambda: kind(**(given_url | {name: value})))
+    assert_taken_or_refused(lambda: kind(**(given_url | {name: value})))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_any_option_of_an_engine_before_a_model_is_loaded(
 @given(value=GARBAGE)
 def test_any_argument_of_the_engine_itself(engine: Engine, name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"decoder": engine.decoder, "store": engine.store} | {name: value}
-    taken_or_refused(lambda: Engine(**arguments))
+    assert_taken_or_refused(lambda: Engine(**arguments))
 
 
 @pytest.mark.parametrize("name", ["question", "chunks", "history", "session", "sampling", "config"])
@@ -169,7 +169,7 @@ def test_any_argument_of_the_engine_itself(engine: Engine, name: str, value: Any
 @given(value=GARBAGE)
 def test_any_argument_of_a_question(engine: Engine, name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"question": "Why?", "chunks": [Chunk("text")]} | {name: value}
-    taken_or_refused(lambda: engine.stream(**arguments))
+    assert_taken_or_refused(lambda: engine.stream(**arguments))
 
 
 @pytest.mark.parametrize("name", ["question", "target", "max_new_tokens", "config"])
@@ -177,7 +177,7 @@ def test_any_argument_of_a_question(engine: Engine, name: str, value: Any) -> No
 @given(value=GARBAGE.filter(lambda value: value is not None))
 def test_any_argument_of_an_examination(engine: Engine, name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"question": "Why?", "chunks": [], "max_new_tokens": 2} | {name: value}
-    taken_or_refused(lambda: engine.score_answer(**arguments))
+    assert_taken_or_refused(lambda: engine.score_answer(**arguments))
 
 
 def test_bytes_are_no_question_and_false_no_config(engine: Engine) -> None:
@@ -200,7 +200,7 @@ def test_any_argument_of_opening_a_store(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments: dict[str, Any] = {"root": tmp_path / "caches"} | {name: value}
-    taken_or_refused(lambda: ChunkCacheStore.open(**arguments))
+    assert_taken_or_refused(lambda: ChunkCacheStore.open(**arguments))
 
 
 @pytest.mark.parametrize("door", ["namespace", "session", "offset", "limit", "chosen", "down", "timeout", "capture"])
@@ -218,7 +218,7 @@ def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
         "timeout": lambda: store.flush(value),
         "capture": lambda: store.put(value),
     }
-    taken_or_refused(doors[door])
+    assert_taken_or_refused(doors[door])
 
 
 @pytest.mark.parametrize("name", ["folder", "k", "where"])
@@ -227,13 +227,13 @@ def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
 def test_any_argument_of_an_index(name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "folder":
-        taken_or_refused(lambda: FaissStore.open(value, dim=2, embedder_fingerprint="x@1"))
+        assert_taken_or_refused(lambda: FaissStore.open(value, dim=2, embedder_fingerprint="x@1"))
         return
     with FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="x@1") as index:
         index.upsert("one", [Chunk("text", {"source": "a"})], np.eye(2)[:1])
         arguments: dict[str, Any] = {"k": 1} | {name: value}
         if not callable(value):
-            taken_or_refused(lambda: index.search([1.0, 0.0], **arguments))
+            assert_taken_or_refused(lambda: index.search([1.0, 0.0], **arguments))
 
 
 @pytest.mark.parametrize("name", ["model", "device", "local_files_only", "batch_size"])

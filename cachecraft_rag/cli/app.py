@@ -77,7 +77,7 @@ def _settings(
 ) -> None:
     # On the package's logger, not on the root: libraries print their own warnings, which would then appear twice.
     logger = logging.getLogger("cachecraft_rag")
-    logger.addHandler(RichHandler(console=err, show_path=False))
+    logger.handlers[:] = [RichHandler(console=err, show_path=False)]  # one, however often an app in Python calls this
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.propagate = False
 

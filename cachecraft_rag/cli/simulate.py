@@ -14,7 +14,7 @@ from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, prog
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.simulation.sweep import Cell
+    from cachecraft_rag.evaluation.simulation.sweep import Cell, Grid
 
 
 def simulate(
@@ -61,17 +61,9 @@ def simulate(
     from cachecraft_rag.evaluation.simulation.replay import Setting
     from cachecraft_rag.evaluation.simulation.trace import Traffic, draw_trace, read_trace
 
-    grid = sweep.Grid(
-        policies=sweep.Grid().policies if policies is None else policies.split(","),
-        budgets=numbers(budgets),
-        max_variants=_whole("--max-variants", max_variants),
-        variants_per_chunk=_whole("--variants-per-chunk", variants_per_chunk),
-    )
-    if trace is not None:
-        asked = read_trace(trace, chunk_tokens=chunk_tokens)
-    else:
-        drawn = Traffic(requests, questions, exponent, drift, chunk_tokens=chunk_tokens, seed=seed)
-        asked = draw_trace(drawn)
+    grid = _grid(policies, budgets, max_variants, variants_per_chunk)
+    drawn = Traffic(requests, questions, exponent, drift, chunk_tokens=chunk_tokens, seed=seed)
+    asked = draw_trace(drawn) if trace is None else read_trace(trace, chunk_tokens=chunk_tokens)
     base = Setting(sweep.OURS, disk_bytes=1, bytes_per_token=bytes_per_token, new_variants=new_variants)
     with progress_bar("Simulation", remaining=True) as show:
         cells = list(sweep.run(asked, grid, base, progress=show))
@@ -79,8 +71,19 @@ def simulate(
         sweep.draw(cells, plot)
     if as_json:
         print_json(sweep.as_fields(cells, len(asked.requests)))
-        return
-    _print(cells)
+    else:
+        _print(cells)
+
+
+def _grid(policies: str | None, budgets: str, max_variants: str | None, variants_per_chunk: str | None) -> Grid:
+    from cachecraft_rag.evaluation.simulation.sweep import Grid
+
+    return Grid(
+        policies=Grid().policies if policies is None else policies.split(","),
+        budgets=numbers(budgets),
+        max_variants=_whole("--max-variants", max_variants),
+        variants_per_chunk=_whole("--variants-per-chunk", variants_per_chunk),
+    )
 
 
 def _print(cells: list[Cell]) -> None:

@@ -69,5 +69,5 @@ def _run_remaining(jobs: SimpleQueue[Job | None]) -> None:
 def _do(job: Job) -> None:
     try:
         job()
-    except Exception:
+    except Exception:  # a mistake of ours in one job must not keep the others from being done
         logger.exception("A background job failed")

@@ -21,8 +21,8 @@ from torch import Tensor
 from cachecraft_rag.kernels.gpu.batch import Batch
 from cachecraft_rag.kernels.gpu.combine import combine
 from cachecraft_rag.kernels.gpu.dense import dense_scores, requests_of, without_own
-from cachecraft_rag.kernels.gpu.keys import key_offsets, load_keys, scores
-from cachecraft_rag.kernels.gpu.tiling import Tiling, absent_mask, check_attention, place_arguments
+from cachecraft_rag.kernels.gpu.keys import key_offsets, load_keys, load_pairs, request_rows, scores
+from cachecraft_rag.kernels.gpu.tiling import Tiling, absent_mask, check_attention, place_arguments, row_stride
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -87,6 +87,42 @@ def _sweep(
     return acc, top, total, mass
 
 
+@triton.jit
+def _keys_of(
+    positions, first, count, tile, split, window,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The lowest position of a tile's rows, and the keys `begin:end` of one of its splits."""
+    lowest = tl.load(positions + first + tile * BLOCK_M // GROUP).to(tl.int32)
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, count - 1)
+    end = tl.load(positions + first + last).to(tl.int32) + 1
+    begin = end * 0
+    if WINDOW:
+        begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
+    part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+    begin += split * part
+    return lowest, begin, tl.minimum(end, begin + part)
+
+
+@triton.jit
+def _write(
+    out, lse, mass, acc, top, total, summed, target, live, segments,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Divide by the sum of the exponentials, and store a tile's results as row and head `target` `[BLOCK_M]`."""
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    tl.store(lse + target, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453), live)
+    if VALUES:
+        dims = tl.arange(0, BLOCK_D)
+        found = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], found, live[:, None] & (dims < HEAD_DIM)[None, :])
+    if MASS:
+        column = tl.arange(0, BLOCK_S)
+        kept = live[:, None] & (column < segments)[None, :]
+        tl.store(mass + target[:, None] * segments + column[None, :], summed / total[:, None], kept)
+
+
 @triton.jit(do_not_specialize=["rows", "segments", "window", "most_blocks", "absent_row", "bounds_row"])
 def _attend(
     q, k, v, out, lse, mass, positions, absent, bounds, row_edges, key_starts, blocks,
@@ -99,31 +135,16 @@ def _attend(
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys, so they begin first
     head, request, split = tl.program_id(1), tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
-    first, count, key_start = 0, rows, 0
-    if MANY:
-        first = tl.load(row_edges + request)
-        count = tl.load(row_edges + request + 1) - first
-        if PAGE == 0:
-            key_start = tl.load(key_starts + request)
+    first, count, key_start = request_rows(row_edges, key_starts, request, rows, PAGE, MANY)
     if tile * BLOCK_M < count * GROUP:
-        # A tile's rows are pairs of a row and one of the query heads that share the key/value head.
         pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        row, query_head = first + pair // GROUP, head * GROUP + pair % GROUP
         live = pair < count * GROUP
-        pos = tl.load(positions + row, mask=live, other=-1).to(tl.int32)
-        lowest = tl.load(positions + first + tile * BLOCK_M // GROUP).to(tl.int32)
-        last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, count - 1)
-        end = tl.load(positions + first + last).to(tl.int32) + 1
-        begin = end * 0
-        if WINDOW:
-            begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
-        part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
-        begin = begin + split * part
-        end = tl.minimum(end, begin + part)
-        dims = tl.arange(0, BLOCK_D)
-        inside = live[:, None] & (dims < HEAD_DIM)[None, :]
-        at = row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
-        qq = tl.load(q + at, mask=inside, other=0.0)
+        row, query_head, pos, qq = load_pairs(
+            q, positions, pair, live, first, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
+        )
+        lowest, begin, end = _keys_of(
+            positions, first, count, tile, split, window, GROUP, BLOCK_M, BLOCK_N, SPLITS, WINDOW
+        )
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -148,16 +169,11 @@ def _attend(
             low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, ABSENT, WINDOW, SOFTCAP, VALUES,
             MASS, True, UPCAST, PRECISION, MASS_PRECISION,
         )  # fmt: skip
-        nothing = total == 0.0
-        total = tl.where(nothing, 1.0, total)
         target = (split.to(tl.int64) * rows + row) * heads + query_head
-        tl.store(lse + target, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453), live)
-        if VALUES:
-            found = (acc / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], found, inside)
-        if MASS:
-            kept = live[:, None] & (column < segments)[None, :]
-            tl.store(mass + target[:, None] * segments + column[None, :], summed / total[:, None], kept)
+        _write(
+            out, lse, mass, acc, top, total, summed, target, live, segments,
+            HEAD_DIM, BLOCK_D, BLOCK_S, VALUES, MASS,
+        )  # fmt: skip
 
 
 def attend(
@@ -194,11 +210,12 @@ def attend(
     rows, heads, head_dim = q.shape
     kv_heads = check_attention(q, k, v, visible, batch=batch)
     many = batch.requests if batch is not None else 1
+    segments = 0 if bounds is None else bounds.shape[-1] - 1
     if not rows:
         none = q.new_empty(0, heads, dtype=torch.float32)
-        mass = None if bounds is None else q.new_empty(0, bounds.shape[-1] - 1, dtype=torch.float32)
+        mass = None if bounds is None else q.new_empty(0, segments, dtype=torch.float32)
         return Attended(None if v is None else torch.empty_like(q), none, mass)
-    if bounds is not None and bounds.shape[-1] - 1 > MOST_SEGMENTS:
+    if bounds is not None and segments > MOST_SEGMENTS:
         return _in_parts(q, k, v, visible, scale=scale, softcap=softcap, bounds=bounds, batch=batch, tiling=tiling)
     group = heads // kv_heads
     most_rows = rows if batch is None else batch.most_rows
@@ -206,7 +223,6 @@ def attend(
     tiles = triton.cdiv(most_rows * group, tiling.rows)
     most_keys = k.shape[0] if batch is None else batch.most_keys
     splits = splits or tiling.splits(q.device, programs=tiles * kv_heads * many, keys=most_keys)
-    segments = 0 if bounds is None else bounds.shape[-1] - 1
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     kind = q.dtype if splits == 1 else torch.float32
     out = None if v is None else torch.empty(splits, rows, heads, head_dim, dtype=kind, device=q.device)
@@ -217,18 +233,14 @@ def attend(
         q, k, k if v is None else v, lse if out is None else out, lse, lse if mass is None else mass,
         visible.positions, q if absent is None else absent, q if edges is None else edges,
         *place_arguments(q, k, k if v is None else v, batch),
-        absent.stride(0) if absent is not None and absent.dim() == 2 else 0,
-        edges.stride(0) if edges is not None and edges.dim() == 2 else 0,
+        row_stride(absent), row_stride(edges),
         rows, heads, segments, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
         GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits, MANY=batch is not None,
         VALUES=v is not None, MASS=bounds is not None,
         MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **tiling.constants(q, k, visible, absent=absent, softcap=softcap),
     )  # fmt: skip
-    if splits > 1:
-        out, lse, mass = combine(out, lse, mass, dtype=q.dtype)
-    else:
-        out, lse, mass = out if out is None else out[0], lse[0], mass if mass is None else mass[0]
+    out, lse, mass = combine(out, lse, mass, dtype=q.dtype)
     return Attended(out, lse, None if mass is None else mass.mean(1))
 
 

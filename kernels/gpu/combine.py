@@ -53,6 +53,8 @@ def combine(
         `[rows, heads, head_dim]`, float32 `[rows, heads]` and float32 `[rows, heads, segments]`.
     """
     splits, rows, heads = lses.shape
+    if splits == 1:
+        return parts if parts is None else parts[0], lses[0], masses if masses is None else masses[0]
     if splits & (splits - 1):
         raise ValueError(f"splits must be a power of 2, not {splits}")
     head_dim = 1 if parts is None else parts.shape[-1]

@@ -1,9 +1,38 @@
-"""Parts of the attention kernels: where a key lies, and what a tile of queries scores on a tile of keys."""
+"""Parts of the attention kernels: where rows and keys lie, and what a tile of queries scores on a tile of keys."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def request_rows(row_edges, key_starts, request, rows, PAGE: tl.constexpr, MANY: tl.constexpr):
+    """A request's first row, how many it has, and where its first key lies (0 where keys are paged)."""
+    first, count, key_start = 0, rows, 0
+    if MANY:
+        first = tl.load(row_edges + request)
+        count = tl.load(row_edges + request + 1) - first
+        if PAGE == 0:
+            key_start = tl.load(key_starts + request)
+    return first, count, key_start
+
+
+@triton.jit
+def load_pairs(
+    q, positions, pair, live, first, head, q_row, q_head,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of pairs of a row and one of the query heads that share a key/value head.
+
+    Returns the row, the query head and the position of each pair, all `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]`.
+    """
+    row, query_head = first + pair // GROUP, head * GROUP + pair % GROUP
+    pos = tl.load(positions + row, mask=live, other=-1).to(tl.int32)
+    dims = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
+    qq = tl.load(q + at, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return row, query_head, pos, qq
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.batch import Batch
 from cachecraft_rag.kernels.gpu.dense import dense_scores, requests_of, without_own
-from cachecraft_rag.kernels.gpu.keys import key_offsets, load_keys, scores
-from cachecraft_rag.kernels.gpu.tiling import Tiling, absent_mask, check_attention, place_arguments
+from cachecraft_rag.kernels.gpu.keys import key_offsets, load_keys, load_pairs, request_rows, scores
+from cachecraft_rag.kernels.gpu.tiling import Tiling, absent_mask, check_attention, place_arguments, row_stride
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -33,12 +33,7 @@ def _received(
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, request = tl.program_id(1), tl.program_id(2)
-    first, count, key_start = 0, rows, 0
-    if MANY:
-        first = tl.load(row_edges + request)
-        count = tl.load(row_edges + request + 1) - first
-        if PAGE == 0:
-            key_start = tl.load(key_starts + request)
+    first, count, key_start = request_rows(row_edges, key_starts, request, rows, PAGE, MANY)
     lowest = tl.program_id(0) * BLOCK_N
     keys = lowest + tl.arange(0, BLOCK_N)
     # The rows behind the tile's first key, and in a window those that still see its last one.
@@ -56,7 +51,6 @@ def _received(
     if count > 0:
         highest = tl.load(positions + first + count - 1).to(tl.int32)
     there = keys <= highest  # beyond the last row there may be no keys
-    dims = tl.arange(0, BLOCK_D)
     offsets = key_offsets(keys, there, request, key_start, blocks, k_key, k_block, most_blocks, PAGE)
     kk = load_keys(k, offsets, head * k_head, there, HEAD_DIM, BLOCK_D, True)
     if ABSENT:
@@ -64,11 +58,10 @@ def _received(
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(begin * GROUP, end * GROUP, BLOCK_M):
         pair = start + tl.arange(0, BLOCK_M)
-        row, query_head = first + pair // GROUP, head * GROUP + pair % GROUP
         live = pair < end * GROUP
-        pos = tl.load(positions + row, mask=live, other=-1).to(tl.int32)
-        at = row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
-        qq = tl.load(q + at, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        row, query_head, pos, qq = load_pairs(
+            q, positions, pair, live, first, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
+        )
         whole = tl.load(lse + row.to(tl.int64) * heads + query_head, mask=live, other=0.0)
         s = scores(qq, kk, scale, softcap, SOFTCAP, UPCAST, PRECISION) - whole[:, None] * 1.4426950408889634
         seen = there[None, :] & (keys[None, :] < pos[:, None])  # a row's own position is left out
@@ -113,7 +106,7 @@ def received(
     absent = absent_mask(visible, batch, k.shape[0])
     _received[(triton.cdiv(most_keys, tiling.keys), kv_heads, many)](
         q, k, lse.contiguous(), out, visible.positions, q if absent is None else absent,
-        *place_arguments(q, k, k, batch), absent.stride(0) if absent is not None and absent.dim() == 2 else 0,
+        *place_arguments(q, k, k, batch), row_stride(absent),
         rows, heads, most_keys, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
         GROUP=group, COUNTED=256, MANY=batch is not None,
         **tiling.constants(q, k, visible, absent=absent, softcap=softcap),

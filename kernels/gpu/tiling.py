@@ -120,6 +120,11 @@ def place_arguments(q: Tensor, k: Tensor, v: Tensor, batch: Batch | None) -> tup
     return edges, starts, blocks, q.stride(0), q.stride(1), *_strides(k), *_strides(v), width
 
 
+def row_stride(x: Tensor | None) -> int:
+    """From one request's part to the next; 0 where there is none, or all requests share it."""
+    return x.stride(0) if x is not None and x.dim() == 2 else 0
+
+
 def _strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of keys, heads and blocks."""
     *block, key, head, _ = x.stride()

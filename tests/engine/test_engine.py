@@ -429,7 +429,7 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_the_answer_stays_right(
 
 def test_one_damaged_file_leaves_the_others_in_use(decoder: Decoder, tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store:
-        engine = Engine(decoder, store, config=CONFIG)
+        engine = Engine(decoder, store, config=LAYERWISE)
         right = ask(engine).text
         (row,) = store.rows(RowFilter(chunk_ids=(TOASTER.chunk_id,)))
         (path,) = [path for path in files(store) if row.variant.variant_id in path.name]

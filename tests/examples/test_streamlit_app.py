@@ -759,7 +759,7 @@ def test_the_list_of_what_to_remove_closes_in_a_browser(chrome: Chrome, page: st
     wait_for(lambda: one(".st-key-remove button").is_enabled())
     chrome.execute_script("arguments[0].click()", one(".st-key-remove button"))  # the list of choices lies over it
     wait_for(lambda: "Removed: 1 document" in one("body").text)
-    wait_for(lambda: not chrome.find_elements(By.CSS_SELECTOR, '[data-testid="stPopoverBody"]'))
+    assert wait_for(lambda: not chrome.find_elements(By.CSS_SELECTOR, '[data-testid="stPopoverBody"]'))
 
 
 def hosts_asked(chrome: Chrome) -> set[str]:

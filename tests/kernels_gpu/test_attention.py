@@ -28,7 +28,7 @@ def on_device(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def compare(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, **how: Any) -> Attended:
+def assert_as_the_reference(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, **how: Any) -> Attended:
     """Attention and what keys receive equal their references; returns what was found."""
     launch = {name: how.pop(name) for name in ("splits", "tiling") if name in how}
     found = attend(q, k, v, visible, **how, **launch)
@@ -88,7 +88,9 @@ def test_every_feature(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     q, k, v, visible = tensors(case, dtype, 16)
     bounds = on_device([0, 4, 4, 9, len(k)] if len(k) > 9 else [0, 0, len(k)])  # one segment is empty
-    found = compare(q, k, v, visible, scale=0.3, softcap=case.get("softcap"), bounds=bounds, tiling=SMALL)
+    found = assert_as_the_reference(
+        q, k, v, visible, scale=0.3, softcap=case.get("softcap"), bounds=bounds, tiling=SMALL
+    )
     assert found.mass is not None
     assert not found.mass[:, 1 if len(k) > 9 else 0].any()
 
@@ -98,7 +100,7 @@ def test_every_feature(name: str, dtype: torch.dtype) -> None:
 def test_keys_split_among_programs(name: str, splits: int) -> None:
     q, k, v, visible = tensors(CASES[name], torch.float32, 16)
     how = {"scale": 0.3, "softcap": CASES[name].get("softcap"), "bounds": on_device([0, 1, len(k)])}
-    compare(q, k, v, visible, **how, tiling=SMALL, splits=splits)
+    assert_as_the_reference(q, k, v, visible, **how, tiling=SMALL, splits=splits)
 
 
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 128, 192, 256])
@@ -106,14 +108,14 @@ def test_head_dims_with_the_tiles_that_are_used(head_dim: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = {"positions": [0, 3, 40, 69], "keys": 70}
         q, k, v, visible = tensors(case, dtype, head_dim)
-        compare(q, k, v, visible, scale=head_dim**-0.5, bounds=on_device([0, 33, 70]))
+        assert_as_the_reference(q, k, v, visible, scale=head_dim**-0.5, bounds=on_device([0, 33, 70]))
 
 
 def test_without_values_and_without_bounds() -> None:
     q, k, v, visible = tensors(CASES["scattered rows"], torch.float32, 16)
-    whole = compare(q, k, v, visible, scale=0.3, bounds=on_device([0, 10, 37]))
-    mass = compare(q, k, None, visible, scale=0.3, bounds=on_device([0, 10, 37]))
-    out = compare(q, k, v, visible, scale=0.3)
+    whole = assert_as_the_reference(q, k, v, visible, scale=0.3, bounds=on_device([0, 10, 37]))
+    mass = assert_as_the_reference(q, k, None, visible, scale=0.3, bounds=on_device([0, 10, 37]))
+    out = assert_as_the_reference(q, k, v, visible, scale=0.3)
     assert mass.out is None
     assert out.mass is None
     assert whole.mass is not None
@@ -124,7 +126,7 @@ def test_without_values_and_without_bounds() -> None:
 def test_more_segments_than_one_launch_sums_up() -> None:
     case = {"positions": [0, 100, 299], "keys": 300, "heads": 2, "kv_heads": 1}
     q, k, v, visible = tensors(case, torch.float32, 16)
-    found = compare(q, k, v, visible, scale=0.3, bounds=torch.arange(0, 301, 2, device=DEVICE))
+    found = assert_as_the_reference(q, k, v, visible, scale=0.3, bounds=torch.arange(0, 301, 2, device=DEVICE))
     assert found.mass is not None
     assert found.mass.shape[1] == 150 > MOST_SEGMENTS
 
@@ -183,13 +185,15 @@ def several(*, page: int | None, absent: bool) -> tuple[Tensor, Tensor, Tensor, 
 def test_rows_of_several_requests_in_one_launch(page: int | None, splits: int, absent: bool) -> None:
     q, k, v, visible, batch = several(page=page, absent=absent)
     bounds = on_device([[0, 5, 5, 20], [0, 1, 2, 3], [0, 0, 20, 41], [0, 1, 1, 1], [0, 17, 33, 50]])
-    compare(q, k, v, visible, scale=0.3, bounds=bounds, batch=batch, tiling=SMALL, splits=splits)
+    assert_as_the_reference(q, k, v, visible, scale=0.3, bounds=bounds, batch=batch, tiling=SMALL, splits=splits)
 
 
 def test_requests_with_a_window_and_shared_bounds() -> None:
     q, k, v, visible, batch = several(page=16, absent=False)
     visible = Visibility(visible.positions, window=9)
-    compare(q, k, v, visible, scale=0.3, softcap=3.0, bounds=on_device([0, 8, 50]), batch=batch, tiling=SMALL)
+    assert_as_the_reference(
+        q, k, v, visible, scale=0.3, softcap=3.0, bounds=on_device([0, 8, 50]), batch=batch, tiling=SMALL
+    )
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
