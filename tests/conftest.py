@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import resource
@@ -193,6 +194,32 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
                         parameter.mul_(4)
             made[name] = Decoder(model, byte_tokenizer, name=name)
         return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder_of_letters(tiny_decoder: Callable[..., Decoder]) -> Callable[..., Decoder]:
+    """Makes a tiny Llama that prefers to write letters: half of what a random one writes is no text at all.
+
+    `gain` multiplies its projections: with 3 another question has another answer.
+    """
+
+    def make(gain: float = 1.0) -> Decoder:
+        import torch
+
+        from cachecraft_rag.engine.decoder import Decoder
+
+        random = tiny_decoder("Llama")
+        model, tokenizer = copy.deepcopy(random.model), random.tokenizer
+        texts = [tokenizer.decode([token]) for token in range(260)]
+        letters = [len(text) == 1 and text.isascii() and text.isprintable() for text in texts]
+        with torch.no_grad():
+            model.lm_head.weight[~torch.tensor(letters)] = 0.0
+            for name, parameter in model.named_parameters():
+                if "proj" in name:
+                    parameter.mul_(gain)
+        return Decoder(model, tokenizer, name=f"tiny Llama of letters, gain {gain}")
 
     return make
 

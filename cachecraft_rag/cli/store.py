@@ -160,10 +160,8 @@ def limits(
     as_json: options.Json = False,
 ) -> None:
     """Show the store's limits, and set those that are given, for all processes that open it from now on."""
-    check_number("--disk-mb", disk_mb, optional=True)
-    disk_bytes = None if disk_mb is None else int(min(disk_mb, 1e12) * 1e6)
     told = {"max_variants": max_variants, "variants_per_chunk": variants_per_chunk, "eviction": eviction}
-    with opened(store, None, disk_bytes=disk_bytes, **told) as found:
+    with opened(store, None, disk_bytes=options.nbytes(disk_mb), **told) as found:
         kept = asdict(found.limits) | {"eviction": found.eviction}
     if as_json:
         print_json(kept)

@@ -34,8 +34,8 @@ from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
-from cachecraft_rag.engine.request import Request, stats_of
-from cachecraft_rag.engine.sampling import Sampler, SamplingParams, TextStream
+from cachecraft_rag.engine.request import Request, answer_text, stats_of
+from cachecraft_rag.engine.sampling import Sampler, SamplingParams
 from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.engine.stats import RequestStats
@@ -262,37 +262,23 @@ class Engine(AnswerEngine):
 
     def _decode(self, request: Request, output: Prefilled, *, begun: Sequence[int] = ()) -> Iterator[str]:
         """The answer; its first tokens are `begun` where they are known and, but for the last, have their K/V."""
-        sampling, ahead = request.sampling, list(begun)
-        sampler, text = Sampler(sampling), TextStream(self.decoder.tokenizer, sampling.stop)
-        position, logits = request.prompt.bounds[-1], output.logits
+        tokens = self._tokens(request, output, begun)
+        return answer_text(request, tokens, self.decoder.tokenizer, self.decoder.end_tokens)
+
+    def _tokens(self, request: Request, output: Prefilled, begun: Sequence[int]) -> Iterator[int]:
+        yield from begun[:-1]
+        position = request.prompt.bounds[-1] + max(len(begun) - 1, 0)
+        sampler = Sampler(request.sampling)
+        token = begun[-1] if begun else sampler.draw(output.logits)
         while True:
-            token = ahead.pop(0) if ahead else sampler.draw(logits)
-            request.first_token_s = request.first_token_s or request.clock()
-            request.tokens.append(token)
-            if token in self.decoder.end_tokens:
-                request.finish = "end"
-                break
-            request.generated += 1
-            if piece := text.push(token):
-                yield piece
-            if text.stopped:
-                request.finish = "stop"
-                break
-            if request.generated == sampling.max_new_tokens:
-                request.finish = "length"
-                break
-            if not ahead:
-                self._home.require()
-                with self.lock.take():
-                    started = time.perf_counter()
-                    logits = self.decoder.next_logits(extend(self.decoder, output.buffer, [token], position))
-                    self.speed.stepped(time.perf_counter() - started)
+            yield token
+            self._home.require()
+            with self.lock.take():
+                started = time.perf_counter()
+                logits = self.decoder.next_logits(extend(self.decoder, output.buffer, [token], position))
+                self.speed.stepped(time.perf_counter() - started)
             position += 1
-        rest = text.finish()
-        if text.stopped:  # by a stop string in what was held back, too
-            request.finish = "stop"
-        if rest:
-            yield rest
+            token = sampler.draw(logits)
 
     def _settle(self, request: Request, output: Prefilled) -> None:
         """After the answer: count the uses and hand over the captures; returns at once."""

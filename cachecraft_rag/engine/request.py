@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.prompt import check_history
-from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.sampling import SamplingParams, TextStream
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Outcome, Plan
@@ -85,6 +85,33 @@ class Request:
     def clock(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started
+
+
+def answer_text(request: Request, tokens: Iterable[int], tokenizer: Any, end_tokens: Container[int]) -> Iterator[str]:
+    """The answer's text, piece by piece, until it ends; what it took and how it ended is noted in the request.
+
+    Args:
+        tokens: of the answer; the next one is asked for when the answer goes on behind those before it.
+        end_tokens: ids that end an answer and are no part of it.
+    """
+    text = TextStream(tokenizer, request.sampling.stop)
+    for token in tokens:
+        request.first_token_s = request.first_token_s or request.clock()
+        request.tokens.append(token)
+        if token in end_tokens:
+            request.finish = "end"
+            break
+        request.generated += 1
+        if piece := text.push(token):
+            yield piece
+        if text.stopped or request.generated == request.sampling.max_new_tokens:
+            break
+    rest = text.finish()
+    if text.stopped:  # by a stop string in what was held back, too
+        request.finish = "stop"
+    request.finish = request.finish or "length"
+    if rest:
+        yield rest
 
 
 def stats_of(request: Request, layers: int) -> RequestStats:

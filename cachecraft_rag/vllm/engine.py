@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
@@ -17,8 +17,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import context_length_of, end_tokens_of, layout_of
 from cachecraft_rag.engine.demo_model import demo_model_folder
 from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, snapshot_folder
-from cachecraft_rag.engine.request import Request, SegmentReport
-from cachecraft_rag.engine.sampling import TextStream
+from cachecraft_rag.engine.request import Request, SegmentReport, answer_text
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
@@ -26,7 +25,7 @@ from cachecraft_rag.types import KVLayout, Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.self_check import self_check
-from cachecraft_rag.vllm.serving import Serving
+from cachecraft_rag.vllm.serving import Serving, Step
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 _LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
@@ -186,32 +185,9 @@ class VLLMEngine(AnswerEngine):
             top_p=sampling.top_p,
             seed=sampling.seed,
         )
-        text = TextStream(self._model.tokenizer, sampling.stop)
         try:
             with closing(self._serving.generate(self._prompt(ask), params)) as steps:
-                for step in steps:
-                    request.first_token_s = request.first_token_s or request.clock()
-                    if step.told:
-                        _take_report(request, step.told.get(FIELD, {}))
-                    for token in step.tokens:
-                        request.tokens.append(token)
-                        if token in self._model.end_tokens:
-                            request.finish = "end"
-                            break
-                        request.generated += 1
-                        if piece := text.push(token):
-                            yield piece
-                        if text.stopped:
-                            request.finish = "stop"
-                            break
-                    if request.finish == "stop":
-                        break
-            request.finish = request.finish or "length"
-            rest = text.finish()
-            if text.stopped:
-                request.finish = "stop"
-            if rest:
-                yield rest
+                yield from answer_text(request, _tokens(request, steps), self._model.tokenizer, self._model.end_tokens)
         finally:
             request.finish = request.finish or "closed"
             request.ended_s = request.clock()
@@ -230,6 +206,14 @@ class VLLMEngine(AnswerEngine):
             output_kind=RequestOutputKind.DELTA,
             extra_args=None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}},
         )
+
+
+def _tokens(request: Request, steps: Iterable[Step]) -> Iterator[int]:
+    for step in steps:
+        request.first_token_s = request.first_token_s or request.clock()
+        if step.told:
+            _take_report(request, step.told.get(FIELD, {}))
+        yield from step.tokens
 
 
 def _take_report(request: Request, told: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def query_engine_of(index: VectorStoreIndex, engine: Engine, **options: Any) -> 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_model_does_not_see_where_a_file_lies(engine: Engine, asynchronous: bool) -> None:
-    nodes = [NodeWithScore(node=TextNode(text=TEXTS["kettle"], metadata={"file_path": "/home/ada/k.md"}), score=1.0)]
+    nodes = [NodeWithScore(node=TextNode(text=TEXTS["kettle"], metadata={"file_path": "manuals/kettle.md"}), score=1.0)]
     synthesizer = CacheCraftSynthesizer(engine, sampling=SHORT)
     if asynchronous:
         response = asyncio.run(synthesizer.asynthesize(QUESTION, nodes=nodes))
@@ -80,7 +80,7 @@ def test_the_model_does_not_see_where_a_file_lies(engine: Engine, asynchronous: 
         response = synthesizer.synthesize(QUESTION, nodes=nodes)
     assert list(response.metadata["cachecraft"]["chunk_ids"].values()) == [chunk_id_of(TEXTS["kettle"])]
     assert [chunk["chunk_id"] for chunk in response.metadata["cachecraft"]["chunks"]] == [chunk_id_of(TEXTS["kettle"])]
-    assert response.source_nodes[0].node.metadata == {"file_path": "/home/ada/k.md"}
+    assert response.source_nodes[0].node.metadata == {"file_path": "manuals/kettle.md"}
 
 
 class Recorder(BaseEventHandler):
