@@ -213,7 +213,7 @@ class FaissStore(Closeable):
 
     # --- questions ---
 
-    def search(self, vector: ArrayLike, k: int, *, where: Where | None = None) -> list[SearchHit]:
+    def search(self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False) -> list[SearchHit]:
         """The `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
 
         vector  `[dim]`, of unit length for cosine scores
@@ -221,6 +221,7 @@ class FaissStore(Closeable):
                 (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the
                 hit then carries that owner's metadata. The filter is applied before the search, so it never costs
                 hits. A function sees every owner's metadata and must not call the store.
+        exact   compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is so
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -228,7 +229,7 @@ class FaissStore(Closeable):
         with self._reading() as db:  # one snapshot: what the index finds, the rows still hold
             index = self._synchronised(db)
             allowed = None if where is None else _matching(db, where)
-            numbers, scores = index.search(query, k, allowed)
+            numbers, scores = index.search(query, k, allowed, exact=exact)
             rows = _chunk_rows(db, numbers.tolist(), where)
         hits = [
             SearchHit(rows[number][0], score, *rows[number][1:])

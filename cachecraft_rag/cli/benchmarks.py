@@ -189,3 +189,33 @@ def load(
         f"{report.layerwise_hidden:.2f}" if told else "loading too short to tell",
     )
     out.print(table)
+
+
+@app.command()
+def scale(
+    sizes: Annotated[
+        str,
+        typer.Option("--sizes", help="Numbers of chunks, comma-separated. A million take 8 GB of disk and minutes."),
+    ] = "1000,10000,100000",
+    queries: Annotated[int, typer.Option("--queries", min=1, help="At each size.")] = 50,
+    top_k: options.TopK = 10,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Retrieval, look-up and planning as the number of chunks grows."""
+    options.set_threads(threads)
+    with progress_bar("Benchmark", remaining=True) as show:
+        from cachecraft_rag.evaluation.latency.scale import run
+
+        cells = list(run([int(size) for size in numbers(sizes)], queries=queries, k=top_k, progress=show))
+    if as_json:
+        print_json({"sizes": [asdict(cell) for cell in cells]})
+        return
+    table = Table("chunks", "retrieve", "all compared", "recall", "look up", "plan", "first search")
+    for cell in cells:
+        times = (cell.retrieve_ms, cell.exact_ms, cell.lookup_ms, cell.plan_ms)
+        retrieve, exact, lookup, plan = (f"{value:.2f} ms" for value in times)
+        table.add_row(
+            f"{cell.chunks:,}", retrieve, exact, f"{cell.recall:.3f}", lookup, plan, f"{cell.first_search_s:.1f} s"
+        )
+    out.print(table)
