@@ -160,6 +160,7 @@ NOT_RUN = {
     "pip install": "installs into the environment of the tests",
     "python examples/gpu_bench.py": "needs a GPU; tests/test_kernels_gpu.py runs it on a toy model",
     "make demo": "installs, and runs what tests/cli runs",
+    "make test": "runs these tests",
     "make app": "starts a server; tests/examples run the app",
     "CACHECRAFT_MODEL=Qwen/Qwen3-0.6B make app": "starts a server",
 }

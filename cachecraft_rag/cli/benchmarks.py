@@ -195,7 +195,7 @@ def load(
 def scale(
     sizes: Annotated[
         str,
-        typer.Option("--sizes", help="Numbers of chunks, comma-separated. A million take 8 GB of disk and minutes."),
+        typer.Option("--sizes", help="Numbers of chunks, comma-separated. A million take 8 GB of disk."),
     ] = "1000,10000,100000",
     queries: Annotated[int, typer.Option("--queries", min=1, help="At each size.")] = 50,
     top_k: options.TopK = 10,
