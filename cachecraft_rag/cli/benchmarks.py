@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.latency.ttft import TtftReport
@@ -25,6 +25,10 @@ def ttft(
     dtype: options.Dtype = "auto",
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 5,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 400,
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", help="Instead of --chunks: lengths of whole prompts, comma-separated."),
+    ] = None,
     recompute_ratio: Annotated[
         float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
     ] = 0.15,
@@ -44,24 +48,21 @@ def ttft(
     with progress_bar("Benchmark") as show:
         import torch
 
-        from cachecraft_rag.evaluation.latency.ttft import run
+        from cachecraft_rag.evaluation.latency.ttft import Shape, run
 
+        shapes = [Shape(chunks, chunk_tokens)]
+        if tokens is not None:
+            shapes = [Shape.of_prompt(int(length), longest=chunk_tokens) for length in numbers(tokens)]
         if seed is not None:
             torch.manual_seed(seed)
         options.quiet_libraries()
-        report = run(
-            model,
-            dtype=dtype,
-            chunks=chunks,
-            chunk_tokens=chunk_tokens,
-            ratio=recompute_ratio,
-            pairs=pairs,
-            progress=show,
-        )
+        reports = run(model, shapes, dtype=dtype, ratio=recompute_ratio, pairs=pairs, progress=show)
     if as_json:
-        print_json(asdict(report))
+        alone = asdict(reports[0]) if len(reports) == 1 else {}
+        print_json(alone | {"lengths": [asdict(report) for report in reports]})
     else:
-        print_ttft(report)
+        for report in reports:
+            print_ttft(report)
 
 
 def print_ttft(report: TtftReport) -> None:
@@ -219,3 +220,39 @@ def scale(
             f"{cell.chunks:,}", retrieve, exact, f"{cell.recall:.3f}", lookup, plan, f"{cell.first_search_s:.1f} s"
         )
     out.print(table)
+
+
+@app.command()
+def memory(
+    model: options.Model = "demo",
+    dtype: options.Dtype = "float32",
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Length of the prompt.")] = 2000,
+    recompute_ratio: Annotated[
+        float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
+    ] = 0.15,
+    as_json: options.Json = False,
+) -> None:
+    """Peak memory of a request, against the weights and the keys and values of its prompt. Linux only."""
+    with waiting("Three processes load the model, one after the other"):
+        from cachecraft_rag.evaluation.latency.memory import run
+        from cachecraft_rag.evaluation.latency.ttft import Shape
+
+        report = run(model, Shape.of_prompt(tokens), dtype=dtype, ratio=recompute_ratio)
+    if as_json:
+        print_json(asdict(report))
+        return
+    table = Table("what", "memory")
+    rows = {
+        "weights": report.weights_bytes,
+        "keys and values of the prompt": report.merged_kv_bytes,
+        "a request with reuse, from disk": report.request_bytes,
+        "a request without reuse": report.full_bytes,
+        "the whole process before": report.process_bytes,
+    }
+    for name, nbytes in rows.items():
+        table.add_row(name, options.megabytes(nbytes))
+    out.print(table)
+    out.print(
+        f"{report.peak_over_floor:.2f} × (weights + keys and values) with reuse, {report.full_over_floor:.2f} × "
+        f"without; {report.prompt_tokens} tokens, {report.chunks} chunks; {report.model}, {report.dtype}"
+    )

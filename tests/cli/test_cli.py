@@ -334,6 +334,28 @@ def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> N
     assert {"ratio_host", "ratio_disk", "ratio_all_recomputed", "token_ratio"} <= set(report)
     assert 0.15 < report["token_ratio"] < 0.5
     assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))
+    assert report["lengths"] == [{name: value for name, value in report.items() if name != "lengths"}]
+
+
+def test_bench_ttft_of_several_lengths(demo_model: Path, tmp_path: Path) -> None:
+    short = ("--pairs", "1", "--tokens", "150,300", "--chunk-tokens", "80", "--dtype", "float32")
+    report = last_json(run("bench", "ttft", *short, "--json", cwd=tmp_path))
+    assert [
+        (one["chunks"], abs(one["prompt_tokens"] - tokens) < 20)
+        for one, tokens in zip(report["lengths"], (150, 300), strict=True)
+    ] == [(2, True), (4, True)]
+    assert report.keys() == {"lengths"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is told by Linux")
+def test_bench_memory(demo_model: Path, tmp_path: Path) -> None:
+    report = last_json(run("bench", "memory", "--tokens", "200", "--json", cwd=tmp_path))
+    assert report["merged_kv_bytes"] == report["prompt_tokens"] * 46_080
+    assert report["weights_bytes"] > 500e6
+    # Its own keys and values at least, and no second copy of the weights.
+    assert report["merged_kv_bytes"] < report["request_bytes"] < report["weights_bytes"]
+    assert 1.0 < report["peak_over_floor"] < 1.5
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -26,6 +27,27 @@ from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of, drop_p
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
+
+_AROUND = 54  # tokens of a prompt that are in no chunk: the instruction, the question, the template
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The chunks of a prompt: how many, and how long each is in tokens."""
+
+    chunks: int = 5
+    chunk_tokens: int = 400
+
+    @classmethod
+    def of_prompt(cls, tokens: int, *, longest: int = 400) -> Self:
+        """Chunks of at most `longest` tokens, two at least, that make a prompt of about so many tokens.
+
+        >>> Shape.of_prompt(2054), Shape.of_prompt(1000)
+        (Shape(chunks=5, chunk_tokens=400), Shape(chunks=3, chunk_tokens=315))
+        """
+        room = max(tokens - _AROUND, 2)
+        chunks = max(2, -(-room // longest))
+        return cls(chunks, room // chunks)
 
 
 @dataclass(frozen=True)
@@ -60,45 +82,52 @@ class TtftReport:
 
 def run(
     model: str,
+    shapes: Sequence[Shape],
     *,
     dtype: str = "auto",
-    chunks: int = 5,
-    chunk_tokens: int = 400,
     ratio: float = 0.15,
     pairs: int = 7,
     progress: Callable[[Progress], None] = lambda _: None,
-) -> TtftReport:
-    """Measure. `dtype="auto"` first finds the dtype in which the model's own prefill is fastest on this machine.
+) -> list[TtftReport]:
+    """Measure prompts of each shape.
+
+    `dtype="auto"` first finds the dtype in which the model's own prefill of the first one is fastest on this machine.
 
     Raises:
         ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
     """
-    if chunks < 2 or pairs < 1:
+    if any(shape.chunks < 2 for shape in shapes) or pairs < 1:
         raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
+    total = pairs * len(shapes)
+    first = shapes[0]
     decoder = _fastest(
-        model, dtype, chunks * chunk_tokens, lambda name: progress(Progress(0, pairs, f"own prefill in {name}"))
+        model, dtype, first.chunks * first.chunk_tokens, lambda name: progress(Progress(0, total, f"prefill in {name}"))
     )
-    with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
-        bench = _Bench(decoder, Path(folder), chunks=chunks, chunk_tokens=chunk_tokens, ratio=ratio)
-        try:
-            return bench.report(pairs, progress)
-        finally:
-            bench.close()
+    reports = []
+    for number, shape in enumerate(shapes):
+        with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+            bench = _Bench(decoder, Path(folder), shape, ratio=ratio)
+            try:
+                done = number * pairs
+                reports.append(bench.report(pairs, lambda pair, done=done: progress(Progress(done + pair, total, ""))))
+            finally:
+                bench.close()
+    return reports
 
 
 class _Bench:
     """One prepared prompt and the ways to prefill it."""
 
-    def __init__(self, decoder: Decoder, folder: Path, *, chunks: int, chunk_tokens: int, ratio: float) -> None:
+    def __init__(self, decoder: Decoder, folder: Path, shape: Shape, *, ratio: float) -> None:
         self.decoder, self.folder = decoder, folder
         self.config = ReuseConfig(recompute_ratio=ratio, capture=False)
-        self.chunks = chunks_of(decoder, count=chunks, tokens=chunk_tokens)
+        self.chunks = chunks_of(decoder, count=shape.chunks, tokens=shape.chunk_tokens)
         prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
         prompt = prompts.build(QUESTION, self.chunks, reserve=1)
         if prompt.trimmed:
             raise ConfigError(
-                f"{chunks} chunks of {chunk_tokens} tokens do not fit the model's context of {decoder.context_length}; "
-                "choose fewer (--chunks) or shorter ones (--chunk-tokens)"
+                f"{shape.chunks} chunks of {shape.chunk_tokens} tokens do not fit the model's context of "
+                f"{decoder.context_length}; choose fewer (--chunks) or shorter ones (--chunk-tokens)"
             )
         self.ids = prompt.token_ids
         self.store = ChunkCacheStore.open(folder / "caches")
@@ -109,8 +138,8 @@ class _Bench:
         )  # in another order than the prompt, so no chunk keeps its prefix
         self.store.flush()
 
-    def report(self, pairs: int, progress: Callable[[Progress], None]) -> TtftReport:
-        """Run all sides alternately and compare their medians."""
+    def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
+        """Run all sides alternately and compare their medians; `begun` is told the number of each pair."""
         full = ReuseConfig(reuse=False, capture=False)
         early_termination = ReuseConfig(
             recompute_ratio=self.config.recompute_ratio, capture=False, early_termination="gap"
@@ -120,7 +149,7 @@ class _Bench:
         assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
         self._own()
         for pair in range(pairs):
-            progress(Progress(pair, pairs, ""))
+            begun(pair)
             times["own"].append(self._own())
             stats = self._ask(self.engine, self.config)
             times["host"].append(stats.ttft_s)
