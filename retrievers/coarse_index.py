@@ -53,8 +53,9 @@ class CoarseIndex:
 
     def candidates(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         """The numbers of about the `count` nearest vectors, in any order; `query` is float32 `[dim]`."""
-        numbers: NDArray[np.int64] = self._index.search(query[None], count)[1][0]
-        return numbers[numbers != -1]
+        numbers = self._index.search(query[None], count)[1][0]
+        found: NDArray[np.int64] = numbers[numbers != -1]
+        return found
 
     def serialise(self) -> bytes:
         """For `restore`."""

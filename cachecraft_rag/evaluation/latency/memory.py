@@ -81,7 +81,7 @@ def _alone(act: Any, *given: Any) -> Any:
 def _prepared(model: str, dtype: str, shape: Shape) -> tuple[Decoder, Sequence[Chunk]]:
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     decoder = Decoder.load(model, dtype=dtype)
     return decoder, chunks_of(decoder, count=shape.chunks, tokens=shape.chunk_tokens)
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -108,11 +109,14 @@ def run(
         with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
             bench = _Bench(decoder, Path(folder), shape, ratio=ratio)
             try:
-                done = number * pairs
-                reports.append(bench.report(pairs, lambda pair, done=done: progress(Progress(done + pair, total, ""))))
+                reports.append(bench.report(pairs, partial(_tell, progress, number * pairs, total)))
             finally:
                 bench.close()
     return reports
+
+
+def _tell(progress: Callable[[Progress], None], done: int, total: int, pair: int) -> None:
+    progress(Progress(done + pair, total, ""))
 
 
 class _Bench:
