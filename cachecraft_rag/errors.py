@@ -9,6 +9,7 @@
     ├── StoreError             the chunk-cache store cannot be opened or written at all
     ├── UnsupportedCallError   a framework's call that has no meaning for a local model without tools
     ├── ForkError              an engine, store or index was used in a fork of the process that opened it
+    ├── ServerError            a server does not answer, or is not the one that was meant
     └── ContextLengthError     the prompt does not fit the model's context
 
 Every message says what to do next. A missing or corrupt chunk-cache is never an exception: it is a miss with a reason.
@@ -49,6 +50,10 @@ class UnsupportedCallError(CacheCraftError, NotImplementedError):
 
 class ForkError(CacheCraftError):
     """An engine, store or index was used in a fork of the process that opened it; open one in each child."""
+
+
+class ServerError(CacheCraftError):
+    """A server of this package does not answer, or what answers is another one; the message says what to do."""
 
 
 class ContextLengthError(CacheCraftError):

@@ -24,7 +24,7 @@ from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
+from cachecraft_rag.engine.priming import PrimingEstimate, estimate_priming, prime_documents
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.retrievers.conversation import search_texts
@@ -175,6 +175,36 @@ class CacheCraft(Retriever, Closeable):
             rag._opened = opened.pop_all()
         return rag
 
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        store: PathLike = "chunk-caches",
+        embeddings: PathLike = BUNDLED_EMBEDDER,
+        **options: Any,
+    ) -> Self:
+        """Use the model of a server that `cachecraft serve` started; retrieval stays here.
+
+        Args:
+            url: such as "http://127.0.0.1:8000".
+            store: folder for the retrieval index; chunk-caches are the server's.
+            embeddings: as in `from_pretrained`.
+            options: model, system, api_key, timeout_s: see `vllm.client.HTTPEngine.connect`.
+
+        Raises:
+            ServerError: nothing answers there, or something else does; IndexStoreError, ConfigError.
+        """
+        from cachecraft_rag.vllm.client import HTTPEngine
+
+        check_path("embeddings", embeddings)
+        with ExitStack() as opened:
+            engine = opened.enter_context(HTTPEngine.connect(url, store=store, **options))
+            embedder = Embedder(embeddings)
+            rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
+            rag._opened = opened.pop_all()
+        return rag
+
     def add_documents(
         self,
         documents: PathLike | Iterable[Document],
@@ -231,11 +261,11 @@ class CacheCraft(Retriever, Closeable):
             How many chunk-caches were captured.
         """
         check_callable("progress", progress)
-        return prime_documents(Primer(self.engine), self._texts(), progress=progress, skipped=skipped)
+        return prime_documents(self.engine.primer(), self._texts(), progress=progress, skipped=skipped)
 
     def estimate_priming(self) -> PrimingEstimate:
         """What `prime` would compute and store now, without computing anything."""
-        return estimate_priming(Primer(self.engine), self._texts())
+        return estimate_priming(self.engine.primer(), self._texts())
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
         return [(document.doc_id, self.index.chunks_of(document.doc_id)) for document in self.index.documents()]

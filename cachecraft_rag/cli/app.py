@@ -23,6 +23,7 @@ from cachecraft_rag.cli import (
     early_termination,
     evaluate,
     follow_ups,
+    serve,
     simulate,
     sizes,
     store,
@@ -48,6 +49,7 @@ app.command("demo")(demo.demo)
 app.command("index")(ask.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.add_typer(documents.app, name="documents")
 app.command("sizes")(sizes.sizes)
 app.command("calibrate")(calibrate.calibrate)

@@ -36,13 +36,27 @@ def require_index(store: Path) -> None:
         )
 
 
-def load(model: str, store: Path, config: EngineConfig, *, embeddings: str | None = None) -> CacheCraft:
-    """Open a `CacheCraft`, with a spinner while the model loads."""
-    with waiting(f"Loading {model}"):
+def load(
+    model: str,
+    store: Path,
+    config: EngineConfig,
+    *,
+    embeddings: str | None = None,
+    server: str | None = None,
+    system: str | None = None,
+) -> CacheCraft:
+    """Open a `CacheCraft`, with a spinner while the model loads; over a server, where one is named.
+
+    Args:
+        system: the instruction, where it was chosen; `config` has it too.
+    """
+    with waiting(f"Loading {model}" if server is None else f"Connecting to {server}"):
         from cachecraft_rag.rag import CacheCraft
 
         options.quiet_libraries()
         chosen = {} if embeddings is None else {"embeddings": embeddings}
+        if server is not None:
+            return CacheCraft.connect(server, store=store, system=system, **chosen)
         return CacheCraft.from_pretrained(model, store=store, config=config, **chosen)
 
 
@@ -205,6 +219,7 @@ def ask(
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
     memory_mb: options.MemoryMB = None,
+    server: options.Server = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer one question over the indexed documents."""
@@ -224,8 +239,9 @@ def ask(
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)
     require_index(store)
-    with load(model, store, config, embeddings=embeddings) as rag:
-        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=sampling)
+    with load(model, store, config, embeddings=embeddings, server=server, system=system) as rag:
+        chosen = None if server is None else config.reuse  # in this process the engine has it
+        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=sampling, config=chosen)
         if as_json:
             print_json(stream.answer().as_dict())
         else:

@@ -47,6 +47,7 @@ def chat(
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
     memory_mb: options.MemoryMB = None,
+    server: options.Server = None,
 ) -> None:
     """Chat about the indexed documents.
 
@@ -68,8 +69,14 @@ def chat(
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)
     require_index(store)
-    with load(model, store, config, embeddings=embeddings) as rag:
-        conversation = Conversation(rag, top_k=top_k, sampling=sampling, where=allowed)
+    with load(model, store, config, embeddings=embeddings, server=server, system=system) as rag:
+        conversation = Conversation(
+            rag,
+            top_k=top_k,
+            sampling=sampling,
+            where=allowed,
+            reuse=None if server is None else config.reuse,  # in this process the engine has it
+        )
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
@@ -95,8 +102,16 @@ def converse(conversation: Conversation) -> None:
 class Conversation:
     """The turns so far, and the handling of the next line."""
 
-    def __init__(self, rag: CacheCraft, *, top_k: int, sampling: SamplingParams, where: Where | None = None) -> None:
-        self._rag, self._top_k, self._sampling, self._where = rag, top_k, sampling, where
+    def __init__(
+        self,
+        rag: CacheCraft,
+        *,
+        top_k: int,
+        sampling: SamplingParams,
+        where: Where | None = None,
+        reuse: ReuseConfig | None = None,
+    ) -> None:
+        self._rag, self._top_k, self._sampling, self._where, self._reuse = rag, top_k, sampling, where, reuse
         self._session = uuid.uuid4().hex
         self._history: list[Turn] = []
         self._last: AnswerStream | None = None
@@ -125,6 +140,7 @@ class Conversation:
                 history=self._history,
                 session=self._session,
                 sampling=self._sampling,
+                config=self._reuse,
             )
             try:
                 print_stream(stream)

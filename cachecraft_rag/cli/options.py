@@ -43,6 +43,14 @@ Model = Annotated[
     str,
     typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo" for the bundled SmolLM2-135M-Instruct.'),
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        help="Ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about "
+        "the model and its chunk-caches are then the server's own.",
+    ),
+]
 Embeddings = Annotated[
     str | None,
     typer.Option("--embeddings", help="sentence-transformers model for retrieval.", show_default="the bundled one"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.background import BackgroundJobs
@@ -26,6 +27,9 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.priming import Primer
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
 
@@ -73,6 +77,16 @@ class ModelFacts(Protocol):
     def chunk_bound(self) -> ModelTokens:
         """What bounds the chunks of a document for this model."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """Of a store's files, in bytes: what they take, their limit, and what the disk has left; and their codec."""
+
+    used: int
+    budget: int
+    free: int
+    codec: str
 
 
 class Generation(Iterator[str]):
@@ -171,6 +185,18 @@ class AnswerEngine(Closeable):
         return self.store.find(
             self.namespace, self.decoder.fingerprint, list(tokens), session=session, expected=expected
         )
+
+    def primer(self) -> Primer:
+        """What captures chunks for this engine ahead of questions."""
+        from cachecraft_rag.engine.priming import Primer  # it imports this module
+
+        return Primer(self)
+
+    def disk_space(self) -> DiskSpace:
+        """Of the folder where captures are stored."""
+        stats = self.store.stats()
+        free = shutil.disk_usage(self.store.root).free
+        return DiskSpace(stats.disk_bytes, stats.disk_budget, free, self.store.config.codec)
 
     @abstractmethod
     def _pieces(self, request: Request) -> Generator[str]:

@@ -7,7 +7,6 @@ compare: docs/fidelity.md.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -174,15 +173,14 @@ def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
     missing: dict[str, int] = {}
     for _, chunks in texts:
         missing |= primer.missing([chunk for chunk in chunks if primer.fits(chunk)])
-    store, layout = engine.store, engine.decoder.layout
-    stats = store.stats()
+    space, layout = engine.disk_space(), engine.decoder.layout
     return PrimingEstimate(
         captures=len(missing),
         tokens=sum(missing.values()),
-        nbytes=sum(cache_bytes(layout, tokens, store.config.codec) for tokens in missing.values()),
-        disk_used=stats.disk_bytes,
-        disk_budget=stats.disk_budget,
-        disk_free=shutil.disk_usage(store.root).free,
+        nbytes=sum(cache_bytes(layout, tokens, space.codec) for tokens in missing.values()),
+        disk_used=space.used,
+        disk_budget=space.budget,
+        disk_free=space.free,
     )
 
 

@@ -31,6 +31,11 @@ class SegmentReport:
     variant_id: str | None = None
     tier: TierName | None = None
 
+    @property
+    def stored(self) -> bool:
+        """Whether it came from a chunk-cache, or from a server's prefix cache, but for what was not loaded."""
+        return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self) | {"reason": str(self.reason)}
@@ -119,7 +124,7 @@ def stats_of(request: Request, layers: int) -> RequestStats:
     reports = segment_reports(request.plan, request.tiers) if request.reports is None else request.reports
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     recomputed = sum(one.recomputed for one in reports)
-    stored = sum(n for n, one in zip(lengths, reports, strict=False) if one.variant_id is not None)
+    stored = sum(n for n, one in zip(lengths, reports, strict=False) if one.stored)
     kept = stored - sum(one.not_loaded for one in reports)
     total = sum(lengths)
     return RequestStats(
@@ -152,7 +157,7 @@ def _chunk_stats(request: Request, reports: Sequence[SegmentReport]) -> Iterator
             reason_code=one.reason,
             tokens=len(segment.token_ids),
             recomputed=one.recomputed,
-            computed=len(segment.token_ids) if one.variant_id is None else one.not_loaded,
+            computed=one.not_loaded if one.stored else len(segment.token_ids),
             cfo=one.cfo,
             beta_prime=one.beta_prime,
             variant_id=one.variant_id,

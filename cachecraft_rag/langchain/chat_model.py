@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.base import Generation, PathLike
+from cachecraft_rag.engine.base import AnswerEngine, Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.prompt import Turn
@@ -57,7 +57,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    engine: Engine = Field(exclude=True, repr=False)
+    engine: AnswerEngine = Field(exclude=True, repr=False)
     session: str | None = None
     reuse: ReuseConfig | None = None
     max_tokens: int = 128

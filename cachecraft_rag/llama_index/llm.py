@@ -31,8 +31,7 @@ from llama_index.core.llms.custom import CustomLLM
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.base import Generation
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.base import AnswerEngine, Generation
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
@@ -66,19 +65,19 @@ class CacheCraftLLM(CustomLLM):
     context_window: int
     num_output: int
     session: str | None = None
-    _engine: Engine = PrivateAttr()
+    _engine: AnswerEngine = PrivateAttr()
     _sampling: SamplingParams = PrivateAttr()
     _hinted: bool = PrivateAttr(default=False)
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnswerEngine,
         *,
         sampling: SamplingParams | None = None,
         session: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        check_kind("engine", engine, Engine, advice="Engine.from_pretrained makes one")
+        check_kind("engine", engine, AnswerEngine, advice="Engine.from_pretrained makes one")
         check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         check_text("session", session, optional=True)
         sampling = sampling or SamplingParams()
@@ -97,7 +96,7 @@ class CacheCraftLLM(CustomLLM):
         return "CacheCraftLLM"
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], *, engine: Engine | None = None, **kwargs: Any) -> CacheCraftLLM:
+    def from_dict(cls, data: dict[str, Any], *, engine: AnswerEngine | None = None, **kwargs: Any) -> CacheCraftLLM:
         """The LLM of a `to_dict` over an open engine, and `sampling` if it is not the default.
 
         Raises `ConfigError` without an engine: a dict cannot hold one.

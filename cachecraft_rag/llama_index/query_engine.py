@@ -15,9 +15,8 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
 from cachecraft_rag.checks import check_kind, check_names
-from cachecraft_rag.engine.base import PathLike
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
@@ -108,7 +107,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         cls,
         retriever: BaseRetriever,
         *,
-        engine: Engine | None = None,
+        engine: AnswerEngine | None = None,
         model: str | None = None,
         store: PathLike | None = None,
         streaming: bool = False,
@@ -134,7 +133,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
         check_kind("retriever", retriever, BaseRetriever, advice="index.as_retriever() makes one")
-        check_kind("engine", engine, Engine, optional=True, advice="Engine.from_pretrained makes one")
+        check_kind("engine", engine, AnswerEngine, optional=True, advice="Engine.from_pretrained makes one")
         named = {"model": model, "store": store, "config": config}
         to_open: dict[str, Any] = {name: value for name, value in named.items() if value is not None} | {**options}
         settings: dict[str, Any] = {"streaming": streaming, "sampling": sampling, "session": session}
@@ -153,7 +152,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         return cls.from_defaults(retriever, **options)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnswerEngine:
         """The engine that answers."""
         return self.synthesizer.engine
 

@@ -27,7 +27,7 @@ from llama_index.core.schema import QueryType as QueryTextType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.checks import check_flag, check_text
-from cachecraft_rag.engine.base import Generation, PathLike
+from cachecraft_rag.engine.base import AnswerEngine, Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
@@ -73,7 +73,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnswerEngine,
         *,
         streaming: bool = False,
         sampling: SamplingParams | None = None,

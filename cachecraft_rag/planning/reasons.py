@@ -23,6 +23,7 @@ class Reason(StrEnum):
     LOSSY_CODEC = "lossy_codec"
     NOT_LOADED = "not_loaded"
     COMPUTED_FASTER = "computed_faster"
+    PREFIX_CACHED = "prefix_cached"
     PROMPT_FULL = "prompt_full"
     TOO_LONG = "too_long"
 
@@ -39,6 +40,7 @@ _SENTENCES = {
     Reason.LOSSY_CODEC: "behind its origin prefix, but stored by a lossy codec",
     Reason.NOT_LOADED: "it could not be loaded",
     Reason.COMPUTED_FASTER: "computing it was faster than loading it",
+    Reason.PREFIX_CACHED: "the server still had it from a request with the same chunks in the same order",
     Reason.PROMPT_FULL: "the prompt was full; the lowest-ranked chunks are left out",
     Reason.TOO_LONG: "it does not fit the model's context",
 }

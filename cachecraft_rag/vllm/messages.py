@@ -35,6 +35,7 @@ class Ask:
     when_stored  the answer waits until its captures are stored
     captures  segments to capture; None: as `config` says
     details   the report lists the recomputed tokens
+    client_salt  the `cache_salt` that a client gave, if any: part of this request's own
     """
 
     prompt: Prompt
@@ -44,6 +45,7 @@ class Ask:
     captures: tuple[int, ...] | None = None
     details: bool = False
     when_stored: bool = False
+    client_salt: str = ""
 
     def message(self, key: str) -> dict[str, Any]:
         """For `kv_transfer_params[FIELD]`, as plain JSON values; sealed with the server's key, see `read`."""
@@ -57,6 +59,7 @@ class Ask:
             "captures": None if self.captures is None else list(self.captures),
             "details": self.details,
             "when_stored": self.when_stored,
+            "client_salt": self.client_salt,
         }
         return told | {"seal": _seal(told, self.prompt.token_ids, key)}
 
@@ -87,17 +90,17 @@ class Ask:
             config = ReuseConfig(**told["config"])
             prompt = _prompt(told["segments"], token_ids)
             captures = None if told["captures"] is None else tuple(told["captures"])
-            flags = {name: told[name] for name in ("primed", "details", "when_stored")}
+            flags = {name: told[name] for name in ("primed", "details", "when_stored", "client_salt")}
             return cls(prompt, config, told["session"], captures=captures, **flags)
         except (KeyError, TypeError, ValueError) as error:  # sealed by another version
             raise ConfigError(f"it cannot be read: {error!r}") from error
 
-    def cache_salt(self, namespace: str, *, client_salt: str = "") -> str:
+    def cache_salt(self, namespace: str) -> str:
         """vLLM's salt of its prefix cache for this request: blocks filled for it serve nothing that differs in it."""
         settings = json.dumps(asdict(self.config) | {"ablate": sorted(self.config.ablate)}, sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
-        return digest("cachecraft salt", client_salt, namespace, *owner, settings, *ids)
+        return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
 
 
 def _seal(told: Mapping[str, Any], token_ids: Sequence[int], key: str) -> str:

@@ -9,6 +9,7 @@ ARCHITECTURES = {  # architecture → the module of vllm.model_executor.models t
     "Qwen3ForCausalLM": "qwen3",
 }
 CONNECTOR = "CacheCraftConnector"
+PLUGIN, ENDPOINT = "cachecraft", "cachecraft_http"  # names of the entry points, as in pyproject.toml
 
 
 def register() -> None:

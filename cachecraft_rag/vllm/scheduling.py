@@ -13,10 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from cachecraft_rag.engine.request import SegmentReport
 from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.expected import Expected, Found
-from cachecraft_rag.types import TokenScores
+from cachecraft_rag.types import Prompt, TokenScores
 from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.refusals import request_refusal
@@ -35,6 +37,7 @@ class Pending:
 
     refused  why it is computed as any other
     looked   the look-up, perhaps under way; None: captures are waited for first
+    cached   tokens that vLLM's own prefix cache had, where it had all chunks
     report   what the workers said of it
     """
 
@@ -44,6 +47,7 @@ class Pending:
     looked: Future[Looked] | None = None
     filling: bool = False
     filled: bool = False
+    cached: int | None = None
     report: Mapping[str, Any] | None = None
 
 
@@ -98,6 +102,7 @@ class Scheduling:
         # vLLM computes the rest of the last block itself. After a preemption not: the answer would go on differently.
         spare = 0 if known.filled else self._block_size - 1
         if computed >= question - spare:  # vLLM's own prefix cache has the chunks
+            known.cached = computed if known.cached is None else known.cached
             return 0
         if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
             return None
@@ -139,14 +144,29 @@ class Scheduling:
         if known is None:
             return None
         self._fills = [fill for fill in self._fills if fill.request_id != request.request_id]
+        if known.report is None and known.ask is not None and known.cached is not None:
+            known.report = self._cached_report(known.ask.prompt, known.cached)
         if known.report is not None:
             return {FIELD: dict(known.report)}
-        return {FIELD: {"refused": known.refused or "its prompt was in vLLM's own prefix cache"}}
+        return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
 
     def close(self) -> None:
         """Look up no more."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _cached_report(self, prompt: Prompt, cached: int) -> dict[str, Any]:
+        """As `Filling.report`, of a prompt whose first `cached` tokens were in vLLM's own prefix cache."""
+        segments = []
+        for segment, end in zip(prompt.segments, prompt.bounds[1:], strict=True):
+            missing = max(0, end - cached)
+            report = SegmentReport("computed", Reason.QUESTION)
+            if segment.kind != "question":
+                report = SegmentReport("reused", Reason.PREFIX_CACHED, not_loaded=min(missing, len(segment.token_ids)))
+            segments.append(report.as_dict())
+        rows = (prompt.bounds[-1] - cached) * self._identity.layout.layers
+        times: dict[str, Any] = {"planned_s": 0.0, "waited_s": 0.0, "focus_layer": None, "remote": None}
+        return {"segments": segments, "row_layers": rows} | times
 
     def _take_in(self, request: Any, message: object) -> Pending:
         try:

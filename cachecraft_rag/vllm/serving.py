@@ -1,4 +1,4 @@
-"""vLLM's engine in a process of its own, spoken to from threads: an event loop in a thread here talks with it."""
+"""vLLM's engine in a process of its own, spoken to from threads, through the event loop that talks with it."""
 
 from __future__ import annotations
 
@@ -31,29 +31,19 @@ class Step:
     error: BaseException | None = None
 
 
-class Serving(Closeable):
-    """A running vLLM engine.
+class Calls(Closeable):
+    """Requests to a vLLM engine that runs in an event loop of another thread, such as an API server's.
 
     Args:
-        arguments: of vLLM's `AsyncEngineArgs`, by name.
-
-    Raises what vLLM raises where it cannot start.
+        engine: vLLM's `AsyncLLM`; whoever started it ends it.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
         self._numbers = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-vllm", daemon=True)
-        self._thread.start()
-        self._closed = False
-        try:
-            self._engine: Any = self._run(_start(arguments)).result(_START_S)
-        except BaseException:
-            self._end_loop()
-            raise
 
     def generate(self, prompt: dict[str, Any], params: Any) -> Generator[Step]:
-        """Generate; closing the iterator aborts the request."""
+        """Generate; closing the iterator aborts the request. Not to be called in the loop's own thread."""
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
         job = self._run(self._generate(prompt, params, name, steps))
@@ -69,12 +59,7 @@ class Serving(Closeable):
             job.cancel()
 
     def close(self) -> None:
-        """End vLLM's processes; requests under way fail."""
-        if self._closed:
-            return
-        self._closed = True
-        self._run(self._shut_down()).result(_CLOSE_S)
-        self._end_loop()
+        """Nothing: the engine is not ours."""
 
     async def _generate(self, prompt: dict[str, Any], params: Any, name: str, steps: SimpleQueue[Step]) -> None:
         try:
@@ -86,12 +71,41 @@ class Serving(Closeable):
             steps.put(Step((), error=error))
             raise
 
+    def _run(self, work: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+class Serving(Calls):
+    """A vLLM engine that is started here, with an event loop of its own.
+
+    Args:
+        arguments: of vLLM's `AsyncEngineArgs`, by name.
+
+    Raises what vLLM raises where it cannot start.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__(None, asyncio.new_event_loop())
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-vllm", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self._engine = self._run(_start(arguments)).result(_START_S)
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def close(self) -> None:
+        """End vLLM's processes; requests under way fail."""
+        if self._closed:
+            return
+        self._closed = True
+        self._run(self._shut_down()).result(_CLOSE_S)
+        self._end_loop()
+
     async def _shut_down(self) -> None:
         engine, self._engine = self._engine, None  # at the interpreter's end its finaliser would fail
         engine.shutdown()
-
-    def _run(self, work: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -156,3 +156,28 @@ def test_settings_that_are_refused_have_these_names() -> None:
     assert "self.hf_text_config" in source("config.model")
     assert "kv_cache_groups" in KVCacheConfig.__dataclass_fields__
     assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {"FullAttentionSpec", "SlidingWindowSpec"}
+
+
+def test_the_api_server_has_what_the_endpoint_uses() -> None:
+    from importlib.metadata import entry_points
+
+    from vllm.entrypoints.openai.chat_completion import api_router
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+    from cachecraft_rag.vllm.endpoint import ChatWithDocuments
+    from cachecraft_rag.vllm.plugin import ENDPOINT
+
+    (found,) = entry_points(group="vllm.endpoint_plugins", name=ENDPOINT)
+    assert found.load() is ChatWithDocuments
+    assert isinstance(ChatWithDocuments(), EndpointPlugin)
+    assert ChatWithDocuments.name == ENDPOINT
+    fields = {"documents", "kv_transfer_params", "cache_salt", "n", "echo", "tools", "max_completion_tokens"}
+    assert fields <= ChatCompletionRequest.model_fields.keys()
+    assert parameters(api_router.create_chat_completion) == ["request", "raw_request"]
+    assert "self.engine_client.generate(" in inspect.getsource(OpenAIServingChat._create_chat_completion)
+    assert parameters(OpenAIServingChat.create_chat_completion) == ["self", "request", "raw_request"]
+    ids = source("renderers.online_renderer")
+    assert 'ids = kv.pop("prompt_token_ids", None)' in ids
+    assert "reuse_ids, cache_salt=request.cache_salt" in ids

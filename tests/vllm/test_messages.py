@@ -75,7 +75,7 @@ def test_salts_differ_wherever_blocks_may_differ() -> None:
         replace(ASK, prompt=Prompt(PROMPT.segments[1:])),
     ]
     salts = {ask.cache_salt(namespace) for ask in asks for namespace in ("default", "acme")}
-    salts |= {ASK.cache_salt("default", client_salt="x")}
+    salts |= {replace(ASK, client_salt="x").cache_salt("default")}
     assert len(salts) == 2 * len(asks) + 1
     next_question = Prompt((*PROMPT.segments[:-1], Segment("question", "r", (1, 1))))
     assert replace(ASK, prompt=next_question).cache_salt("default") == ASK.cache_salt("default")

@@ -272,7 +272,7 @@ def test_the_answer_stays_the_same_while_a_request_lives(engine: Engine, schedul
     scheduling.allocated(request, (2, 3), tokens)
     (second,) = scheduling.take_fills()
     assert (first.again, second.again, first.found) == (False, True, second.found)
-    assert scheduling.finished(request) == {FIELD: {"refused": "its prompt was in vLLM's own prefix cache"}}
+    assert scheduling.finished(request) == {FIELD: {"refused": "it ended before its prompt was filled"}}
     assert scheduling.finished(request) is None
 
 

@@ -1,0 +1,140 @@
+"""A chat request with `documents`, taken apart: chunks, instruction, history and question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from cachecraft_rag.checks import check_names
+from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Chunk
+
+FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request
+MOST_DOCUMENTS = 1000
+_CHARACTERS_PER_TOKEN = 64  # more text than this for each token of the context is refused before it is tokenised
+
+_EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+# Fields of a chat request that have no meaning where the prompt is made of segments: when they are fine, and advice.
+_UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda value: value in (None, 1), "ask again for another answer"),
+    "echo": (lambda value: not value, "leave it out"),
+    "prompt_logprobs": (lambda value: value is None, "leave it out"),
+    "use_beam_search": (lambda value: not value, "leave it out"),
+    "truncate_prompt_tokens": (lambda value: value is None, "documents that do not fit are left out by rank"),
+    "chat_template": (lambda value: value is None, "the model's own is used"),
+    "chat_template_kwargs": (lambda value: not value, "leave them out"),
+    "continue_final_message": (lambda value: not value, "end with the user's message"),
+    "add_generation_prompt": (lambda value: value is not False, "leave it out"),
+    "return_token_offsets": (lambda value: not value, "leave it out"),
+    "return_prompt_text": (lambda value: not value, "leave it out"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request with documents asks for.
+
+    system   its own instruction; None: the server's
+    config   how chunk-caches are reused, where the request says so
+    reserve  tokens kept free for the answer
+    """
+
+    question: str
+    chunks: tuple[Chunk, ...]
+    history: tuple[Turn, ...]
+    system: str | None
+    config: ReuseConfig | None
+    reserve: int
+    client_salt: str
+
+    @classmethod
+    def read(cls, request: Any, default: ReuseConfig, *, context_length: int) -> Self:
+        """From vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead."""
+        for name, (fine, advice) in _UNSUPPORTED.items():
+            if not fine(getattr(request, name, None)):
+                raise ConfigError(f"{name} cannot be used together with documents: {advice}")
+        if request.tools and request.tool_choice not in (None, "none"):
+            raise ConfigError("tools cannot be used together with documents: leave out one of the two")
+        check_documents(request.documents)
+        system, turns = _conversation(request.messages)
+        size = sum(len(one["text"]) for one in request.documents) + sum(len(text) for _, text in turns)
+        if size > (most := _CHARACTERS_PER_TOKEN * context_length):
+            raise ConfigError(
+                f"documents and messages have {size} characters, and the model's context is {context_length} tokens; "
+                f"send at most {most}: the best documents only"
+            )
+        answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        return cls(
+            question=turns[-1][1],
+            chunks=tuple(Chunk(one["text"]) for one in request.documents),
+            history=tuple(turns[:-1]),
+            system=system,
+            config=_config((request.model_extra or {}).get(FIELD), default),
+            reserve=SamplingParams().max_new_tokens if answer is None else answer,
+            client_salt=request.cache_salt or "",
+        )
+
+
+def check_documents(documents: object) -> None:
+    """Raises ConfigError, which says what `documents` must look like, for anything else."""
+    if not isinstance(documents, list):
+        raise ConfigError(f"documents must be a list; {_EXAMPLE}")
+    if len(documents) > MOST_DOCUMENTS:
+        raise ConfigError(f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones")
+    for place, one in enumerate(documents):
+        if not isinstance(one, Mapping) or not isinstance(one.get("text"), str):
+            raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
+        if wrong := [name for name, value in one.items() if not isinstance(value, str)]:
+            raise ConfigError(f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text")
+
+
+def _conversation(messages: Sequence[Any]) -> tuple[str | None, list[Turn]]:
+    """The instruction, if there is one, and the turns; neighbours of one role are joined."""
+    instructions: list[str] = []
+    turns: list[tuple[Any, list[str]]] = []
+    for place, message in enumerate(messages):
+        role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+        if role is None:
+            raise ConfigError(
+                f"messages[{place}]: together with documents, roles are system, user and assistant; write the text of "
+                "others into a message of the user's"
+            )
+        text = _text(message.get("content"), place)
+        if role == "system":
+            instructions.append(text)
+        elif turns and turns[-1][0] == role:
+            turns[-1][1].append(text)
+        else:
+            turns.append((role, [text]))
+    if not turns or turns[-1][0] != "user":
+        raise ConfigError("the last message must be the user's: the question about the documents")
+    return "\n\n".join(instructions) or None, [(role, "\n\n".join(texts)) for role, texts in turns]
+
+
+def _text(content: object, place: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = list(content) if isinstance(content, Sequence) else [content]
+    texts = [one.get("text") for one in parts if isinstance(one, Mapping) and one.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(one, str) for one in texts):
+        raise ConfigError(f"messages[{place}]: together with documents, messages hold text only")
+    return "".join(map(str, texts))
+
+
+def _config(given: object, default: ReuseConfig) -> ReuseConfig | None:
+    """The server's settings with those of a request. Raises ConfigError."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}')
+    names = [one.name for one in fields(ReuseConfig)]
+    check_names(given, names, what=f"setting of {FIELD!r}")
+    return ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given))

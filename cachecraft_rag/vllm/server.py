@@ -1,0 +1,94 @@
+"""Starts vLLM's own OpenAI-compatible server with the connector and the endpoint set up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.engine.base import CACHE_FOLDER
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.vllm.engine import changed_settings, require_vllm
+from cachecraft_rag.vllm.plugin import CONNECTOR, ENDPOINT, PLUGIN
+from cachecraft_rag.vllm.served import ServedModel
+from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
+
+# Set here, so they cannot be given as further arguments.
+_OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
+
+
+def serve(
+    model: str,
+    *,
+    store: Path,
+    config: EngineConfig,
+    shared_system: bool = False,
+    session_header: str | None = None,
+    arguments: Sequence[str] = (),
+) -> None:
+    """Serve a model until the process is told to stop.
+
+    Args:
+        model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
+        config: dtype, namespace, instruction and store.
+        shared_system, session_header: see `EndpointSettings`.
+        arguments: further ones of vLLM's server, as on its command line.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, ConfigError: before vLLM starts; then what vLLM raises.
+    """
+    check_arguments(arguments)
+    require_vllm()
+    named = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, PLUGIN, ENDPOINT]))
+    served = ServedModel.load(model, dtype=config.dtype)
+    own = EndpointSettings(
+        root=str(store.absolute()),
+        model=model,
+        system=config.system,
+        shared_system=shared_system,
+        session_header=session_header,
+    )
+    settings = ConnectorSettings(
+        str((store / CACHE_FOLDER).absolute()),
+        namespace=config.namespace,
+        caches=changed_settings(config.store),
+        endpoint=asdict(own),
+    )
+    _run(served, model, settings, arguments)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for arguments of vLLM's that are set here, or that would break what is set here."""
+    for one in arguments:
+        name = one.partition("=")[0].replace("_", "-")
+        if name in _OURS:
+            raise ConfigError(f"{name} is set by this command; use its own options")
+        if name == "--api-server-count":
+            raise ConfigError("--api-server-count: the statistics of requests are kept in one API server; leave it out")
+        if name == "--headless":
+            raise ConfigError("--headless serves no HTTP; leave it out")
+
+
+def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]) -> None:
+    import uvloop
+    from vllm.config import KVTransferConfig
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.openai.api_server import run_server
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser: Any = make_arg_parser(FlexibleArgumentParser(prog="cachecraft serve"))
+    names = () if any(one.startswith("--served") for one in arguments) else ("--served-model-name", model)
+    fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)
+    args = parser.parse_args([*fixed, *names, *arguments])
+    # As an object, not on a command line: the key that seals requests would show in the list of processes.
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=settings.extra()
+    )
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))

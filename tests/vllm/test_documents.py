@@ -1,0 +1,96 @@
+"""Chat requests with documents, taken apart; needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Chunk
+from cachecraft_rag.vllm.documents import MOST_DOCUMENTS, Asked, check_documents
+
+DOCUMENTS = [{"text": "Vinegar.", "title": "kettle"}, {"text": "Crumbs."}]
+USER = {"role": "user", "content": "How?"}
+
+
+def request(**given: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "messages": [USER],
+        "documents": DOCUMENTS,
+        "tools": None,
+        "tool_choice": None,
+        "max_tokens": None,
+        "max_completion_tokens": None,
+        "cache_salt": None,
+        "model_extra": {},
+    }
+    return SimpleNamespace(**fields | given)
+
+
+def read(**given: Any) -> Asked:
+    return Asked.read(request(**given), ReuseConfig(alpha=0.5), context_length=100)
+
+
+def test_chunks_history_and_question() -> None:
+    asked = read(
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is it?"}]},
+            {"role": "assistant", "content": "A kettle."},
+            {"role": "user", "content": "And"},
+            {"role": "user", "content": "how?"},
+        ],
+        max_completion_tokens=7,
+        cache_salt="mine",
+        model_extra={"cachecraft": {"recompute_ratio": 0.2}},
+    )
+    assert asked.chunks == (Chunk("Vinegar."), Chunk("Crumbs."))
+    assert asked.history == (("user", "What is it?"), ("assistant", "A kettle."))
+    assert (asked.question, asked.system, asked.reserve, asked.client_salt) == ("And\n\nhow?", "Be brief.", 7, "mine")
+    assert asked.config == ReuseConfig(alpha=0.5, recompute_ratio=0.2)
+    plain = read()
+    assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
+    assert read(tools=[{}], tool_choice="none").question == "How?"
+    assert read(documents=[]).chunks == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"documents": {}}, "must be a list; write"),
+        ({"documents": ["text"]}, r"documents\[0\] must be an object with a \"text\"; write"),
+        ({"documents": [{"text": "a"}, {"text": None}]}, r"documents\[1\] must be an object"),
+        ({"documents": [{"text": "a", "page": 3}]}, "'page' must be a string; leave it out"),
+        ({"documents": [{"text": "a"}] * (MOST_DOCUMENTS + 1)}, "send at most"),
+        ({"documents": [{"text": "a" * 6500}]}, "send at most 6400: the best"),
+        ({"n": 2}, "ask again"),
+        ({"echo": True}, "leave it out"),
+        ({"prompt_logprobs": 0}, "leave it out"),
+        ({"chat_template": "x"}, "the model's own"),
+        ({"continue_final_message": True}, "end with the user's"),
+        ({"add_generation_prompt": False}, "leave it out"),
+        ({"truncate_prompt_tokens": 5}, "left out by rank"),
+        ({"tools": [{}], "tool_choice": "auto"}, "leave out one of the two"),
+        ({"messages": []}, "the last message must be the user's"),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
+        ({"messages": [{"role": "tool", "content": "x"}, USER]}, r"messages\[0\].*write the text of others"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "hold text only"),
+        ({"messages": ["x"]}, r"messages\[0\]"),
+        ({"model_extra": {"cachecraft": []}}, "must be an object"),
+        ({"model_extra": {"cachecraft": {"session": "bob"}}}, "session: no such setting"),
+        ({"model_extra": {"cachecraft": {"recompute_ratio": 2}}}, "recompute_ratio"),
+    ],
+)
+def test_what_cannot_be_served_says_what_to_do(given: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        read(**given)
+
+
+def test_documents_are_checked_before_anything_else() -> None:
+    check_documents([])
+    check_documents(DOCUMENTS)
+    with pytest.raises(ConfigError, match="best first"):
+        check_documents(None)

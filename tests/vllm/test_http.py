@@ -1,0 +1,324 @@
+"""A real server over HTTP: any OpenAI client, both frameworks and the facade; bad requests, cancelling, `kill -9`."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ServerError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.vllm.client import HTTPEngine
+from tests.vllm.conftest import TEXTS
+from tests.vllm.http_server import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+SHORT = SamplingParams(max_new_tokens=12)
+# Loaded whole, so that no speed decides; the question's own settings keep it apart from vLLM's prefix cache.
+REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole", capture=False)
+LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
+QUESTIONS = ("How is the kettle descaled?", "Who repairs it?", "What does the guarantee cover?", "How cold is it?")
+ORDERS = ([0, 1, 2], [2, 0, 3], [4, 3, 1], [5, 0, 4])
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("served")
+    made = ServerProcess(
+        model_folder("Llama"), folder / "store", folder / "log", "--max-model-len", "2048", "--session-header", "X-Mine"
+    )
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def store(server: ServerProcess) -> Path:
+    """The server's store folder."""
+    return server._log.parent / "store"
+
+
+def documents(order: list[int]) -> list[dict[str, str]]:
+    return [{"text": TEXTS[i]} for i in order]
+
+
+def chunks(order: list[int]) -> list[Chunk]:
+    return [Chunk(TEXTS[i]) for i in order]
+
+
+def stored_share(stats: list[dict[str, Any]]) -> float:
+    """Share of the chunks' tokens that came from chunk-caches."""
+    all_chunks = [chunk for one in stats for chunk in one["chunks"]]
+    return 1 - sum(chunk["computed"] for chunk in all_chunks) / sum(chunk["tokens"] for chunk in all_chunks)
+
+
+def test_the_rag_loop_with_every_client(
+    server: ServerProcess, store: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import openai
+    from langchain_core.documents import Document as LangChainDocument
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+
+    from cachecraft_rag.langchain import ChatCacheCraft
+    from cachecraft_rag.llama_index import CacheCraftQueryEngine
+
+    first = [server.chat(documents(order), question).json() for question, order in zip(QUESTIONS, ORDERS, strict=True)]
+    told = [one["kv_transfer_params"]["cachecraft"]["stats"] for one in first]
+    assert {chunk["outcome"] for chunk in told[0]["chunks"]} == {"computed"}
+
+    # Once more, by each client; the settings differ, so vLLM's own prefix cache has none of it.
+    texts = []
+    with (
+        HTTPEngine.connect(server.url, store=tmp_path / "mine") as engine,
+        Engine.from_pretrained(str(model_folder("Llama")), store=store, reuse=REUSE) as here,
+    ):
+        assert engine.decoder.fingerprint == here.decoder.fingerprint
+        assert (engine.decoder.context_length, here.decoder.context_length) == (2048, 4096)
+        assert engine.decoder.tokenizer.get_vocab() == here.decoder.tokenizer.get_vocab()
+        for question, order in zip(QUESTIONS, ORDERS, strict=True):
+            stream, expected = (
+                one.stream(question, chunks(order), sampling=SHORT, config=REUSE) for one in (engine, here)
+            )
+            texts.append("".join(stream))
+            assert texts[-1] == "".join(expected)
+            assert_same_chunks(stream.stats, expected.stats)
+            assert stored_share([stream.stats.as_dict()]) >= 0.9
+
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        model = client.models.list().data[0].id
+        for question, order, text in zip(QUESTIONS[:2], ORDERS, texts, strict=False):
+            asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}]}
+            asked |= {"max_tokens": 12, "temperature": 0}
+            answer = client.chat.completions.create(
+                **asked, extra_body={"documents": documents(order), "cachecraft": LOOSE}
+            )
+            assert same_text(answer.choices[0].message.content, text)
+            found = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer.id}").json()["stats"]
+            assert {chunk["reason_code"] for chunk in found["chunks"]} == {"prefix_cached"}
+            assert stored_share([found]) >= 0.9
+            pieces = client.chat.completions.create(
+                **asked, stream=True, extra_body={"documents": documents(order), "cachecraft": LOOSE | {"drift": 0.3}}
+            )
+            name, streamed = "", ""
+            for piece in pieces:
+                name, streamed = piece.id, streamed + (piece.choices[0].delta.content or "")
+            assert streamed
+            found = httpx.get(f"{server.url}/v1/cachecraft/requests/{name}").json()["stats"]
+            assert found["tokens_generated"] == 12
+            assert {chunk["tier"] for chunk in found["chunks"]} <= {"host", "disk"}
+            assert stored_share([found]) >= 0.9
+
+        class Fixed(BaseRetriever):
+            def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+                order = ORDERS[QUESTIONS.index(query_bundle.query_str)]
+                return [NodeWithScore(node=TextNode(text=TEXTS[i]), score=1.0) for i in order]
+
+        chat = ChatCacheCraft(engine=engine, max_tokens=12, reuse=REUSE)
+        queries = CacheCraftQueryEngine.from_defaults(Fixed(), engine=engine, sampling=SHORT)
+        for question, order, text in zip(QUESTIONS[:2], ORDERS, texts, strict=False):
+            message = chat.invoke(question, documents=[LangChainDocument(TEXTS[i]) for i in order])
+            assert message.content == text
+            response = queries.query(question)
+            found = response.metadata["cachecraft"]
+            assert len(found["chunks"]) == len(order)
+            assert stored_share([found]) >= 0.9
+
+
+def same_text(served: str | None, expected: str) -> bool:
+    """Byte tokens need not be whole characters; vLLM's detokenizer and ours differ in how they end such a text."""
+    left, right = ((text or "").rstrip("\ufffd") for text in (served, expected))
+    return left.startswith(right[: len(right) // 2]) and right.startswith(left[: len(left) // 2])
+
+
+def assert_same_chunks(served: RequestStats, expected: RequestStats) -> None:
+    fields = ("chunk_id", "outcome", "tokens", "recomputed", "computed", "variant_id")
+    assert [[getattr(one, name) for name in fields] for one in served.chunks] == [
+        [getattr(one, name) for name in fields] for one in expected.chunks
+    ]
+    assert (served.tokens_reused, served.tokens_prompt) == (expected.tokens_reused, expected.tokens_prompt)
+
+
+def test_the_facade_indexes_primes_and_forgets(server: ServerProcess, store: Path, tmp_path: Path) -> None:
+    document = Document("manual", "\n\n".join(f"{text} Page {i}. " * 4 for i, text in enumerate(TEXTS[:3])))
+    with CacheCraft.connect(server.url, store=tmp_path) as rag:
+        rag.add_documents([document])
+        estimate = rag.estimate_priming()
+        assert estimate.captures >= 2
+        assert estimate.disk_budget > 0
+        assert rag.prime() == estimate.captures
+        assert rag.estimate_priming().captures == 0
+        answer = rag.ask("Which page is about the kettle?", top_k=1, sampling=SHORT, config=REUSE)
+        assert {chunk.outcome for chunk in answer.stats.chunks} <= {"exact", "reused"}
+        assert answer.stats.tokens_reused > 0
+        again = rag.ask("Which page is about the kettle?", top_k=1, sampling=SHORT, config=REUSE)
+        assert again.text == answer.text
+        assert again.stats.tokens_reused >= answer.stats.tokens_reused  # vLLM's own prefix cache has it by now
+        turns = [("user", "Which page is about the kettle?"), ("assistant", answer.text)]
+        more = rag.ask("And the toaster?", top_k=1, sampling=SHORT, history=turns, session="ada")
+        assert more.stats.finish is not None
+        removed = rag.remove_documents(["manual"])
+        assert removed.chunk_caches >= 1
+    with ChunkCacheStore.open(store / "caches") as caches:
+        assert not any(row.variant.primed for row in caches.rows())
+
+
+def test_without_documents_it_is_vllm(server: ServerProcess, model_folder: Callable[[str], Path]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder("Llama")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    for body in ({}, {"cachecraft": {"nonsense": 1}, "kv_transfer_params": {"cachecraft": {"segments": []}}}):
+        answer = server.chat(None, QUESTIONS[0], **body).json()
+        assert answer["prompt_token_ids"] == ids
+        assert answer["choices"][0]["token_ids"] == output[0, len(ids) :].tolist()
+    assert "stats" not in (answer["kv_transfer_params"] or {}).get("cachecraft", {})
+    missing = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer['id']}")
+    assert (missing.status_code, "remembered" in missing.text) == (404, True)
+
+
+def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
+    def owners() -> set[tuple[str, str | None]]:
+        with ChunkCacheStore.open(store / "caches") as caches:
+            return {(row.variant.key.chunk_id, row.variant.session) for row in caches.rows()}
+
+    secret, news = "My number is 4711.", [{"text": "The mill at Dunn dates from 1900, its wheel from 1950."}]
+    private = [{"role": "system", "content": secret}, {"role": "user", "content": "When?"}]
+    name = Chunk(news[0]["text"]).chunk_id
+    body = {"messages": private, "session": "bob", "namespace": "other", "cachecraft": {}}
+    answer = server.chat(news, **body)
+    assert answer.status_code == 200
+    assert name not in {chunk for chunk, _ in owners()}  # nobody's session: it is not kept
+    mine = server.chat(news, headers={"X-Mine": "ada"}, **body).json()
+    await_rows(lambda: (name, "ada") in owners())
+    assert {session for chunk, session in owners() if chunk == name} == {"ada"}
+    url = f"{server.url}/v1/cachecraft/requests/{mine['id']}"
+    assert httpx.get(url).status_code == 404  # another session's
+    assert httpx.get(url, headers={"X-Mine": "ada"}).json()["stats"]["chunks"][0]["outcome"] == "computed"
+    theirs = server.chat(news, headers={"X-Mine": "bob"}, **body).json()
+    assert theirs["kv_transfer_params"]["cachecraft"]["stats"]["chunks"][0]["outcome"] == "computed"
+    again = server.chat(news, headers={"X-Mine": "ada"}, **body | {"cachecraft": {"capture": False}}).json()
+    assert again["kv_transfer_params"]["cachecraft"]["stats"]["chunks"][0]["outcome"] == "exact"
+
+
+def await_rows(there: Callable[[], bool]) -> None:
+    """Captures are stored in the background."""
+    import time
+
+    for _ in range(3000):
+        if there():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it was never stored")
+
+
+def bad_bodies(dice: random.Random, count: int) -> Iterator[bytes]:
+    """Requests that are wrong in one place or more."""
+    junk: list[Any] = [None, 7, -1, 1e300, "x", "", [], {}, [None], [[]], {"text": 1}, [{"text": "a" * 200_000}], True]
+    fields = ["documents", "messages", "max_tokens", "temperature", "cachecraft", "n", "tools", "cache_salt", "stop"]
+    for number in range(count):
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "documents": documents([0])}
+        body["max_tokens"] = 2
+        for name in dice.sample(fields, dice.randint(1, 3)):
+            body[name] = dice.choice(junk)
+        raw = json.dumps(body).encode()
+        yield raw[: dice.randrange(len(raw))] if number % 5 == 4 else raw
+
+
+def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
+    good = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0]["token_ids"]
+    headers = {"Content-Type": "application/json"}
+    statuses = []
+    for raw in bad_bodies(random.Random(5), 60):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", content=raw, headers=headers, timeout=600)
+        assert answer.status_code in (200, 400, 422), (raw[:300], answer.text)
+        statuses.append(answer.status_code)
+        if answer.status_code != 200:
+            assert answer.json()["error"]["message"]
+    assert statuses.count(400) > 30
+    for path in ("prime", "evict"):
+        for raw in (b"", b"[]", b"{", b'{"documents": 3}', b'{"chunk_ids": [7]}', b'{"more": 1}'):
+            answer = httpx.post(f"{server.url}/v1/cachecraft/{path}", content=raw, headers=headers, timeout=60)
+            assert answer.status_code == 400, (path, raw, answer.text)
+    again = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0]["token_ids"]
+    assert again == good
+    server.settles()
+
+
+def test_cancelled_requests_free_their_blocks(server: ServerProcess) -> None:
+    with HTTPEngine.connect(server.url, store=server._log.parent / "client") as engine:
+        long = SamplingParams(max_new_tokens=1500)
+        streams = [engine.stream(f"{question} {i}", chunks(ORDERS[i % 4]), sampling=long)
+                   for i, question in enumerate(QUESTIONS * 2)]  # fmt: skip
+        for stream in streams:
+            next(stream, None)
+            stream.close()
+        assert all(stream.stats.finish in ("closed", "end") for stream in streams)
+        threads = [threading.Thread(target=give_up, args=(server, i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        server.settles()
+        assert "".join(engine.stream(QUESTIONS[0], chunks([0, 1]), sampling=SHORT))
+
+
+def give_up(server: ServerProcess, number: int) -> None:
+    """Ask without streaming, and hang up after a moment."""
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={
+                "messages": [{"role": "user", "content": f"Who? {number}"}],
+                "documents": documents(ORDERS[number]),
+                "max_tokens": 1500,
+                "ignore_eos": True,
+            },
+            timeout=0.3,
+        )
+
+
+def test_after_kill_9_the_next_server_reuses_from_disk(
+    server: ServerProcess, store: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    before = server.chat(documents([3, 2, 1]), QUESTIONS[1])
+    assert before.status_code == 200
+    server.settles()
+    with HTTPEngine.connect(server.url, store=tmp_path / "client") as engine:
+        missing = engine.primer().missing(chunks([1]))
+        stream = engine.stream(QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=1500))
+        next(stream)
+        server.kill()
+        with pytest.raises(ServerError, match=r"does not answer|halfway"):
+            list(stream)
+        with pytest.raises(ServerError, match="does not answer"):
+            list(engine.stream(QUESTIONS[0], chunks([0])))
+    restarted = ServerProcess(model_folder("Llama"), store, tmp_path / "log", "--max-model-len", "2048")
+    try:
+        with HTTPEngine.connect(restarted.url, store=tmp_path / "client") as engine:
+            assert engine.primer().missing(chunks([1])) == missing
+        answer = restarted.chat(documents([3, 2, 1]), QUESTIONS[1], cachecraft=LOOSE).json()
+        stats = answer["kv_transfer_params"]["cachecraft"]["stats"]
+        assert stored_share([stats]) >= 0.9
+        assert {chunk["tier"] for chunk in stats["chunks"]} == {"disk"}
+    finally:
+        restarted.stop()
