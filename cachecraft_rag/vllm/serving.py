@@ -110,6 +110,8 @@ class Serving(Calls):
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _start(arguments: dict[str, Any]) -> Any:
