@@ -25,6 +25,8 @@ class Reason(StrEnum):
     COMPUTED_FASTER = "computed_faster"
     PROMPT_FULL = "prompt_full"
     TOO_LONG = "too_long"
+    FAILED = "failed"
+    NOT_REPORTED = "not_reported"
 
 
 _SENTENCES = {
@@ -41,6 +43,8 @@ _SENTENCES = {
     Reason.COMPUTED_FASTER: "computing it was faster than loading it",
     Reason.PROMPT_FULL: "the prompt was full; the lowest-ranked chunks are left out",
     Reason.TOO_LONG: "it does not fit the model's context",
+    Reason.FAILED: "the request failed before its first token",
+    Reason.NOT_REPORTED: "the server did not say what it did",
 }
 _DETAIL_ALONE = frozenset({Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.TOO_LONG})
 
