@@ -71,14 +71,23 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _settings(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the package's log messages.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Write log messages to stderr as lines of JSON, one for each request.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     # On the package's logger, not on the root: libraries print their own warnings, which would then appear twice.
     logger = logging.getLogger("cachecraft_rag")
-    logger.handlers[:] = [RichHandler(console=err, show_path=False)]  # one, however often an app in Python calls this
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler: logging.Handler = RichHandler(console=err, show_path=False)
+    if log_json:
+        from cachecraft_rag.engine.request_log import JsonFormatter
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+    logger.handlers[:] = [handler]  # one, however often an app in Python calls this
+    logger.setLevel(logging.INFO if verbose or log_json else logging.WARNING)
     logger.propagate = False
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ def chat(
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
     memory_mb: options.MemoryMB = None,
+    metrics_port: options.MetricsPort = None,
 ) -> None:
     """Chat about the indexed documents.
 
@@ -68,7 +70,7 @@ def chat(
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)
     require_index(store)
-    with load(model, store, config, embeddings=embeddings) as rag:
+    with load(model, store, config, embeddings=embeddings) as rag, metrics(rag, metrics_port):
         conversation = Conversation(rag, top_k=top_k, sampling=sampling, where=allowed)
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
@@ -77,6 +79,19 @@ def chat(
         err.print(HELP, style="dim")
         print_calibration(rag)
         converse(conversation)
+
+
+@contextmanager
+def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
+    """Serve metrics while the block runs, where a port is given."""
+    if port is None:
+        yield
+        return
+    from cachecraft_rag.engine.metrics import serve_metrics
+
+    with serve_metrics(rag.engine, port) as server:
+        err.print(f"metrics: http://127.0.0.1:{server.port}/metrics", style="dim", highlight=False)
+        yield
 
 
 def converse(conversation: Conversation) -> None:

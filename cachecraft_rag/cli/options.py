@@ -102,6 +102,10 @@ DiskMB = Annotated[
 MemoryMB = Annotated[
     float | None, typer.Option("--memory-mb", min=0, help="Memory for chunk-caches.", show_default="2147 MB")
 ]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of this machine."),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
 
 DEFAULT_STORE = Path("chunk-caches")

@@ -67,7 +67,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(_plain(fields), ensure_ascii=False, allow_nan=False)
+        return json.dumps(_plain(fields), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
