@@ -13,7 +13,6 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, megabytes, out, print_json, progress_bar, waiting
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ def load(model: str, store: Path, config: EngineConfig, *, embeddings: str | Non
 
 
 def index(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
     store: options.Store = DEFAULT_STORE,
     prime: Annotated[
@@ -62,6 +62,8 @@ def index(
     threads: options.Threads = None,
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
+    max_variants: options.MaxVariants = None,
+    variants_per_chunk: options.VariantsPerChunk = None,
     system: options.System = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
@@ -71,6 +73,7 @@ def index(
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
     options.set_threads(threads)
     config = options.engine_config(
+        context.obj,
         dtype=dtype,
         device=device,
         namespace=namespace,
@@ -78,6 +81,8 @@ def index(
         remote_key_file=remote_key_file,
         codec=codec,
         disk_mb=disk_mb,
+        max_variants=max_variants,
+        variants_per_chunk=variants_per_chunk,
         system=system,
     )
     require_readable(folder)  # before the models are loaded and a store is made
@@ -181,6 +186,7 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
 
 
 def ask(
+    context: typer.Context,
     question: Annotated[str, typer.Argument(help="Your question.")],
     store: options.Store = DEFAULT_STORE,
     model: options.Model = "demo",
@@ -204,21 +210,26 @@ def ask(
     system: options.System = None,
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
+    max_variants: options.MaxVariants = None,
+    variants_per_chunk: options.VariantsPerChunk = None,
     memory_mb: options.MemoryMB = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer one question over the indexed documents."""
     options.set_threads(threads)
     config = options.engine_config(
+        context.obj,
         dtype=dtype,
         device=device,
         namespace=namespace,
         remote=remote,
         remote_key_file=remote_key_file,
-        reuse=ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=early_termination),  # type: ignore[arg-type]
+        reuse={"reuse": reuse, "recompute_ratio": recompute_ratio, "early_termination": early_termination},
         system=system,
         codec=codec,
         disk_mb=disk_mb,
+        max_variants=max_variants,
+        variants_per_chunk=variants_per_chunk,
         memory_mb=memory_mb,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)

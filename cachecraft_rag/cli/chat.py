@@ -10,11 +10,12 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+import typer
+
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
 from cachecraft_rag.errors import ContextLengthError
-from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
@@ -27,6 +28,7 @@ HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
 
 
 def chat(
+    context: typer.Context,
     store: options.Store = DEFAULT_STORE,
     model: options.Model = "demo",
     embeddings: options.Embeddings = None,
@@ -47,6 +49,8 @@ def chat(
     system: options.System = None,
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
+    max_variants: options.MaxVariants = None,
+    variants_per_chunk: options.VariantsPerChunk = None,
     memory_mb: options.MemoryMB = None,
     metrics_port: options.MetricsPort = None,
 ) -> None:
@@ -56,15 +60,18 @@ def chat(
     """
     options.set_threads(threads)
     config = options.engine_config(
+        context.obj,
         dtype=dtype,
         device=device,
         namespace=namespace,
         remote=remote,
         remote_key_file=remote_key_file,
-        reuse=ReuseConfig(recompute_ratio=recompute_ratio),
+        reuse={"recompute_ratio": recompute_ratio},
         system=system,
         codec=codec,
         disk_mb=disk_mb,
+        max_variants=max_variants,
+        variants_per_chunk=variants_per_chunk,
         memory_mb=memory_mb,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)

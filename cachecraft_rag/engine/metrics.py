@@ -9,10 +9,12 @@ Needs the extra `metrics`. Names and labels are listed in docs/operations.md.
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self, get_args
+from urllib.parse import urlsplit
 
 from cachecraft_rag.checks import check_text, check_whole
 from cachecraft_rag.engine.base import AnswerEngine
@@ -33,6 +35,7 @@ try:
         Metric,
         StateSetMetricFamily,
     )
+    from prometheus_client.parser import text_string_to_metric_families
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -40,6 +43,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 MOST_PORT = 65535
+READ_TIMEOUT_S = 10.0
 
 
 class EngineCollector(Collector):
@@ -149,6 +153,30 @@ def _histogram(name: str, text: str, told: Histogram) -> HistogramMetricFamily:
     ends = (*map(str, told.bounds), "+Inf")
     buckets = list(zip(ends, map(float, told.cumulative), strict=True))
     return HistogramMetricFamily(f"cachecraft_{name}", text, buckets=buckets, sum_value=told.total)
+
+
+def read_counts(url: str) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """Chunks by outcome and reason, and captures dropped by reason, of an engine whose metrics are served at `url`.
+
+    Raises ConfigError when nothing of that kind comes from there.
+    """
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(f"{url} is no address of metrics; write http://127.0.0.1:PORT/metrics")
+    try:
+        with urllib.request.urlopen(url, timeout=READ_TIMEOUT_S) as answer:
+            families = {one.name: one for one in text_string_to_metric_families(answer.read().decode())}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"metrics cannot be read from {url}: {error}") from error
+    if "cachecraft_chunks" not in families:
+        raise ConfigError(f"{url} has no metrics of cachecraft; `cachecraft chat --metrics-port PORT` serves them")
+    chunks = {
+        (one.labels["outcome"], one.labels["reason"]): int(one.value) for one in families["cachecraft_chunks"].samples
+    }
+    samples = families["cachecraft_captures"].samples if "cachecraft_captures" in families else []
+    dropped = {
+        one.labels["reason"]: int(one.value) for one in samples if one.labels["outcome"] == "dropped" and one.value
+    }
+    return chunks, dropped
 
 
 class MetricsServer:

@@ -114,6 +114,11 @@ class ChunkCacheStore(Closeable):
         check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
         return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings))
 
+    @property
+    def read_only(self) -> bool:
+        """Whether the folder cannot be written: what it holds is reused, and nothing is added to it."""
+        return self._durable.read_only
+
     # -- the request's path -------------------------------------------------------------------------------------------
 
     def lookup(
