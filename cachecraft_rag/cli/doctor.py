@@ -46,7 +46,13 @@ def doctor(
     from cachecraft_rag.engine.doctor import Finding, findings
 
     options.set_threads(threads)
-    chosen = {"dtype": dtype, "device": device, "namespace": namespace, "codec": codec, "memory_mb": memory_mb}
+    chosen: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "namespace": namespace,
+        "codec": codec,
+        "memory_mb": memory_mb,
+    }
     config = options.engine_config(context.obj, remote=remote, remote_key_file=remote_key_file, **chosen)
     facts: Facts | None = None
     told: list[Finding] = []

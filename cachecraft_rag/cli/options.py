@@ -232,8 +232,9 @@ def remote_of(
         return None
     from cachecraft_rag.store.remote import RemoteConfig
 
-    same = isinstance(settings, RemoteConfig) and settings.url == url
-    config = replace(settings, key_file=key_file) if same else RemoteConfig(url, key_file=key_file)
+    config = RemoteConfig(url, key_file=key_file)
+    if isinstance(settings, RemoteConfig) and settings.url == url:
+        config = replace(settings, key_file=key_file)
     config.keys()  # reports a bad key file before a model is loaded
     return config
 

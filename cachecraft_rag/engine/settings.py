@@ -89,7 +89,7 @@ def known_settings() -> dict[str, _Known]:
         (ReuseConfig, "reuse.", set()),
         (RemoteConfig, "remote.", set()),
     ):
-        for one in fields(kind):  # type: ignore[arg-type]
+        for one in fields(kind):
             if one.name not in left_out:
                 known[prefix + one.name] = _of_field(kind, one)
     return known
