@@ -26,6 +26,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import PrimingEstimate, estimate_priming, prime_documents
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
+from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
@@ -204,6 +205,21 @@ class CacheCraft(Retriever, Closeable):
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
         return rag
+
+    @classmethod
+    def from_settings(cls, path: PathLike | None = None, *, backend: str = "transformers", **options: Any) -> Self:
+        """Open what a settings' file and the environment say, see `engine.settings.load_settings`.
+
+        Args:
+            path: the file; None: `cachecraft.toml` in the working directory, if it is there.
+            options: as in `from_pretrained`, with `model`, `store` and `embeddings`; they go before everything else.
+
+        Raises:
+            ConfigError: names file or variable, key, and what to do; else as `from_pretrained`.
+        """
+        found = load_settings(path)
+        own = {"model": found["model"], "store": found["store"], "embeddings": found["embeddings"] or BUNDLED_EMBEDDER}
+        return cls.from_pretrained(**(own | {"config": found.engine_config(), "backend": backend} | options))
 
     def add_documents(
         self,

@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from cachecraft_rag.errors import ConfigError
@@ -309,11 +310,64 @@ class LoadedVariant:
     tier: TierName
 
 
+class LoadFailure(StrEnum):
+    """Why a stored chunk-cache could not be loaded. The value is the code that statistics count by."""
+
+    MISSING = "missing"  # its file, or what the remote had
+    DAMAGED = "damaged"
+    OLDER_VERSION = "older_version"
+    UNKNOWN_FORMAT = "unknown_format"  # of a newer version, or of a codec that is not installed
+    UNREADABLE = "unreadable"  # the system refused; this may pass
+    NO_MEMORY = "no_memory"
+    NOT_HELD = "not_held"  # a memory tier does not hold it
+    NO_REMOTE = "no_remote"  # it is on a remote, and this store has none
+    NOT_OFFERED = "not_offered"  # no look-up on the remote gave it
+    LEFT_ALONE = "left_alone"  # the remote, after repeated failures
+    CLOSED = "closed"
+
+
+class CaptureDrop(StrEnum):
+    """Why a capture is not stored. The value is the code that statistics count by."""
+
+    CLOSED = "closed"
+    TOO_LARGE = "too_large"  # larger than the whole byte budget
+    QUEUE_FULL = "queue_full"  # the store's, see `StoreConfig.queue_bytes`
+    FLAWED = "flawed"  # its scores cannot be stored
+    NOT_ENCODABLE = "not_encodable"  # by this codec
+    DISK_FULL = "disk_full"
+    FILE_ERROR = "file_error"
+    CATALOG_ERROR = "catalog_error"
+    NO_ROOM = "no_room"  # other writers have taken the byte budget
+    READ_ONLY = "read_only"
+    FOLDER_GONE = "folder_gone"
+    CANCELLED = "cancelled"
+    PRIVATE = "private"  # behind something private, without a session that could be served it
+    WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
+    FAILED = "failed"  # while it was described
+
+
+class EvictionReason(StrEnum):
+    """Why a chunk-cache left the store. The value is the code that statistics count by."""
+
+    BUDGET = "budget"  # the byte budget
+    COUNT_CAP = "count_cap"  # max_variants
+    CHUNK_CAP = "chunk_cap"  # variants_per_chunk
+    ADMINISTRATOR = "administrator"
+    REPLACED = "replaced"  # by a newer capture of the same identity
+    DAMAGED = "damaged"  # or its file is missing
+    OLDER_VERSION = "older_version"
+
+
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """Why a variant that the catalog lists could not be served; it counts as a miss."""
+    """Why a variant that the catalog lists could not be served, which counts as a miss, or a capture not stored.
+
+    code    what statistics count by
+    reason  in words, with what is known of this one
+    """
 
     variant_id: str
+    code: LoadFailure | CaptureDrop
     reason: str
 
 

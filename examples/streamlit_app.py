@@ -6,7 +6,8 @@
 `CACHECRAFT_MODEL` (default "demo") and `CACHECRAFT_STORE` (default "chunk-caches/app") choose the model and the folder
 for the index, uploads and chunk-caches. All visitors share one engine, its documents and their chunk-caches; a
 conversation belongs to the address of its page. The server listens on 127.0.0.1 only: docs/streamlit.md says how to
-publish it. `CACHECRAFT_READ_ONLY=1` hides everything that adds or removes documents.
+publish it. `CACHECRAFT_READ_ONLY=1` hides everything that adds or removes documents. `CACHECRAFT_METRICS_PORT` serves
+Prometheus metrics on that port of this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from contextlib import closing
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 from streamlit_conversations import Conversations, first_sentence
@@ -35,6 +36,10 @@ from streamlit_sidebar import (
 )
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
+from cachecraft_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.metrics import MetricsServer
 
 HERE = Path(__file__).parent
 FULL_PREFILL = ReuseConfig(reuse=False, capture=False)
@@ -49,7 +54,7 @@ ICON = (
 
 @st.cache_resource(
     show_spinner="Loading the model: a few seconds, the very first time half a minute …",
-    on_release=lambda shared: shared.rag.close(),
+    on_release=lambda shared: shared.close(),
 )
 def load(model: str, folder: str) -> Shared:
     """The engine of this server, loaded once. Its slow first pass runs here, so that it is in no measured time."""
@@ -58,12 +63,24 @@ def load(model: str, folder: str) -> Shared:
         one_token = SamplingParams(max_new_tokens=1)
         for _ in rag.engine.stream("Ready?", [Chunk("warm up " * 300)], sampling=one_token, config=FULL_PREFILL):
             pass
-        shared = Shared(rag, Path(folder), threading.Lock(), Conversations())
+        metrics = metrics_of(rag, os.environ.get("CACHECRAFT_METRICS_PORT"))
+        shared = Shared(rag, Path(folder), threading.Lock(), Conversations(), metrics)
         shared.uploads.mkdir(parents=True, exist_ok=True)
     except BaseException:
         rag.close()
         raise
     return shared
+
+
+def metrics_of(rag: CacheCraft, port: str | None) -> MetricsServer | None:
+    """A server of the engine's metrics, where a port is given."""
+    if not port:
+        return None
+    from cachecraft_rag.engine.metrics import serve_metrics
+
+    if not port.isdecimal():
+        raise ConfigError(f"CACHECRAFT_METRICS_PORT is {port!r}; it must be the number of a port")
+    return serve_metrics(rag.engine, int(port))
 
 
 def main() -> None:

@@ -7,13 +7,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 from streamlit_conversations import Conversations
 from streamlit_picture import meters, nbytes, plain, title_of
 
 from cachecraft_rag import CacheCraft, CacheCraftError, ReuseConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.metrics import MetricsServer
 
 HANDBOOK = Path(__file__).parent / "handbook"
 REMEMBERED_TURNS = 3
@@ -34,6 +37,13 @@ class Shared:
     folder: Path
     indexing: threading.Lock
     conversations: Conversations
+    metrics: MetricsServer | None = None
+
+    def close(self) -> None:
+        """Let go of the engine and its metrics."""
+        if self.metrics is not None:
+            self.metrics.close()
+        self.rag.close()
 
     @property
     def uploads(self) -> Path:

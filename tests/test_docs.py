@@ -33,7 +33,7 @@ PAGES = {
 }
 
 MODEL = "Qwen/Qwen3-0.6B"
-STAND_INS = {"s3://bucket/prefix": "memory://"}  # servers that a test has not
+STAND_INS = {"s3://bucket/prefix": "memory://", "engine, 9464)": "engine, 0)"}  # servers and ports that a test has not
 SHELL_STAND_INS = {"redis://cache-host:6379/0": "file://{folder}/shared"}
 # API pages show the examples in these files' docstrings.
 EXAMPLES = {
@@ -54,6 +54,13 @@ retriever = any_retriever = RunnableLambda(lambda _: [Document("Descale the kett
 from llama_index.core import Document, VectorStoreIndex
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding
 index = VectorStoreIndex.from_documents([Document(text="Descale the kettle.")], embed_model=CacheCraftEmbedding())
+""",
+    "docs/operations.md": """
+from pathlib import Path
+from cachecraft_rag import CacheCraft
+with CacheCraft.from_pretrained("Qwen/Qwen3-0.6B", store="own/") as before:
+    before.add_documents("docs/")
+Path("cachecraft.toml").write_text('model = "Qwen/Qwen3-0.6B"\\nstore = "own"\\nmax_variants = 77\\n')
 """,
     "README.md": """
 from langchain_core.documents import Document as Text
@@ -97,6 +104,12 @@ AFTERWARDS = {
     "docs/deployment.md": """
 assert all(answer.text and answer.sources for answer in answers)
 assert logging.getLogger("cachecraft_rag").isEnabledFor(logging.INFO)
+""",
+    "docs/operations.md": """
+assert rag.engine.store.limits.max_variants == 77
+told = [registry.get_sample_value("cachecraft_requests_total", {"outcome": end}) for end in ("end", "length")]
+assert sum(told) == 2
+assert isinstance(logger.handlers[-1].formatter, JsonFormatter)
 """,
     "docs/gpu.md": "assert reused.stats.tokens_reused > 0 == full.stats.tokens_reused",
     "docs/sizes.md": """

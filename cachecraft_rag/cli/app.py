@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,11 +20,13 @@ from cachecraft_rag.cli import (
     calibrate,
     chat,
     demo,
+    doctor,
     documents,
     early_termination,
     evaluate,
     follow_ups,
     serve,
+    settings,
     simulate,
     sizes,
     store,
@@ -52,6 +55,8 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.add_typer(documents.app, name="documents")
 app.command("sizes")(sizes.sizes)
+app.command("doctor")(doctor.doctor)
+app.command("settings")(settings.settings)
 app.command("calibrate")(calibrate.calibrate)
 app.command("simulate")(simulate.simulate)
 evaluation = typer.Typer()
@@ -72,16 +77,30 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _settings(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the package's log messages.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Write log messages to stderr as lines of JSON, one for each request.")
+    ] = False,
+    settings_file: Annotated[
+        Path | None, typer.Option("--settings", help="Settings' file.", show_default="cachecraft.toml, if it is there")
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     # On the package's logger, not on the root: libraries print their own warnings, which would then appear twice.
     logger = logging.getLogger("cachecraft_rag")
-    logger.handlers[:] = [RichHandler(console=err, show_path=False)]  # one, however often an app in Python calls this
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler: logging.Handler = RichHandler(console=err, show_path=False)
+    if log_json:
+        from cachecraft_rag.engine.request_log import JsonFormatter
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+    logger.handlers[:] = [handler]  # one, however often an app in Python calls this
+    logger.setLevel(logging.INFO if verbose or log_json else logging.WARNING)
     logger.propagate = False
+    settings.keep(context, settings_file)
 
 
 def main() -> None:

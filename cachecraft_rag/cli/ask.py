@@ -13,7 +13,6 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, megabytes, out, print_json, progress_bar, waiting
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ def load(
 
 
 def index(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
     store: options.Store = DEFAULT_STORE,
     prime: Annotated[
@@ -76,6 +76,8 @@ def index(
     threads: options.Threads = None,
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
+    max_variants: options.MaxVariants = None,
+    variants_per_chunk: options.VariantsPerChunk = None,
     system: options.System = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
@@ -85,6 +87,7 @@ def index(
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
     options.set_threads(threads)
     config = options.engine_config(
+        context.obj,
         dtype=dtype,
         device=device,
         namespace=namespace,
@@ -92,6 +95,8 @@ def index(
         remote_key_file=remote_key_file,
         codec=codec,
         disk_mb=disk_mb,
+        max_variants=max_variants,
+        variants_per_chunk=variants_per_chunk,
         system=system,
     )
     require_readable(folder)  # before the models are loaded and a store is made
@@ -195,6 +200,7 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
 
 
 def ask(
+    context: typer.Context,
     question: Annotated[str, typer.Argument(help="Your question.")],
     store: options.Store = DEFAULT_STORE,
     model: options.Model = "demo",
@@ -218,6 +224,8 @@ def ask(
     system: options.System = None,
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
+    max_variants: options.MaxVariants = None,
+    variants_per_chunk: options.VariantsPerChunk = None,
     memory_mb: options.MemoryMB = None,
     server: options.Server = None,
     as_json: options.Json = False,
@@ -225,15 +233,18 @@ def ask(
     """Answer one question over the indexed documents."""
     options.set_threads(threads)
     config = options.engine_config(
+        context.obj,
         dtype=dtype,
         device=device,
         namespace=namespace,
         remote=remote,
         remote_key_file=remote_key_file,
-        reuse=ReuseConfig(reuse=reuse, recompute_ratio=recompute_ratio, early_termination=early_termination),  # type: ignore[arg-type]
+        reuse={"reuse": reuse, "recompute_ratio": recompute_ratio, "early_termination": early_termination},
         system=system,
         codec=codec,
         disk_mb=disk_mb,
+        max_variants=max_variants,
+        variants_per_chunk=variants_per_chunk,
         memory_mb=memory_mb,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
+
+import typer
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
 from cachecraft_rag.errors import ContextLengthError
-from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
     from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.engine.stats import RequestStats
+    from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.rag import AnswerStream, CacheCraft
     from cachecraft_rag.retrievers.filters import Where
 
@@ -26,6 +29,7 @@ HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
 
 
 def chat(
+    context: typer.Context,
     store: options.Store = DEFAULT_STORE,
     model: options.Model = "demo",
     embeddings: options.Embeddings = None,
@@ -46,8 +50,11 @@ def chat(
     system: options.System = None,
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
+    max_variants: options.MaxVariants = None,
+    variants_per_chunk: options.VariantsPerChunk = None,
     memory_mb: options.MemoryMB = None,
     server: options.Server = None,
+    metrics_port: options.MetricsPort = None,
 ) -> None:
     """Chat about the indexed documents.
 
@@ -55,21 +62,27 @@ def chat(
     """
     options.set_threads(threads)
     config = options.engine_config(
+        context.obj,
         dtype=dtype,
         device=device,
         namespace=namespace,
         remote=remote,
         remote_key_file=remote_key_file,
-        reuse=ReuseConfig(recompute_ratio=recompute_ratio),
+        reuse={"recompute_ratio": recompute_ratio},
         system=system,
         codec=codec,
         disk_mb=disk_mb,
+        max_variants=max_variants,
+        variants_per_chunk=variants_per_chunk,
         memory_mb=memory_mb,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)
     require_index(store)
-    with load(model, store, config, embeddings=embeddings, server=server, system=system) as rag:
+    with (
+        load(model, store, config, embeddings=embeddings, server=server, system=system) as rag,
+        metrics(rag, metrics_port),
+    ):
         conversation = Conversation(
             rag,
             top_k=top_k,
@@ -84,6 +97,19 @@ def chat(
         err.print(HELP, style="dim")
         print_calibration(rag)
         converse(conversation)
+
+
+@contextmanager
+def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
+    """Serve metrics while the block runs, where a port is given."""
+    if port is None:
+        yield
+        return
+    from cachecraft_rag.engine.metrics import serve_metrics
+
+    with serve_metrics(rag.engine, port) as server:
+        err.print(f"metrics: http://127.0.0.1:{server.port}/metrics", style="dim", highlight=False)
+        yield
 
 
 def converse(conversation: Conversation) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,7 @@ MOST_THREADS = 1024
 if TYPE_CHECKING:
     from cachecraft_rag.engine.config import EngineConfig
     from cachecraft_rag.engine.sampling import SamplingParams
-    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.engine.settings import Settings
     from cachecraft_rag.store.remote import RemoteConfig
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
@@ -110,6 +111,20 @@ DiskMB = Annotated[
 MemoryMB = Annotated[
     float | None, typer.Option("--memory-mb", min=0, help="Memory for chunk-caches.", show_default="2147 MB")
 ]
+MaxVariants = Annotated[
+    int | None,
+    typer.Option("--max-variants", min=1, help="N×M: variants in all; stays with the store.", show_default=False),
+]
+VariantsPerChunk = Annotated[
+    int | None,
+    typer.Option(
+        "--variants-per-chunk", min=1, help="Most variants of one chunk; stays with the store.", show_default=False
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of this machine."),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
 
 DEFAULT_STORE = Path("chunk-caches")
@@ -120,26 +135,34 @@ err = console_on(sys.stderr)
 
 
 def engine_config(
+    settings: Settings | None = None,
     *,
     dtype: str = "auto",
     device: str = "auto",
     namespace: str = "default",
     remote: str | None = None,
     remote_key_file: Path | None = None,
-    reuse: ReuseConfig | None = None,
+    reuse: Mapping[str, Any] | None = None,
     disk_mb: float | None = None,
     memory_mb: float | None = None,
     **others: Any,
 ) -> EngineConfig:
-    """The options of a command as an `EngineConfig`: `others` are options of it by name. Raises ConfigError."""
+    """The options of a command as an `EngineConfig`, over what settings say. Raises ConfigError.
+
+    Args:
+        settings: what `cli.settings.keep` gave to the command's context.
+        reuse: fields of `ReuseConfig`.
+        others: options of `EngineConfig` by name.
+    """
     from cachecraft_rag.engine.config import EngineConfig
 
-    return EngineConfig().with_options(
+    base = EngineConfig() if settings is None else settings.engine_config()
+    return base.with_options(
         dtype=dtype,
         device=device,
         namespace=namespace,
-        remote=remote_of(remote, remote_key_file),
-        reuse=reuse,
+        remote=remote_of(remote, remote_key_file, base.store.remote),
+        reuse=None if reuse is None else replace(base.reuse, **reuse),
         disk_bytes=nbytes(disk_mb),
         host_bytes=nbytes(memory_mb),
         **others,
@@ -207,8 +230,10 @@ def print_error(error: CacheCraftError, advice: str = "") -> None:
     err.print(f"{error} {advice}".strip(), highlight=False, soft_wrap=True)
 
 
-def remote_of(url: str | None, key_file: Path | None) -> RemoteConfig | None:
-    """The remote of --remote and --remote-key-file. Raises ConfigError."""
+def remote_of(
+    url: str | None, key_file: Path | None, settings: RemoteConfig | str | None = None
+) -> RemoteConfig | None:
+    """The remote of --remote and --remote-key-file, with what `settings` say of the same. Raises ConfigError."""
     if url is None:
         if key_file is not None:
             raise ConfigError("--remote-key-file needs --remote: there is nothing to sign without one")
@@ -216,6 +241,8 @@ def remote_of(url: str | None, key_file: Path | None) -> RemoteConfig | None:
     from cachecraft_rag.store.remote import RemoteConfig
 
     config = RemoteConfig(url, key_file=key_file)
+    if isinstance(settings, RemoteConfig) and settings.url == url:
+        config = replace(settings, key_file=key_file)
     config.keys()  # reports a bad key file before a model is loaded
     return config
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, KVLayout, Segment, VariantKey
+from cachecraft_rag.types import Capture, CaptureDrop, KVLayout, Segment, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.write_back")
 
@@ -78,22 +78,31 @@ class WriteBackQueue:
             key = self._key(capture, context)
             private = any(segment.private for segment in context.segments[: capture.segment + 1])
             if private and context.session is None:  # no request could ever be served this
+                self._store.count_drop(key.chunk_id, CaptureDrop.PRIVATE, "it is private, and there is no session")
                 continue
             session = context.session if private else None
             nbytes = capture.nbytes
             with self._guard:
-                if self._waiting_bytes > self._max_bytes:
-                    logger.warning("captures are dropped: %d MB are waiting already", self._waiting_bytes // 10**6)
-                    return
+                waiting = self._waiting_bytes
+            if waiting > self._max_bytes:
+                why = f"captures are dropped: {waiting // 10**6} MB are waiting already"
+                self._store.count_drop(key.chunk_id, CaptureDrop.WRITE_BACK_FULL, why)
+                continue
+            job: Future[None] | None = None
+            with self._guard:
                 try:
                     job = self._worker.submit(
                         self._store_capture, capture, recorder, keys, context=context, key=key, session=session
                     )
                 except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
-                    logger.info("an answer ended after its engine was closed; its captures are dropped")
-                    return
-                self._pending[key.chunk_id] = job
-                self._waiting_bytes += nbytes
+                    pass
+                else:
+                    self._pending[key.chunk_id] = job
+                    self._waiting_bytes += nbytes
+            if job is None:
+                why = "an answer ended after its engine was closed; its captures are dropped"
+                self._store.count_drop(key.chunk_id, CaptureDrop.CLOSED, why)
+                continue
             job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
 
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
@@ -119,6 +128,7 @@ class WriteBackQueue:
                 del self._pending[chunk_id]
         if (error := job.exception()) is not None:  # no caller looks at this future
             logger.error("the capture of chunk %s failed and is not stored", chunk_id, exc_info=error)
+            self._store.count_drop(chunk_id, CaptureDrop.FAILED, f"describing it failed: {type(error).__name__}")
 
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])

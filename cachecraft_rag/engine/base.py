@@ -17,9 +17,11 @@ from cachecraft_rag.engine.chunk_bound import ModelTokens
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.prompt import PromptBuilder, Turn
 from cachecraft_rag.engine.request import Request, check_asked, stats_of
+from cachecraft_rag.engine.request_log import log_request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.engine.tally import Tally
+from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -125,6 +127,7 @@ class AnswerEngine(Closeable):
         config: how caches are reused; a call may bring its own.
         calibration: α as `cachecraft calibrate` found it, or None.
         prompts: lays out prompts.
+        tally: counts the requests of `stream`.
     """
 
     def __init__(self, decoder: ModelFacts, store: ChunkCacheStore, config: EngineConfig) -> None:
@@ -138,6 +141,7 @@ class AnswerEngine(Closeable):
             private_system=config.private_system,
             best_last=config.best_last,
         )
+        self.tally = Tally()
         self._home = HomeProcess("engine")
         self._background = BackgroundJobs("cachecraft-endings")  # what is left to do once an answer has ended
 
@@ -163,11 +167,36 @@ class AnswerEngine(Closeable):
             ConfigError: the question is empty or the history does not alternate.
         """
         check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
-        request = self._request(
-            question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
-        )
+        try:
+            request = self._request(
+                question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
+            )
+        except CacheCraftError:
+            self.tally.refuse()
+            raise
         stats = partial(stats_of, request, self.decoder.layout.layers)
-        return Generation(self._pieces(request), stats, self._background)
+        return Generation(self._counted(request, stats), stats, self._background)
+
+    def _counted(self, request: Request, stats: Callable[[], RequestStats]) -> Generator[str]:
+        """The pieces of a request, which is counted and logged when it has ended."""
+        error: BaseException | None = None
+        try:
+            yield from self._pieces(request)
+        except GeneratorExit:  # closed by its reader
+            raise
+        except BaseException as raised:  # whatever it is: it is raised again
+            error, request.finish = raised, "failed"
+            raise
+        finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `BackgroundJobs`
+            request.ended_s = request.ended_s or request.clock()
+            name = None if error is None else type(error).__name__
+            error = None  # or its traceback would keep this frame alive
+            self._background.add(partial(self._ended, stats, name))
+
+    def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
+        told = stats()
+        self.tally.add(told)
+        log_request(told, error=error)
 
     @abstractmethod
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
@@ -86,6 +88,7 @@ class Request:
     finish: Finish | None = None
     remote: str | None = None  # how it took the look-up
     reports: tuple[SegmentReport, ...] | None = None  # where another process carried the plan out
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def clock(self) -> float:
         """Seconds since the call."""
@@ -143,21 +146,31 @@ def stats_of(request: Request, layers: int) -> RequestStats:
         finish=request.finish,
         chunks=tuple(_chunk_stats(request, reports)),
         remote=request.remote,
+        request_id=request.request_id,
     )
 
 
 def _chunk_stats(request: Request, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
-    for segment, one in zip(request.prompt.segments, reports, strict=False):
-        if segment.kind != "chunk":
+    failed = request.finish == "failed" and not request.first_token_s
+    for segment, one in zip_longest(request.prompt.segments, reports):
+        if segment.kind != "chunk" or (one is None and request.finish is None):
+            continue
+        tokens = len(segment.token_ids)
+        if failed:
+            yield ChunkStats(segment.segment_id, "failed", explain(Reason.FAILED), Reason.FAILED, tokens)
+            continue
+        if one is None:
+            reason = Reason.NOT_REPORTED
+            yield ChunkStats(segment.segment_id, "computed", explain(reason), reason, tokens, computed=tokens)
             continue
         yield ChunkStats(
             chunk_id=segment.segment_id,
             outcome=one.outcome,
             reason=explain(one.reason, one.detail),
             reason_code=one.reason,
-            tokens=len(segment.token_ids),
+            tokens=tokens,
             recomputed=one.recomputed,
-            computed=one.not_loaded if one.stored else len(segment.token_ids),
+            computed=one.not_loaded if one.stored else tokens,
             cfo=one.cfo,
             beta_prime=one.beta_prime,
             variant_id=one.variant_id,

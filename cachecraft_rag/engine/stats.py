@@ -8,7 +8,7 @@ from typing import Any, Literal
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.types import Metadata, TierName
 
-Finish = Literal["end", "length", "stop", "closed"]
+Finish = Literal["end", "length", "stop", "closed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class ChunkStats:
     """What happened to one chunk of the prompt.
 
     outcome     exact: behind its origin prefix and stored by a lossless codec; reused: moved and partly recomputed, or
-                behind its origin prefix but stored by a lossy codec; computed: afresh; trimmed: left out
+                behind its origin prefix but stored by a lossy codec; computed: afresh; trimmed: left out;
+                failed: the request failed before its first token
     reason, reason_code   why it was not simply reused, as a sentence and as a `Reason`; empty otherwise
     tokens              its length
     recomputed          how many of them were recomputed to fix them
@@ -26,7 +27,7 @@ class ChunkStats:
     """
 
     chunk_id: str
-    outcome: Literal["exact", "reused", "computed", "trimmed"]
+    outcome: Literal["exact", "reused", "computed", "trimmed", "failed"]
     reason: str = ""
     reason_code: Reason = Reason.REUSED
     tokens: int = 0
@@ -52,10 +53,11 @@ class RequestStats:
                        chunks that were faster computed than loaded
     recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
     focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
-    finish             why the answer ended: by itself, at max_new_tokens, at a stop string, or closed by its reader;
-                       None while it is still being written
+    finish             why the answer ended: by itself, at max_new_tokens, at a stop string, closed by its reader, or
+                       failed with an exception; None while it is still being written
     remote             how the remote took the look-up: "answered", "too slow", "failed", "left alone"; None where there
                        is none, or where it need not be asked
+    request_id         names the request in logs
     searched           what the retriever searched for: the question, and for a follow-up also the questions before it
                        with the question; empty where the caller brought the chunks
     """
@@ -76,6 +78,7 @@ class RequestStats:
     chunks: tuple[ChunkStats, ...]
     remote: str | None = None
     searched: tuple[str, ...] = ()
+    request_id: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

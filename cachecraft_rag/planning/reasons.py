@@ -26,6 +26,8 @@ class Reason(StrEnum):
     PREFIX_CACHED = "prefix_cached"
     PROMPT_FULL = "prompt_full"
     TOO_LONG = "too_long"
+    FAILED = "failed"
+    NOT_REPORTED = "not_reported"
 
 
 _SENTENCES = {
@@ -43,6 +45,8 @@ _SENTENCES = {
     Reason.PREFIX_CACHED: "the server still had it from a request with the same chunks in the same order",
     Reason.PROMPT_FULL: "the prompt was full; the lowest-ranked chunks are left out",
     Reason.TOO_LONG: "it does not fit the model's context",
+    Reason.FAILED: "the request failed before its first token",
+    Reason.NOT_REPORTED: "the server did not say what it did",
 }
 _DETAIL_ALONE = frozenset({Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.TOO_LONG})
 

@@ -7,23 +7,31 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog_records import FileRef
-from cachecraft_rag.store.durable import DurableVariants
+from cachecraft_rag.store.durable import DurableVariants, too_large
 from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.store.remote import RemoteTier
-from cachecraft_rag.types import Capture, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Capture, CaptureDrop, LoadFailure, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
+
+
+class WarnOnce(Protocol):
+    """How problems are logged; see `ChunkCacheStore`."""
+
+    def __call__(self, kind: str, message: str, fields: Mapping[str, str] | None = None) -> None:
+        """Warn of the first of its kind; `fields` are what a structured log says of it."""
+        ...
 
 
 class BackgroundWriter:
@@ -34,7 +42,7 @@ class BackgroundWriter:
     Args:
         queue_bytes: captures and copies waiting to be written; what comes while it is full is dropped.
         codec: how captures are written.
-        warn_once: gets the kind of a problem, and the problem in words.
+        warn_once: gets the kind of a problem, the problem in words, and what a structured log says of it.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class BackgroundWriter:
         *,
         queue_bytes: int,
         codec: str,
-        warn_once: Callable[[str, str], None],
+        warn_once: WarnOnce,
     ) -> None:
         self._durable, self._memory, self._remote = durable, memory, remote
         self._queue_bytes, self._codec, self._warn_once = queue_bytes, codec, warn_once
@@ -64,11 +72,11 @@ class BackgroundWriter:
         """See `ChunkCacheStore.put`."""
         variant = self._variant_of(capture)
         with self._lock:
-            reason = self._refusal(capture, variant)
-            if not reason:
+            refusal = self._refusal(capture, variant)
+            if refusal is None:
                 self._queued_bytes += variant.nbytes
         future = None
-        if not reason:
+        if refusal is None:
             self._memory.host.add(variant, capture.kv)
             future = self.submit(partial(self._store, variant, capture))
             if future is not None:
@@ -77,7 +85,7 @@ class BackgroundWriter:
                 self._done(variant)
         if future is None:
             future = Future()
-            future.set_result(self._drop(variant, reason or "the store is closed"))
+            future.set_result(self._drop(variant, refusal or _closed(variant)))
         return future
 
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
@@ -100,9 +108,9 @@ class BackgroundWriter:
         if due:
             self.submit(self.write_uses)
 
-    def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
+    def discard(self, file: FileRef, chunk_id: str, code: LoadFailure, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served."""
-        self.submit(partial(self._discard, file, chunk_id, reason))
+        self.submit(partial(self._discard, file, chunk_id, code, reason))
 
     def submit(self, job: Callable[[], T]) -> Future[T] | None:
         """Hand a job to the thread; None when the store is closed.
@@ -141,55 +149,72 @@ class BackgroundWriter:
                     self._uses[variant_id] = use + self._uses[variant_id] if variant_id in self._uses else use
 
     def counts(self) -> tuple[int, dict[str, int]]:
-        """Bytes that are waiting, and captures by outcome: "stored", or why one was dropped."""
+        """Bytes that are waiting, and captures by outcome: "stored", or the `CaptureDrop` of one that is not."""
         with self._lock:
             return self._queued_bytes, dict(self._captures)
+
+    def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
+        """Count a capture that is not stored, and log it."""
+        with self._lock:
+            self._captures[code] += 1
+        fields = {"event": "capture_dropped", "chunk_id": chunk_id, "reason": code}
+        self._warn_once(code, f"Chunk-cache of chunk {chunk_id} is not stored: {reason}", fields)
 
     def _store(self, variant: Variant, capture: Capture) -> Variant | Unavailable:
         """Write one capture. Whatever the disk or the catalog objects to becomes a dropped capture."""
         try:
             encoded = encode(variant, capture.layout, capture.kv)
         except ValueError as error:  # a lossy codec and values that it cannot take
-            return self._drop(variant, f"it cannot be encoded: {error}")
+            why = f"it cannot be encoded: {error}"
+            return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why))
         stored = self._write(variant, capture, encoded)
         if self._remote is not None and capture.session is None:  # also what the disk has no room for
             self._remote.put(variant, encoded, capture.token_scores)
         return stored
 
     def _write(self, variant: Variant, capture: Capture, encoded: Encoded) -> Variant | Unavailable:
-        try:
-            reason = self._durable.write(variant, encoded, capture.token_scores)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            reason = f"{'the disk is full' if full else 'its file cannot be written'}: {error}"
-        except StoreError as error:
-            reason = f"the catalog cannot be written: {error}"
-        if reason:
-            return self._drop(variant, reason)
+        if (refused := self._written(variant, encoded, capture.token_scores)) is not None:
+            return self._drop(variant, refused)
         with self._lock:
             self._captures["stored"] += 1
         return variant
+
+    def _written(self, variant: Variant, encoded: Encoded, scores: TokenScores) -> Unavailable | None:
+        """Write a variant; None, or why it cannot be written."""
+        try:
+            return self._durable.write(variant, encoded, scores)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            code, words = (
+                (CaptureDrop.DISK_FULL, "the disk is full")
+                if full
+                else (CaptureDrop.FILE_ERROR, "its file cannot be written")
+            )
+            return Unavailable(variant.variant_id, code, f"{words}: {error}")
+        except StoreError as error:
+            why = f"the catalog cannot be written: {error}"
+            return Unavailable(variant.variant_id, CaptureDrop.CATALOG_ERROR, why)
 
     def _write_copy(self, variant: Variant, encoded: Encoded) -> None:
         scores = self._remote.token_scores([variant.variant_id]) if self._remote is not None else {}
         try:
             if self._durable.catalog.holds(FileRef(variant.variant_id, variant.created), or_at_risk=True):
                 return  # another request, or a process on the same folder, fetched it too
-            reason = self._durable.write(variant, encoded, scores.get(variant.variant_id, TokenScores()))
-        except (OSError, StoreError) as error:
-            reason = str(error)
-        if reason:
-            self._warn_once(kind_of(reason), f"A chunk-cache from the remote is not kept on disk: {reason}")
+        except StoreError:  # writing it says what is wrong
+            pass
+        refused = self._written(variant, encoded, scores.get(variant.variant_id, TokenScores()))
+        if refused is not None:
+            self._warn_once(refused.code, f"A chunk-cache from the remote is not kept on disk: {refused.reason}")
 
     def _done(self, variant: Variant, future: Future[Variant | Unavailable] | None = None) -> None:
         with self._lock:
             self._queued_bytes -= variant.nbytes
         if future is not None and future.cancelled():
-            self._drop(variant, "cancelled by the caller")
+            self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.CANCELLED, "cancelled by the caller"))
 
-    def _discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
+    def _discard(self, file: FileRef, chunk_id: str, code: LoadFailure, reason: str) -> None:
         try:
-            self._durable.discard(file, chunk_id, reason)
+            self._durable.discard(file, chunk_id, code, reason)
         except StoreError as error:
             self._warn_once("discard", f"A damaged chunk-cache stays in the catalog: {error}")
 
@@ -198,28 +223,28 @@ class BackgroundWriter:
             created = self._last_created = max(time.time(), self._last_created + 1e-6)
         return variant_of(capture, codec=self._codec, created=created)
 
-    def _refusal(self, capture: Capture, variant: Variant) -> str:
-        """Why a capture cannot even be queued, or ""; the caller holds the lock."""
+    def _refusal(self, capture: Capture, variant: Variant) -> Unavailable | None:
+        """Why a capture cannot even be queued, or None; the caller holds the lock."""
         if self._closed:
-            return "the store is closed"
-        most = self._durable.limits.disk_bytes
-        if variant.codec == "raw" and variant.nbytes > most:  # others: when its size is known
-            return f"larger than the whole byte budget: {variant.nbytes} of {most} bytes"
+            return _closed(variant)
+        limits = self._durable.limits
+        if variant.codec == "raw" and variant.nbytes > limits.disk_bytes:  # others: when its size is known
+            return too_large(variant, variant.nbytes, limits)
         if self._queued_bytes + variant.nbytes > self._queue_bytes:
-            return f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
-        return flaw_of(capture, variant)
+            why = f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
+            return Unavailable(variant.variant_id, CaptureDrop.QUEUE_FULL, why)
+        if flaw := flaw_of(capture, variant):
+            return Unavailable(variant.variant_id, CaptureDrop.FLAWED, flaw)
+        return None
 
-    def _drop(self, variant: Variant, reason: str) -> Unavailable:
+    def _drop(self, variant: Variant, why: Unavailable) -> Unavailable:
         self._memory.remove(variant.variant_id, variant.created)
-        with self._lock:
-            self._captures[kind_of(reason)] += 1
-        self._warn_once(kind_of(reason), f"Chunk-cache of chunk {variant.key.chunk_id} is not stored: {reason}")
-        return Unavailable(variant.variant_id, reason)
+        self.count_drop(variant.key.chunk_id, CaptureDrop(why.code), why.reason)
+        return why
 
 
-def kind_of(reason: str) -> str:
-    """The part of a reason that repeats, to count by."""
-    return reason.partition(":")[0]
+def _closed(variant: Variant) -> Unavailable:
+    return Unavailable(variant.variant_id, CaptureDrop.CLOSED, "the store is closed")
 
 
 def log_mistake(future: Future[T]) -> None:

@@ -22,7 +22,7 @@ import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ from cachecraft_rag.store.catalog_schema import MIGRATIONS
 from cachecraft_rag.store.database import Database, fetched, kind_of_cache
 from cachecraft_rag.store.eviction import Policy, Use
 from cachecraft_rag.store.expected import unsound, unsound_scores
-from cachecraft_rag.types import IDENTITY_VERSION, Payload, TokenScores, Variant, identity_version
+from cachecraft_rag.types import IDENTITY_VERSION, EvictionReason, Payload, TokenScores, Variant, identity_version
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
@@ -236,7 +236,7 @@ class Catalog:
             if sum(victim.file_bytes for victim in victims) < excess:
                 return None
             make_leave(connection, victims)
-            _remove(connection, victims, writer)
+            victims = _remove(connection, victims, writer, EvictionReason.BUDGET)
             if not victims:
                 connection.execute(
                     "INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)",
@@ -259,7 +259,8 @@ class Catalog:
             used = sound_use(*uses) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
             if variant_id is None:
                 used += remembered(connection, scope, variant.key.chunk_id)
-            gone = _remove(connection, [] if variant_id is None else [file_of((variant_id, old, nbytes))], writer)
+            older = [] if variant_id is None else [file_of((variant_id, old, nbytes))]
+            gone = _remove(connection, older, writer, EvictionReason.REPLACED)
             scores = (packed(token_scores.inter), packed(token_scores.received))
             sizes = {"scope": scope, "file_bytes": file_bytes}
             score = score_of_new(connection, variant, **sizes, used=used, policy=self.policy)
@@ -267,10 +268,11 @@ class Catalog:
             for table, given in zip(("token_scores", "token_received"), scores, strict=True):
                 if given is not None:
                     connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?,?)", (variant.variant_id, given))
-            gone += _remove(connection, crowd(connection, variant, scope, limits), writer)
+            crowded = crowd(connection, variant, scope, limits)
+            gone += _remove(connection, crowded, writer, EvictionReason.CHUNK_CAP)
             over = lowest_scored_over(connection, limits, spared=variant.variant_id)
             make_leave(connection, over)
-            gone += _remove(connection, over, writer)
+            gone += _remove(connection, over, writer, EvictionReason.COUNT_CAP)
             connection.execute(_SETTLE, (variant.variant_id, variant.created))
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
         return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
@@ -280,12 +282,14 @@ class Catalog:
         with self._db.writing() as connection:
             connection.executemany(_SETTLE, [(file.variant_id, file.created) for file in files])
 
-    def remove(self, files: Iterable[FileRef], *, writer: str) -> list[FileRef]:
+    def remove(
+        self, files: Iterable[FileRef], *, writer: str, why: EvictionReason = EvictionReason.DAMAGED
+    ) -> list[FileRef]:
         """Remove the rows that stand behind exactly these files; returns those that were there."""
         query = f"{FILES} WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return _remove(connection, [file_of(row) for row in found if row is not None], writer)
+            return _remove(connection, [file_of(row) for row in found if row is not None], writer, why)
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
         """Remove the chosen rows, lowest eviction score first: all, or until all files have `down_to_bytes` at most."""
@@ -296,7 +300,8 @@ class Catalog:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            return _remove(connection, until(connection.execute(query, parameters), excess), writer)
+            chosen_files = until(connection.execute(query, parameters), excess)
+            return _remove(connection, chosen_files, writer, EvictionReason.ADMINISTRATOR)
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
@@ -310,8 +315,9 @@ class Catalog:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
         with self._db.writing() as connection:
             excess = excess_bytes(connection, 0, limits)
-            gone = _remove(connection, lowest_scored(connection, excess=excess), writer)
-            gone += _remove(connection, lowest_scored_over(connection, limits, spared=""), writer)
+            gone = _remove(connection, lowest_scored(connection, excess=excess), writer, EvictionReason.BUDGET)
+            over = lowest_scored_over(connection, limits, spared="")
+            gone += _remove(connection, over, writer, EvictionReason.COUNT_CAP)
         return gone
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
@@ -351,7 +357,7 @@ class Catalog:
             yield
 
 
-def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -> list[FileRef]:
+def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str, why: EvictionReason) -> list[FileRef]:
     """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
     if not files:
         return files
@@ -359,7 +365,7 @@ def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str) -
     connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
     announced = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
     connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
-    return files
+    return [replace(file, evicted=why) for file in files]
 
 
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cachecraft_rag.checks import check_kind, check_number, check_text
-from cachecraft_rag.types import Variant
+from cachecraft_rag.types import EvictionReason, Variant
 
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """One file of one variant: `created` tells the file of a replaced variant from that of its successor."""
+    """One file of one variant: `created` tells the file of a replaced variant from that of its successor.
+
+    evicted  why its row has gone, where it has
+    """
 
     variant_id: str
     created: float
     file_bytes: int = 0
+    evicted: EvictionReason | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

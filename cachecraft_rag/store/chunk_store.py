@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,11 +23,11 @@ from cachecraft_rag.checks import (
     check_whole,
 )
 from cachecraft_rag.errors import ConfigError, StoreError
-from cachecraft_rag.store.background_writer import BackgroundWriter, kind_of, log_mistake
+from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
 from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
-from cachecraft_rag.store.durable import GONE, READ_ONLY, CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.finder import Finder
@@ -36,7 +36,19 @@ from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Capture, Damaged, LoadedVariant, Progress, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import (
+    Capture,
+    CaptureDrop,
+    Damaged,
+    EvictionReason,
+    LoadedVariant,
+    LoadFailure,
+    Progress,
+    TierName,
+    TokenScores,
+    Unavailable,
+    Variant,
+)
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -68,7 +80,8 @@ class ChunkCacheStore(Closeable):
         self._closed = False
         self._warned: set[str] = set()
         self._lookups: Counter[str] = Counter()
-        self._loads: Counter[str] = Counter()
+        self._loads: Counter[TierName] = Counter()
+        self._load_failures: Counter[tuple[str, str]] = Counter()
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
         try:
             self._remote = RemoteTier(config.remote) if isinstance(config.remote, RemoteConfig) else None
@@ -85,7 +98,9 @@ class ChunkCacheStore(Closeable):
         )
         self._finder = Finder(self._durable, self._remote, discard=self._writer.discard, warn=self._warn_once)
         if self._durable.read_only:
-            self._warn_once(READ_ONLY, f"{root} cannot be written: what it holds is reused, and nothing is added to it")
+            self._warn_once(
+                CaptureDrop.READ_ONLY, f"{root} cannot be written: what it holds is reused, and nothing is added to it"
+            )
 
     @classmethod
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
@@ -98,6 +113,11 @@ class ChunkCacheStore(Closeable):
         check_kind("config", config, StoreConfig, optional=True)
         check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
         return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings))
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the folder cannot be written: what it holds is reused, and nothing is added to it."""
+        return self._durable.read_only
 
     # -- the request's path -------------------------------------------------------------------------------------------
 
@@ -183,7 +203,8 @@ class ChunkCacheStore(Closeable):
         if variant.home == "disk":
             stored = self._durable.disk.open(variant)
         elif self._remote is None:
-            stored = Unavailable(variant.variant_id, "it is on a remote, and this store has none")
+            why = "it is on a remote, and this store has none"
+            stored = Unavailable(variant.variant_id, LoadFailure.NO_REMOTE, why)
         else:
             stream = stream or self._remote.open(variant)
             stored = stream if isinstance(stream, Unavailable) else open_source(stream, variant)
@@ -209,12 +230,22 @@ class ChunkCacheStore(Closeable):
     def lost(self, variant: Variant, why: Unavailable) -> None:
         """Record that a variant could not be read; if it is missing or damaged, it is removed where it was found."""
         remote = self._remote if variant.home == "remote" else None
-        self._count_load(kind_of(why.reason) + (" (remote)" if remote else ""))
+        with self._lock:
+            self._load_failures[variant.home, str(why.code)] += 1
+        fields = {
+            "event": "load_failed",
+            "chunk_id": variant.key.chunk_id,
+            "variant_id": variant.variant_id,
+            "tier": variant.home,
+            "reason": why.code,
+        }
+        logger.info("Chunk-cache %s was not loaded: %s", variant.variant_id, why.reason, extra={"cachecraft": fields})
         if isinstance(why, Damaged):
             if remote is not None:
                 remote.remove(variant)
             else:
-                self._writer.discard(FileRef(variant.variant_id, variant.created), variant.key.chunk_id, why.reason)
+                file = FileRef(variant.variant_id, variant.created)
+                self._writer.discard(file, variant.key.chunk_id, LoadFailure(why.code), why.reason)
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
         """The whole tensor, from memory or else from disk or remote (see `keep`); or why it cannot be served."""
@@ -252,6 +283,10 @@ class ChunkCacheStore(Closeable):
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
 
+    def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
+        """Count and log a capture that was dropped before it came here."""
+        self._writer.count_drop(chunk_id, code, reason)
+
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
         """Record a use, which raises the eviction scores, see `eviction.Use`. Written in the background, in batches."""
         self._home.require()
@@ -263,14 +298,15 @@ class ChunkCacheStore(Closeable):
 
     # -- administration -----------------------------------------------------------------------------------------------
 
-    def stats(self) -> StoreStats:
-        """Sizes, budgets and counts; a remote is asked too. Raises StoreError when the catalog cannot be read.
+    def stats(self, *, ask_remote: bool = True) -> StoreStats:
+        """Sizes, budgets and counts; a remote is asked for its sizes too, for two seconds at most, unless told not to.
 
-        If the folder was deleted, its sizes are 0; the counts of this process stay.
+        If the folder was deleted, its sizes are 0; the counts of this process stay. Raises StoreError when the catalog
+        cannot be read.
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
-        remote = self._remote.stats() if self._remote is not None else None
+        remote = self._remote.stats(ask=ask_remote) if self._remote is not None else None
         queued_bytes, captures = self._writer.counts()
         with self._lock:
             return StoreStats(
@@ -284,8 +320,10 @@ class ChunkCacheStore(Closeable):
                 device_budget=self._memory.device.budget_bytes,
                 queued_bytes=queued_bytes,
                 lookups=dict(self._lookups),
-                loads=dict(self._loads),
+                loads={str(tier): count for tier, count in self._loads.items()},
+                load_failures=_by_tier(self._load_failures),
                 captures=captures,
+                evictions=self._evictions(),
                 remote=remote,
             )
 
@@ -354,23 +392,29 @@ class ChunkCacheStore(Closeable):
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
-    def _warn_once(self, kind: str, message: str) -> None:
+    def _evictions(self) -> dict[str, dict[str, int]]:
+        counts = Counter({("disk", str(why)): count for why, count in self._durable.evictions().items()})
+        counts += Counter({(tier.name, str(EvictionReason.BUDGET)): tier.evicted for tier in self._memory.tiers})
+        return _by_tier(counts)
+
+    def _warn_once(self, kind: str, message: str, fields: Mapping[str, str] | None = None) -> None:
         """Warn of the first of its kind; the others at level INFO, because a full disk says so at every capture."""
         with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)
-        logger.log(logging.WARNING if first else logging.INFO, "%s", message)
+        extra = None if fields is None else {"cachecraft": fields}
+        logger.log(logging.WARNING if first else logging.INFO, "%s", message, extra=extra)
 
-    def _count_load(self, outcome: str) -> None:
+    def _count_load(self, tier: TierName) -> None:
         with self._lock:
-            self._loads[outcome] += 1
+            self._loads[tier] += 1
 
     def _gone(self) -> bool:
         """Whether the folder has vanished; says so once."""
         gone = self._durable.gone()
         if gone:
             self._warn_once(
-                GONE,
+                CaptureDrop.FOLDER_GONE,
                 f"The folder {self.root} was deleted, or is out of reach: nothing of it is reused, and nothing is "
                 "kept. Open the store again to go on with a new one",
             )
@@ -386,3 +430,10 @@ class ChunkCacheStore(Closeable):
         self._home.require()
         if self._closed:
             raise StoreError(f"The store {self.root} is closed. Open it again to use it.")
+
+
+def _by_tier(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (tier, code), count in counts.items():
+        found.setdefault(tier, {})[code] = count
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
@@ -85,9 +85,11 @@ class StoreStats:
     """The state of the whole store (all processes) and what this process did with it.
 
     disk_bytes  files with a row, and files being written or deleted
-    lookups     chunks that were looked up, by outcome: "found", "no variant", or "refused" (it did not pass the checks)
-    loads       chunk-caches that were loaded, by tier ("device", "host", "disk", "remote") or by the reason why not
-    captures    chunk-caches that were put, by outcome: "stored" or the reason why not; for the remote see `remote`
+    lookups     chunks that were looked up, by outcome: "found", "not_stored", or "refused" (it did not pass the checks)
+    loads       chunk-caches that were loaded, by tier: "device", "host", "disk", "remote"
+    load_failures  those that were not, by tier, then by `types.LoadFailure`
+    captures    captures by outcome: "stored", or the `types.CaptureDrop` that kept one out; for the remote see `remote`
+    evictions   chunk-caches that left, by tier, then by `types.EvictionReason`; those that left memory are on disk
     remote      sizes on the remote, and what this process did there; None without a remote
     """
 
@@ -103,4 +105,6 @@ class StoreStats:
     lookups: dict[str, int]
     loads: dict[str, int]
     captures: dict[str, int]
+    load_failures: dict[str, dict[str, int]] = field(default_factory=dict)
+    evictions: dict[str, dict[str, int]] = field(default_factory=dict)
     remote: RemoteStats | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged, LoadedVariant, TierName, Unavailable, Variant
+from cachecraft_rag.types import Damaged, LoadedVariant, LoadFailure, TierName, Unavailable, Variant
 
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
 _ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")
@@ -123,9 +123,10 @@ class DiskTier:
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
         except FileNotFoundError:
-            return Damaged(variant.variant_id, "file is missing")
+            return Damaged(variant.variant_id, LoadFailure.MISSING, "file is missing")
         except OSError as error:
-            return Unavailable(variant.variant_id, f"file cannot be opened: {error.strerror}")
+            why = f"file cannot be opened: {error.strerror}"
+            return Unavailable(variant.variant_id, LoadFailure.UNREADABLE, why)
         return open_source(source, variant)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:

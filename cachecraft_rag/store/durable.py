@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,17 +24,24 @@ from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Li
 from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, FoundFile
 from cachecraft_rag.store.eviction import Policy
-from cachecraft_rag.store.layout import STORED_BY_OLDER, Encoded
+from cachecraft_rag.store.layout import Encoded
 from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged, Progress, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import (
+    CaptureDrop,
+    Damaged,
+    EvictionReason,
+    LoadFailure,
+    Progress,
+    TokenScores,
+    Unavailable,
+    Variant,
+)
 
 FindingKind = Literal[
     "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
-READ_ONLY = "the store is read-only"
-GONE = "the store's folder is gone"
 _ATTEMPTS = 5  # to find room that another writer has not taken first
 CATALOG_FILE = "catalog.sqlite"
 logger = logging.getLogger("cachecraft_rag.store")
@@ -93,6 +101,7 @@ class DurableVariants:
         self._on_removed = on_removed
         self._lock = threading.Lock()
         self._unsettled: list[FileRef] = []
+        self._evictions: Counter[EvictionReason] = Counter()
         path = root / CATALOG_FILE
         try:
             self.read_only = os.path.isfile(path) and not can_be_written(path)
@@ -137,23 +146,31 @@ class DurableVariants:
             return True
         return self._gone
 
-    def write(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> str:
-        """Store a variant, evicting others for it; returns "" or why it cannot be stored.
+    def evictions(self) -> dict[EvictionReason, int]:
+        """How many rows this process has removed, by reason."""
+        with self._lock:
+            return dict(self._evictions)
+
+    def write(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> Unavailable | None:
+        """Store a variant, evicting others for it; returns None, or why it cannot be stored.
 
         Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
         """
         if self.read_only or self.gone():
-            return READ_ONLY if self.read_only else GONE
+            if self.read_only:
+                return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
+            return Unavailable(variant.variant_id, CaptureDrop.FOLDER_GONE, "the store's folder is gone")
         writer, limits, nbytes = self._presence.token, self.limits, encoded.nbytes
         if nbytes > limits.disk_bytes:
-            return f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
+            return too_large(variant, nbytes, limits)
         for _ in range(_ATTEMPTS):
             gone = self.catalog.reserve(variant, file_bytes=nbytes, writer=writer, limits=limits)
             if not gone:
                 break
             self.delete(gone)
         if gone is None or gone:
-            return "no room: other writers have taken the whole byte budget"
+            why = "no room: other writers have taken the whole byte budget"
+            return Unavailable(variant.variant_id, CaptureDrop.NO_ROOM, why)
         try:
             self.disk.write(variant, encoded, writer=writer)
             gone = self.catalog.commit(variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits)
@@ -161,9 +178,9 @@ class DurableVariants:
             self.delete([FileRef(variant.variant_id, variant.created)])
             raise
         self.delete(gone)
-        return ""
+        return None
 
-    def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
+    def discard(self, file: FileRef, chunk_id: str, code: LoadFailure, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
 
         Nothing happens when the row is gone: evicted or replaced between lookup and load, or another thread was
@@ -171,10 +188,12 @@ class DurableVariants:
         """
         if self.read_only or self.gone():
             return
-        gone = self.catalog.remove([file], writer=self._presence.token)
+        older = code is LoadFailure.OLDER_VERSION
+        why = EvictionReason.OLDER_VERSION if older else EvictionReason.DAMAGED
+        gone = self.catalog.remove([file], writer=self._presence.token, why=why)
         if gone:
             path = self.disk.path(file.variant_id, file.created)
-            level = logging.INFO if reason == STORED_BY_OLDER else logging.WARNING  # after an upgrade there are many
+            level = logging.INFO if older else logging.WARNING  # after an upgrade there are many
             logger.log(level, "Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
         self.delete(gone)
 
@@ -189,9 +208,14 @@ class DurableVariants:
 
         What cannot be deleted or told now stays announced as at risk: a later call or the next opening finishes it.
         """
+        files = list(files)
         with self._lock:
             settled, self._unsettled = self._unsettled, []
+            self._evictions.update(file.evicted for file in files if file.evicted is not None)
         for file in files:
+            if file.evicted is not None:
+                fields = {"event": "eviction", "variant_id": file.variant_id, "reason": file.evicted}
+                logger.info("Chunk-cache %s left: %s", file.variant_id, file.evicted, extra={"cachecraft": fields})
             self._on_removed(file.variant_id, file.created)
             try:
                 self.disk.remove(file.variant_id, file.created)
@@ -287,6 +311,12 @@ class DurableVariants:
             if repair:
                 _unlink(file.path)
         return [_finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)]
+
+
+def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
+    """Why a capture of this size is not stored."""
+    why = f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
+    return Unavailable(variant.variant_id, CaptureDrop.TOO_LARGE, why)
 
 
 def _identity(path: Path) -> tuple[int, int]:

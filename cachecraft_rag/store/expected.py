@@ -33,10 +33,10 @@ class Found:
     remote: str | None = None
 
     def outcomes(self) -> dict[str, int]:
-        """How many chunks were "found", how many not: "refused" or "no variant"; of the second only where there are."""
+        """How many chunks were "found", how many not: "refused" or "not_stored"; of the second only where there are."""
         hits = sum(map(bool, self.variants.values()))
         refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
-        counts = {"found": hits, "no variant": len(self.variants) - hits - refused}
+        counts = {"found": hits, "not_stored": len(self.variants) - hits - refused}
         return counts | ({"refused": refused} if refused else {})
 
 

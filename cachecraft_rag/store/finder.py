@@ -11,14 +11,14 @@ from cachecraft_rag.store.durable import DurableVariants
 from cachecraft_rag.store.expected import Expected, Found
 from cachecraft_rag.store.layout import STORED_BY_OLDER
 from cachecraft_rag.store.remote import RemoteTier
-from cachecraft_rag.types import Payload
+from cachecraft_rag.types import LoadFailure, Payload
 
 
 class Finder:
     """The look-ups of one store. Every method may be called from any thread.
 
     Args:
-        discard: removes row and file in the background; gets file, chunk id and reason.
+        discard: removes row and file in the background; gets file, chunk id, and the reason as a code and in words.
         warn: gets the kind of a problem, and the problem in words.
     """
 
@@ -27,7 +27,7 @@ class Finder:
         durable: DurableVariants,
         remote: RemoteTier | None,
         *,
-        discard: Callable[[FileRef, str, str], None],
+        discard: Callable[[FileRef, str, LoadFailure, str], None],
         warn: Callable[[str, str], None],
     ) -> None:
         self._durable, self._remote = durable, remote
@@ -77,7 +77,7 @@ class Finder:
         except StoreError:  # the look-up before has said so
             return
         for row in older:
-            self._discard(row.file, row.chunk_id, STORED_BY_OLDER)
+            self._discard(row.file, row.chunk_id, LoadFailure.OLDER_VERSION, STORED_BY_OLDER)
             if row.visible:
                 found.refused.setdefault(row.chunk_id, STORED_BY_OLDER)
 
@@ -102,11 +102,12 @@ class Finder:
         refused = {}
         for row in damaged:
             refused[row.chunk_id] = row.reason
-            self._discard(row.file, row.chunk_id, row.reason)
+            self._discard(row.file, row.chunk_id, LoadFailure.DAMAGED, row.reason)
         if expected is None:
             return Found(variants, refused)
         found, flawed = expected.sift(variants)
         for variant, flaw in flawed:
-            self._discard(FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw)
+            file = FileRef(variant.variant_id, variant.created)
+            self._discard(file, variant.key.chunk_id, LoadFailure.DAMAGED, flaw)
         found.refused.update(refused)
         return found

@@ -42,7 +42,16 @@ import xxhash
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.store.codecs import Codec, codec_named
-from cachecraft_rag.types import LAYOUT_VERSION, Damaged, KVLayout, TierName, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    LAYOUT_VERSION,
+    Damaged,
+    KVLayout,
+    LoadFailure,
+    TierName,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 # What `StoredVariant.read` raises: torch reports as RuntimeError that it found no memory.
 READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
@@ -373,7 +382,7 @@ def open_source(source: Source, variant: Variant) -> StoredVariant | Unavailable
     try:
         return StoredVariant(source, variant)
     except ConfigError as error:
-        opened = Unavailable(variant.variant_id, str(error))
+        opened = Unavailable(variant.variant_id, LoadFailure.UNKNOWN_FORMAT, str(error))
     except (OSError, ValueError) as error:
         opened = unreadable(variant.variant_id, error)
     source.close()
@@ -383,11 +392,12 @@ def open_source(source: Source, variant: Variant) -> StoredVariant | Unavailable
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
     """What an exception of `StoredVariant` means: wrong bytes stay wrong, what the system refused may pass."""
     if isinstance(error, ValueError):
-        return Damaged(variant_id, str(error))
+        older = isinstance(error, OlderVersionError)
+        return Damaged(variant_id, LoadFailure.OLDER_VERSION if older else LoadFailure.DAMAGED, str(error))
     if isinstance(error, MemoryError):
-        return Unavailable(variant_id, "not enough memory")
+        return Unavailable(variant_id, LoadFailure.NO_MEMORY, "not enough memory")
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return Unavailable(variant_id, f"it cannot be read: {why}")
+    return Unavailable(variant_id, LoadFailure.UNREADABLE, f"it cannot be read: {why}")
 
 
 def longest_header(variant: Variant, layout: KVLayout) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cachecraft_rag.store.eviction import Policy, Saving, Standing, Use, ticked, ticked_by_return
-from cachecraft_rag.types import LoadedVariant, TierName, Unavailable, Variant
+from cachecraft_rag.types import LoadedVariant, LoadFailure, TierName, Unavailable, Variant
 
 _LEAST_REMEMBERED = 1000
 
@@ -57,6 +57,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._used_bytes = 0
+        self.evicted = 0  # how many had to leave for others so far
         # A heap with void entries instead of a sorted structure: raising a score is a push, demotion pops until it
         # finds a valid entry. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000
         # tensors.
@@ -110,7 +111,7 @@ class MemoryTier:
         with self._lock:
             held = self._held.get(variant.variant_id)
         if held is None or held.variant.created != variant.created:
-            return Unavailable(variant.variant_id, f"not in {self.name} memory")
+            return Unavailable(variant.variant_id, LoadFailure.NOT_HELD, f"not in {self.name} memory")
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
@@ -148,6 +149,7 @@ class MemoryTier:
             if self._valid(variant_id, stamp):
                 held = self._held.pop(variant_id)
                 self._used_bytes -= held.nbytes
+                self.evicted += 1
                 self._clock = ticked(self._clock, held.score, used=held.used.saved > 0.0)
                 self._departed[variant_id] = held.used + Use(0.0, 1.0)
                 while len(self._departed) > max(_LEAST_REMEMBERED, len(self._held)):
@@ -178,13 +180,18 @@ class Memory:
         budget = device_bytes if device is not None else 0
         self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))
 
+    @property
+    def tiers(self) -> tuple[MemoryTier, MemoryTier]:
+        """Nearest first."""
+        return self.device, self.host
+
     def follow(self, policy: Policy) -> None:
         """Make the eviction scores by this policy from now on."""
         self.host.policy = self.device.policy = policy
 
     def read(self, variant: Variant) -> LoadedVariant | None:
         """The tensor from the nearer tier that has it, or None."""
-        for tier in (self.device, self.host):
+        for tier in self.tiers:
             if isinstance(held := tier.read(variant), LoadedVariant):
                 return held
         return None

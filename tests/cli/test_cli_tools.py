@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import urllib.request
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -131,3 +133,32 @@ def test_documents_are_listed_and_removed(home: Path) -> None:
     with pytest.raises(IndexStoreError, match="cachecraft index DIR"):
         run("documents", "ls", "-s", home / "typo")
     assert not (home / "typo").exists()
+
+
+def test_chat_serves_metrics_and_logs_a_line_of_json_for_each_request(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    scraped = []
+
+    def typed(_: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            scraped.append(answer.read().decode())
+        return QUESTION if len(scraped) == 1 else "/quit"
+
+    monkeypatch.setattr("builtins.input", typed)
+    options = ("-m", home / "model", "-s", home / "store", "--max-new-tokens", "4", "--metrics-port", port)
+    done = CliRunner().invoke(app, ["--log-json", "chat", *map(str, options)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert ["cachecraft_ttft_seconds_count 0.0" in scraped[0], "cachecraft_ttft_seconds_count 1.0" in scraped[1]] == [
+        True,
+        True,
+    ]
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    (request,) = [line for line in lines if line.get("event") == "request"]
+    assert request["finish"] == "length"
+    assert {chunk["outcome"] for chunk in request["chunks"]} <= {"exact", "reused", "computed"}
+    assert QUESTION not in done.stderr
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)

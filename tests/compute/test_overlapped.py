@@ -41,7 +41,16 @@ from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import Extent, KVSink, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Capture, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey, digest
+from cachecraft_rag.types import (
+    Capture,
+    LoadedVariant,
+    LoadFailure,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+    digest,
+)
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 20, 170, 320, 470, 500]  # system, three chunks of two extents and a bit, question
@@ -450,7 +459,9 @@ class Clumsy(PendingLoads):
         if below is None and extent is not None and not self.lost_now:
             self.lost_now = True
             with self._changed:
-                self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, "it went away"))
+                self._lose(
+                    extent.stored, Unavailable(extent.stored.variant.variant_id, LoadFailure.MISSING, "it went away")
+                )
         super().place(layer, sink, below=below)
 
 
@@ -742,7 +753,8 @@ def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: D
         assert loads.wait(lambda: not loads.incomplete(), 60)
         loader.end(loads)
         store.flush()
-        assert store.stats().loads == {"disk": 1, "data damaged": 1}
+        assert store.stats().loads == {"disk": 1}
+        assert store.stats().load_failures == {"disk": {"damaged": 1}}
         assert store.stats().variants == 1
         assert isinstance(store.open_variant(good), LoadedVariant)  # from memory
         assert isinstance(store.load(bad), Unavailable)

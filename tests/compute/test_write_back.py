@@ -138,7 +138,7 @@ def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
     failures: list[Any] = []
     until = time.monotonic() + 60
     while len(failures) < 3 and time.monotonic() < until:  # a future wakes its waiters before it is logged
-        failures = [record for record in caplog.records if "is not stored" in record.message]
+        failures = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(failures) == 3
     assert all(record.exc_info is not None for record in failures)
     queue.submit(output.recorder, output.buffer.kv[:, 0], context())

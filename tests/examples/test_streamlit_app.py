@@ -519,6 +519,18 @@ def test_documents_are_fixed_where_the_server_says_so(open_app: Open, monkeypatc
     assert app.multiselect(key="picked").options
 
 
+@pytest.mark.slow
+def test_metrics_are_served_where_the_server_says_so(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("CACHECRAFT_METRICS_PORT", "a number")
+    assert "CACHECRAFT_METRICS_PORT" in open_app().error[0].value
+    monkeypatch.setenv("CACHECRAFT_METRICS_PORT", str(port))
+    assert not open_app().error
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        assert 'cachecraft_requests_total{outcome="length"} 1.0' in answer.read().decode()  # that which warms up
+
+
 def test_with_a_log_in_configured_nobody_gets_further_without_it(open_app: Open) -> None:
     from streamlit.testing.v1 import AppTest
 

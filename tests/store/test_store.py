@@ -186,7 +186,8 @@ def test_variants_are_opened_in_order_and_what_is_missing_is_named(tmp_path: Pat
         assert isinstance(opened[6], Unavailable)
         assert opened[6].reason == "file is missing"
         assert store.open_variants([]) == []
-        assert store.stats().loads == {"disk": 12, "file is missing": 1}
+        assert store.stats().loads == {"disk": 12}
+        assert store.stats().load_failures == {"disk": {"missing": 1}}
 
 
 def test_what_is_used_comes_to_the_device_and_what_is_used_least_goes_back_to_the_host(tmp_path: Path) -> None:
@@ -305,7 +306,7 @@ def test_a_full_queue_drops_the_capture_with_a_reason(tmp_path: Path, caplog: py
         assert all(isinstance(result, Unavailable) and "too many captures" in result.reason for result in dropped)
         assert all(isinstance(future.result(10), Variant) for future in kept)
         assert store.stats().host_bytes == 2 * LAYOUT.nbytes(10)  # what was dropped does not fill memory either
-        assert store.stats().captures == {"too many captures are waiting": 2, "stored": 2}
+        assert store.stats().captures == {"queue_full": 2, "stored": 2}
     warnings = [record for record in caplog.records if "too many captures" in record.getMessage()]
     assert [record.levelno for record in warnings] == [logging.WARNING]  # the second one is for those who want details
 
@@ -411,7 +412,7 @@ def test_a_capture_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(tmp
         result = store.put(capture).result()
         assert isinstance(result, Unavailable)
         assert "NaN" in result.reason
-        assert store.stats().captures == {"it cannot be encoded": 1}
+        assert store.stats().captures == {"not_encodable": 1}
         assert store.stats().host_bytes == store.stats().disk_bytes == 0
 
 
@@ -633,7 +634,7 @@ def test_a_row_that_was_changed_is_refused_with_a_reason_and_goes(tmp_path: Path
         found = store.find("ns", "model", ["chunk", "whole", "nowhere"])
         assert [len(offers) for offers in found.variants.values()] == [0, 1, 0]
         assert found.refused == {"chunk": "its row in the catalog is damaged: its checksum is wrong"}
-        assert store.stats().lookups == {"found": 1, "refused": 1, "no variant": 1}
+        assert store.stats().lookups == {"found": 1, "refused": 1, "not_stored": 1}
         assert store.flush(10)
         assert len(files(tmp_path)) == 1
         stored(store, make())  # and the chunk can be captured anew
@@ -836,7 +837,7 @@ def test_stats_count_what_happened(store: ChunkCacheStore) -> None:
     store.load(variant)
     stats = store.stats()
     assert (stats.variants, stats.chunks, stats.disk_bytes, stats.host_bytes) == (1, 1, FILE, LAYOUT.nbytes(10))
-    assert (stats.lookups, stats.loads, stats.captures) == ({"found": 1, "no variant": 2}, {"host": 1}, {"stored": 1})
+    assert (stats.lookups, stats.loads, stats.captures) == ({"found": 1, "not_stored": 2}, {"host": 1}, {"stored": 1})
     assert (stats.disk_budget, stats.host_budget, stats.queued_bytes) == (20 << 30, 2 << 30, 0)
 
 
@@ -856,7 +857,7 @@ def test_private_variants_of_one_identity_lie_side_by_side(store: ChunkCacheStor
 def test_a_private_row_of_before_sessions_had_their_own_is_still_read(store: ChunkCacheStore) -> None:
     capture = make(session="ada")
     old = dataclasses.replace(variant_of(capture, codec="raw", created=1.0), variant_id=capture.key.variant_id)
-    assert store._durable.write(old, encode(old, LAYOUT, capture.kv), capture.token_scores) == ""
+    assert store._durable.write(old, encode(old, LAYOUT, capture.kv), capture.token_scores) is None
     serves(store, capture, "disk")
     new = stored(store, capture)
     assert {row.variant.variant_id for row in store.rows()} == {old.variant_id, new.variant_id}

@@ -27,7 +27,17 @@ from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, 
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.presence import Presence
 from cachecraft_rag.store.throttle import Throttle
-from cachecraft_rag.types import Damaged, KVLayout, LoadedVariant, Payload, Unavailable, Variant, VariantKey, digest
+from cachecraft_rag.types import (
+    Damaged,
+    KVLayout,
+    LoadedVariant,
+    LoadFailure,
+    Payload,
+    Unavailable,
+    Variant,
+    VariantKey,
+    digest,
+)
 
 LOSSY = [name for name in CODECS if name != "raw"]
 LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")
@@ -176,7 +186,7 @@ def test_a_truncated_file_is_named_as_such(tmp_path: Path, keep: int) -> None:
 
 def test_a_missing_and_a_longer_file_are_damaged_but_an_unreadable_one_may_pass(tmp_path: Path) -> None:
     tier, variant = DiskTier(tmp_path), make()
-    assert tier.read(variant) == Damaged(variant.variant_id, "file is missing")
+    assert tier.read(variant) == Damaged(variant.variant_id, LoadFailure.MISSING, "file is missing")
     _, path = store(tier, variant)
     with path.open("ab") as file:
         file.write(b"x")

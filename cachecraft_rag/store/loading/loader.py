@@ -9,6 +9,7 @@ from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
+from cachecraft_rag.types import LoadFailure
 
 _READERS = 2  # of one request: one waits for the disk while the other verifies
 
@@ -47,7 +48,7 @@ class Loader:
         loads = PendingLoads(self._layers, extents, Meter(min(known, default=None)))
         started = [self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))]
         if extents and not any(started):
-            loads.fail("the store was closed meanwhile")
+            loads.fail(LoadFailure.CLOSED, "the store was closed meanwhile")
         return loads
 
     def end(self, loads: PendingLoads) -> None:

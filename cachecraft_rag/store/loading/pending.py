@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, unreadable
 from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.types import Unavailable
+from cachecraft_rag.types import LoadFailure, Unavailable
 
 
 class KVSink(Protocol):
@@ -99,7 +99,9 @@ class PendingLoads:
         while (job := self._next()) is not None:
             extents, layer = job.extents, job.layer
             stored = extents[0].stored
-            lost: Unavailable | None = Unavailable(stored.variant.variant_id, "reading it failed")
+            lost: Unavailable | None = Unavailable(
+                stored.variant.variant_id, LoadFailure.UNREADABLE, "reading it failed"
+            )
             nbytes = stored.token_bytes * (extents[-1].last - extents[0].first) / self.layers
             self.meter.begin(nbytes)
             try:
@@ -121,11 +123,11 @@ class PendingLoads:
                 self._lose(extents[0].stored, lost)
             self._changed.notify_all()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, code: LoadFailure, reason: str) -> None:
         """Nothing is being read: mark what has not come as failed."""
         with self._lock:
             for extent in self.extents:
-                self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, reason))
+                self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, code, reason))
             self._changed.notify_all()
 
     def _next(self) -> _Read | None:

@@ -28,7 +28,7 @@ from cachecraft_rag.store.remote.outbox import Outbox
 from cachecraft_rag.store.remote.rows import Row, decode_row, name_of, place_of
 from cachecraft_rag.store.remote.signing import DIGEST_BYTES, SLICE_BYTES, Signer
 from cachecraft_rag.store.remote.stream import End, RemoteStream
-from cachecraft_rag.types import Payload, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import LoadFailure, Payload, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -186,13 +186,13 @@ class RemoteTier(Closeable):
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
         """Begin to read the payload of a variant that a look-up gave, here or in another process; close the stream."""
-        told = variant.payload
+        told, name = variant.payload, variant.variant_id
         if self._removed.get(variant.variant_id) == variant.created:
-            return Unavailable(variant.variant_id, "not on the remote any more")
+            return Unavailable(name, LoadFailure.MISSING, "not on the remote any more")
         if not told.nbytes:
-            return Unavailable(variant.variant_id, "no look-up on the remote gave it")
+            return Unavailable(name, LoadFailure.NOT_OFFERED, "no look-up on the remote gave it")
         if self._closed or not self._allowed():
-            return Unavailable(variant.variant_id, "the remote is left alone after repeated failures")
+            return Unavailable(name, LoadFailure.LEFT_ALONE, "the remote is left alone after repeated failures")
         timeout_s, signer = self.config.read_timeout_s, self._signer
         pieces = self._backend.read(name_of(variant))
         try:
@@ -206,7 +206,7 @@ class RemoteTier(Closeable):
                 confirms=partial(signer.confirms, told.seal) if signer is not None else None,
             )
         except RuntimeError:
-            return Unavailable(variant.variant_id, "the remote tier is closed")
+            return Unavailable(name, LoadFailure.CLOSED, "the remote tier is closed")
 
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; False when it is dropped. Private ones never leave the machine.
@@ -253,10 +253,10 @@ class RemoteTier(Closeable):
 
     # -- administration -----------------------------------------------------------------------------------------------
 
-    def stats(self) -> RemoteStats:
-        """Sizes and counts; asks the server, for two seconds at most."""
+    def stats(self, *, ask: bool = True) -> RemoteStats:
+        """Sizes and counts; where it may `ask` the server, that takes two seconds at most."""
         usage: Usage | None = None
-        if not self._closed and self._allowed():
+        if ask and not self._closed and self._allowed():
             try:
                 usage = self._wait(self._backend.usage, STATS_S)
             except OSError as error:

@@ -281,9 +281,10 @@ def test_a_damaged_payload_is_a_miss_and_is_replaced(change: str, make_engine: M
     answer = ask(engine)
     assert answer.text == text
     assert happened(answer) == COMPUTED
-    reasons = engine.store.stats().loads
-    assert sum(reasons.values()) == 3
-    assert all(reason.endswith(" (remote)") for reason in reasons)
+    stats = engine.store.stats()
+    assert stats.loads == {}
+    assert sum(stats.load_failures["remote"].values()) == 3
+    assert stats.load_failures.keys() == {"remote"}
     assert answer.stats.chunks[0].reason
     third = ask(make_engine(url))  # what the second engine bore has taken the damaged ones' place
     assert happened(third) == EXACT_FROM["remote"]

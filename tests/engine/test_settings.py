@@ -1,0 +1,192 @@
+"""Settings: one precedence, errors that name where, and what reaches engine and commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cachecraft_rag.cli.app import app
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.settings import load_settings
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store.config import StoreConfig
+from cachecraft_rag.store.remote import RemoteConfig
+
+TOML = """
+store = "caches"
+disk_bytes = "50 GB"
+max_variants = 500
+variants_per_chunk = 7
+top_k = 3
+temperature = 0.5
+stop = ["END"]
+
+[reuse]
+recompute_ratio = 0.2
+ablate = ["overlap"]
+
+[remote]
+url = "redis://:secret@host/0"
+budget_bytes = "2 GiB"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cachecraft.toml"
+    path.write_text(TOML)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory without variables of ours."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in ("MODEL", "STORE", "SETTINGS"):
+        monkeypatch.delenv(f"CACHECRAFT_{name}", raising=False)
+    return folder
+
+
+def test_without_any_all_is_as_the_dataclasses_say(here: Path) -> None:
+    found = load_settings(environment={})
+    assert found.engine_config() == EngineConfig()
+    assert found.file is None
+    assert {one.origin for one in found.entries.values()} == {"default"}
+
+
+def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Path) -> None:
+    environment = {
+        "CACHECRAFT_MAX_VARIANTS": "900",
+        "CACHECRAFT_REUSE_RECOMPUTE_RATIO": "0.3",
+        "CACHECRAFT_HOST_BYTES": "1.5 MiB",
+        "CACHECRAFT_PRIVATE_SYSTEM": "yes",
+        "CACHECRAFT_STOP": "END, STOP",
+        "CACHECRAFT_NAMESPACE": "",  # not set
+        "CACHECRAFT_READ_ONLY": "1",  # the app's
+        "HOME": "/nowhere",
+    }
+    found = load_settings(file, environment=environment)
+    config = found.engine_config()
+    assert (config.store.disk_bytes, config.store.max_variants) == (50 * 10**9, 900)
+    assert (config.store.variants_per_chunk, config.store.host_bytes) == (7, 3 << 19)
+    assert config.reuse == ReuseConfig(recompute_ratio=0.3, ablate=frozenset({"overlap"}))
+    assert config.store.remote == RemoteConfig("redis://:secret@host/0", budget_bytes=2 << 30)
+    assert config.private_system
+    assert config.namespace == "default"
+    assert (found.sampling().temperature, found.sampling().stop) == (0.5, ("END", "STOP"))
+    assert found["store"] == str(file.parent / "caches")
+    origins = {key: found.entries[key].origin for key in ("max_variants", "disk_bytes", "readers")}
+    assert origins == {"max_variants": "CACHECRAFT_MAX_VARIANTS", "disk_bytes": str(file), "readers": "default"}
+    assert found.entries["remote.url"].shown == "redis://***@host/0"
+
+
+def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(here: Path, file: Path) -> None:
+    (here / "cachecraft.toml").write_text("readers = 9\n")
+    assert load_settings(environment={})["readers"] == 9
+    assert load_settings(environment={"CACHECRAFT_SETTINGS": str(file)})["top_k"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("reader = 3", "readers"),
+        ("readers = 'many'", "readers"),
+        ("disk_bytes = '5 stones'", "disk_bytes"),
+        ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
+        ("[reuse]\nselector = 'best'", "reuse.selector"),
+        ("[remote]\nfailures = 0\nurl = 'redis://host'", "remote.failures"),
+        ("[store]\nreaders = 3", "store"),
+        ("readers = ", "not valid TOML"),
+        ("top_k = [1]", "top_k"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_file_and_key(text: str, says: str, file: Path) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_settings(file, environment={})
+    assert str(file) in str(error.value)
+    assert says in str(error.value)
+
+
+def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
+    for environment, says in (
+        ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
+        ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
+        ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings' file at nowhere.toml"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_settings(environment=environment)
+    with pytest.raises(ConfigError, match=r"CACHECRAFT_REMOTE_FAILURES: remote.failures needs remote.url"):
+        load_settings(environment={"CACHECRAFT_REMOTE_FAILURES": "3"}).engine_config()
+
+
+def test_every_field_of_the_configs_can_be_set() -> None:
+    keys = load_settings(environment={}).entries.keys()
+    assert {"disk_bytes", "max_variants", "variants_per_chunk", "eviction"} <= keys
+    assert {f"reuse.{name}" for name in ReuseConfig.__dataclass_fields__} <= keys
+    assert {f"remote.{name}" for name in RemoteConfig.__dataclass_fields__} <= keys
+    assert StoreConfig.__dataclass_fields__.keys() - {"device", "remote"} <= keys
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_settings_are_printed_with_where_they_come_from(
+    here: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHECRAFT_TOP_K", "8")
+    told = json.loads(run("--settings", str(file), "settings", "--json"))
+    assert told["top_k"] == {"value": 8, "origin": "CACHECRAFT_TOP_K"}
+    assert told["max_variants"] == {"value": 500, "origin": str(file)}
+    assert told["readers"] == {"value": 4, "origin": "default"}
+    assert "secret" not in json.dumps(told)
+    assert "CACHECRAFT_TOP_K" in run("settings")
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(
+    here: Path, tiny_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder("Llama")
+    decoder.model.save_pretrained(here / "model")
+    decoder.tokenizer.save_pretrained(here / "model")
+    (here / "cachecraft.toml").write_text(
+        'model = "model"\nstore = "caches"\nmax_variants = 11\nvariants_per_chunk = 3\nhost_bytes = "1 MB"\n'
+    )
+    (here / "caches").mkdir()
+
+    def limits(*flags: str) -> tuple[int, int]:
+        run("doctor", "--no-check", "--json", *flags)
+        told = json.loads(run("store", "limits", "--json"))
+        return told["max_variants"], told["variants_per_chunk"]
+
+    assert limits() == (11, 3)
+    monkeypatch.setenv("CACHECRAFT_MAX_VARIANTS", "22")
+    assert limits() == (22, 3)
+    told = json.loads(run("doctor", "--no-check", "--json", "--memory-mb", "2"))
+    assert told["facts"]["store"]["stats"]["host_budget"] == 2_000_000
+    monkeypatch.setenv("CACHECRAFT_HOST_BYTES", "3 MB")
+    told = json.loads(run("doctor", "--no-check", "--json"))
+    assert told["facts"]["store"]["stats"]["host_budget"] == 3_000_000
+    monkeypatch.setenv("CACHECRAFT_MODEL", "no such model")
+    assert CliRunner().invoke(app, ["doctor", "--no-check"]).exit_code == 1
+    assert limits("--model", "model") == (22, 3)
+
+
+def test_showing_limits_sets_none(here: Path) -> None:
+    (here / "caches" / "caches").mkdir(parents=True)
+    (here / "cachecraft.toml").write_text('store = "caches"\nmax_variants = 11\nnamespace = "acme"\n')
+    assert json.loads(run("store", "limits", "--json"))["max_variants"] == 100_000
