@@ -47,6 +47,7 @@ def chat(
     codec: options.Codec = "raw",
     disk_mb: options.DiskMB = None,
     memory_mb: options.MemoryMB = None,
+    new_variants: options.NewVariantsOption = "idle",
 ) -> None:
     """Chat about the indexed documents.
 
@@ -64,6 +65,7 @@ def chat(
         codec=codec,
         disk_mb=disk_mb,
         memory_mb=memory_mb,
+        new_variants=new_variants,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)

@@ -102,6 +102,18 @@ DiskMB = Annotated[
 MemoryMB = Annotated[
     float | None, typer.Option("--memory-mb", min=0, help="Memory for chunk-caches.", show_default="2147 MB")
 ]
+NewVariantsOption = Annotated[
+    str,
+    typer.Option(
+        "--new-variants", help="Capture what was fixed behind the prefix it had: idle (between answers), always, off."
+    ),
+]
+NewVariantsShare = Annotated[
+    float,
+    typer.Option(
+        "--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token that was served."
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
 
 DEFAULT_STORE = Path("chunk-caches")
