@@ -12,11 +12,13 @@ from rich.table import Table
 from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.stream import stream
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.latency.ttft import TtftReport
 
 app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
+app.command()(stream)
 
 
 @app.command()

@@ -55,6 +55,7 @@ def chat(
     memory_mb: options.MemoryMB = None,
     server: options.Server = None,
     metrics_port: options.MetricsPort = None,
+    new_variants: options.NewVariantsOption = "idle",
 ) -> None:
     """Chat about the indexed documents.
 
@@ -75,6 +76,7 @@ def chat(
         max_variants=max_variants,
         variants_per_chunk=variants_per_chunk,
         memory_mb=memory_mb,
+        new_variants=new_variants,
     )
     sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
     allowed = options.where_of(where)

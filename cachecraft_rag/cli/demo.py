@@ -61,7 +61,9 @@ def demo(
     A second run starts from the chunk-caches on disk.
     """
     options.set_threads(threads)
-    with load("demo", store, options.engine_config(remote=remote, remote_key_file=remote_key_file)) as rag:
+    with load(
+        "demo", store, options.engine_config(remote=remote, remote_key_file=remote_key_file, new_variants="off")
+    ) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []

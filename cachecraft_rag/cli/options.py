@@ -125,6 +125,18 @@ MetricsPort = Annotated[
     int | None,
     typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of this machine."),
 ]
+NewVariantsOption = Annotated[
+    str,
+    typer.Option(
+        "--new-variants", help="Capture what was fixed behind the prefix it had: idle (between answers), always, off."
+    ),
+]
+NewVariantsShare = Annotated[
+    float,
+    typer.Option(
+        "--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token that was served."
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
 
 DEFAULT_STORE = Path("chunk-caches")

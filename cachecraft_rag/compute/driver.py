@@ -1,7 +1,8 @@
-"""Drives a prefill's steps where one request computes at a time."""
+"""Drives a prefill's steps where one request computes at a time, and work in the background layer by layer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,6 +12,8 @@ from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.store.loading.pending import PendingLoads
+
+_LOOK_S = 0.2  # how often work in the background looks whether it is to go on while it waits
 
 
 def run(stack: Stack, steps: Steps, take_lock: Callable[[], AbstractContextManager[object]]) -> PrefillResult:
@@ -29,6 +32,40 @@ def run(stack: Stack, steps: Steps, take_lock: Callable[[], AbstractContextManag
         return result
     finally:
         steps.close()
+
+
+def run_by_layer(
+    stack: Stack, steps: Steps, take_turn: Callable[[], AbstractContextManager[object]], *, go_on: Callable[[], object]
+) -> PrefillResult:
+    """As `run`, for work in the background: a turn is taken for each layer, so others wait for one layer at most.
+
+    Args:
+        take_turn: waits until this work may go on, and keeps others out meanwhile.
+        go_on: called while it waits for what is being loaded; what this or `take_turn` raises ends the prefill.
+    """
+    try:
+        step = next(steps)
+        while True:
+            if isinstance(step, Wait):
+                came = _wait(step, go_on)
+                with take_turn():
+                    step = steps.send(came)
+            else:
+                with take_turn():
+                    step = steps.send(_perform(stack, step))
+    except StopIteration as end:
+        result: PrefillResult = end.value
+        return result
+    finally:
+        steps.close()
+
+
+def _wait(step: Wait, go_on: Callable[[], object]) -> bool:
+    """Wait in short pieces, because what is awaited may never come."""
+    left = math.inf if step.timeout_s is None else step.timeout_s
+    while not (came := step.loads.wait(step.ready, min(left, _LOOK_S))) and (left := left - _LOOK_S) > 0.0:
+        go_on()
+    return came
 
 
 def _perform(stack: Stack, step: Step) -> bool:

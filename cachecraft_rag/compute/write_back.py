@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, CaptureDrop, KVLayout, Segment, VariantKey
+from cachecraft_rag.types import Capture, CaptureDrop, KVLayout, Segment, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.write_back")
 
@@ -63,7 +63,7 @@ class WriteBackQueue:
         self._namespace, self._fingerprint, self._layout = namespace, fingerprint, layout
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
         self._guard = threading.Lock()
-        self._pending: dict[str, Future[None]] = {}
+        self._pending: dict[str, Future[Variant | Unavailable]] = {}
         self._max_bytes, self._waiting_bytes = max_bytes, 0
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
@@ -75,24 +75,21 @@ class WriteBackQueue:
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end.
         """
         for capture in recorder.captures:
-            key = self._key(capture, context)
-            private = any(segment.private for segment in context.segments[: capture.segment + 1])
-            if private and context.session is None:  # no request could ever be served this
+            key, nbytes = self._key(capture, context), capture.nbytes
+            if _private(capture, context) and context.session is None:  # no request could ever be served this
                 self._store.count_drop(key.chunk_id, CaptureDrop.PRIVATE, "it is private, and there is no session")
                 continue
-            session = context.session if private else None
-            nbytes = capture.nbytes
             with self._guard:
                 waiting = self._waiting_bytes
             if waiting > self._max_bytes:
                 why = f"captures are dropped: {waiting // 10**6} MB are waiting already"
                 self._store.count_drop(key.chunk_id, CaptureDrop.WRITE_BACK_FULL, why)
                 continue
-            job: Future[None] | None = None
+            job: Future[Variant | Unavailable] | None = None
             with self._guard:
                 try:
                     job = self._worker.submit(
-                        self._store_capture, capture, recorder, keys, context=context, key=key, session=session
+                        self.store_now, capture, recorder, keys, context=context, take_turn=self._take_lock
                     )
                 except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
                     pass
@@ -105,23 +102,59 @@ class WriteBackQueue:
                 continue
             job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
 
+    def store_now(
+        self,
+        capture: RecordedChunk,
+        recorder: CaptureRecorder,
+        keys: Tensor,
+        *,
+        context: CaptureContext,
+        take_turn: Callable[[], AbstractContextManager[object]],
+    ) -> Variant | Unavailable:
+        """Describe and store one capture in this thread, and tell what became of it; arguments as of `submit`.
+
+        Args:
+            take_turn: is held while a layer is described; what it raises ends this, and nothing is stored.
+        """
+        describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
+        for layer in range(self._layout.layers):
+            with take_turn():
+                describer.add_layer(layer, keys[layer])
+        found = describer.statistics()
+        stored = self._store.put(
+            Capture(
+                key=self._key(capture, context),
+                layout=self._layout,
+                tokens_digest=context.segments[capture.segment].tokens_digest,
+                kv=capture.kv.cpu(),
+                token_scores=found.token_scores,
+                inter=found.inter,
+                intra=found.intra,
+                cci=found.cci,
+                exact_share=context.exact_shares[capture.segment],
+                session=context.session if _private(capture, context) else None,
+                primed=context.primed,
+            )
+        )
+        return stored.result()
+
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
         """The segments whose captures are under way, of these or of all."""
         with self._guard:
             under_way = frozenset(self._pending)
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
 
-    def wait_for(self, segment_ids: Iterable[str]) -> None:
-        """Block until no capture of these segments is under way."""
+    def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
+        """Block until no capture of these segments is under way, or for `timeout` seconds; returns whether none is."""
         with self._guard:
             jobs = [self._pending[name] for name in segment_ids if name in self._pending]
-        wait(jobs)
+        return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._worker.shutdown(wait=True)
 
-    def _forget(self, chunk_id: str, nbytes: int, job: Future[None]) -> None:
+    def _forget(self, chunk_id: str, nbytes: int, job: Future[Variant | Unavailable]) -> None:
         with self._guard:
             self._waiting_bytes -= nbytes
             if self._pending.get(chunk_id) is job:
@@ -134,34 +167,7 @@ class WriteBackQueue:
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
         return VariantKey(self._namespace, self._fingerprint, context.segments[capture.segment].segment_id, prefix)
 
-    def _store_capture(
-        self,
-        capture: RecordedChunk,
-        recorder: CaptureRecorder,
-        keys: Tensor,
-        *,
-        context: CaptureContext,
-        key: VariantKey,
-        session: str | None,
-    ) -> None:
-        describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
-        for layer in range(self._layout.layers):
-            with self._take_lock():
-                describer.add_layer(layer, keys[layer])
-        found = describer.statistics()
-        stored = self._store.put(
-            Capture(
-                key=key,
-                layout=self._layout,
-                tokens_digest=context.segments[capture.segment].tokens_digest,
-                kv=capture.kv.cpu(),
-                token_scores=found.token_scores,
-                inter=found.inter,
-                intra=found.intra,
-                cci=found.cci,
-                exact_share=context.exact_shares[capture.segment],
-                session=session,
-                primed=context.primed,
-            )
-        )
-        stored.result()
+
+def _private(capture: RecordedChunk, context: CaptureContext) -> bool:
+    """Whether something private stands in it or before it."""
+    return any(segment.private for segment in context.segments[: capture.segment + 1])

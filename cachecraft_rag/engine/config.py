@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_flag, check_kind, check_names, check_text
+from cachecraft_rag.engine.new_variants import NewVariants, When
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import StoreConfig
@@ -21,6 +22,9 @@ class EngineConfig:
     private_system  whether `system` holds one user's text: what is captured behind it is then kept to the session
     best_last       whether the best chunk stands nearest to the question, see `PromptBuilder`
     reuse           how chunk-caches are reused
+    new_variants    when chunks that were reused and fixed are captured behind the prefix they had: "idle" (while nobody
+                    is being answered), "always", "off"; or a whole `NewVariants`, with a budget. An engine in a server
+                    makes none
     store           budgets, codec and remote of the chunk-caches
     """
 
@@ -31,6 +35,7 @@ class EngineConfig:
     private_system: bool = False
     best_last: bool = True
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    new_variants: NewVariants | When = "idle"
     store: StoreConfig = field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
@@ -40,6 +45,9 @@ class EngineConfig:
         check_flag("private_system", self.private_system)
         check_flag("best_last", self.best_last)
         check_kind("reuse", self.reuse, ReuseConfig, advice="write ReuseConfig(reuse=False) to switch it off")
+        check_kind("new_variants", self.new_variants, (NewVariants, str), advice='write "idle" or NewVariants(share=…)')
+        if isinstance(self.new_variants, str):
+            object.__setattr__(self, "new_variants", NewVariants(self.new_variants))
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
 
     @classmethod

@@ -19,7 +19,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cachecraft_rag.checks import check_kind, check_path, check_text, check_whole, listed
+from cachecraft_rag.checks import (
+    MOST_SECONDS,
+    check_kind,
+    check_number,
+    check_path,
+    check_text,
+    check_whole,
+    listed,
+)
 from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill, run
@@ -30,9 +38,11 @@ from cachecraft_rag.compute.resolve import as_it_went, resolve
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.engine.activity import Activity
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.new_variants import NewVariants, VariantMaker, When
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.engine.request import Request, answer_text, stats_of
 from cachecraft_rag.engine.sampling import Sampler, SamplingParams
@@ -41,6 +51,7 @@ from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
+from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
@@ -84,6 +95,7 @@ class Engine(AnswerEngine):
         config: how caches are reused; a call may bring its own.
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
         best_last: see `PromptBuilder`.
+        new_variants: when new variants are computed, and how many, see `EngineConfig`.
     """
 
     decoder: Decoder
@@ -98,13 +110,20 @@ class Engine(AnswerEngine):
         system: str = DEFAULT_SYSTEM,
         private_system: bool = False,
         best_last: bool = True,
+        new_variants: NewVariants | When = "idle",
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
         check_kind(
             "config", config, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off"
         )
-        own = EngineConfig(namespace=namespace, system=system, private_system=private_system, best_last=best_last)
+        own = EngineConfig(
+            namespace=namespace,
+            system=system,
+            private_system=private_system,
+            best_last=best_last,
+            new_variants=new_variants,
+        )
         super().__init__(decoder, store, own if config is None else replace(own, reuse=config))
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
@@ -112,6 +131,18 @@ class Engine(AnswerEngine):
         self._opened = ExitStack()  # what `close` closes besides the captures
         self.write_back = WriteBackQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
+        )
+        self.activity = Activity()
+        assert isinstance(own.new_variants, NewVariants), "EngineConfig makes one of a word"
+        self.new_variants = VariantMaker(
+            own.new_variants,
+            stack=decoder,
+            store=store,
+            loader=self.loader,
+            write_back=self.write_back,
+            look_up=self.look_up,
+            take_lock=self.lock.take,
+            activity=self.activity,
         )
 
     @classmethod
@@ -151,6 +182,7 @@ class Engine(AnswerEngine):
                 system=chosen.system,
                 private_system=chosen.private_system,
                 best_last=chosen.best_last,
+                new_variants=chosen.new_variants,
             )
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
@@ -184,45 +216,76 @@ class Engine(AnswerEngine):
         if target is not None and not 0 < len(target) <= max_new_tokens:
             raise ConfigError(f"target has {len(target)} tokens; it needs 1 to {max_new_tokens}")
         request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
-        output = self._prefill(request)
-        if target is None:
-            text = "".join(self._decode(request, output))
-            logits = self._target_logits(request, output, request.tokens)
-        else:
-            logits = self._target_logits(request, output, target)
-            own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
-            same = next((place for place, token in enumerate(target) if own[place] != token), len(target) - 1)
-            text = "".join(self._decode(request, output, begun=own[: same + 1]))
-        self._settle(request, output)
+        with self.activity.during():
+            output = self._prefill(request)
+            if target is None:
+                text = "".join(self._decode(request, output))
+                logits = self._target_logits(request, output, request.tokens)
+            else:
+                logits = self._target_logits(request, output, target)
+                own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
+                same = next((place for place, token in enumerate(target) if own[place] != token), len(target) - 1)
+                text = "".join(self._decode(request, output, begun=own[: same + 1]))
+            self._finish(request, output)
         return ScoredAnswer(text, tuple(request.tokens), logits, stats_of(request, self.decoder.layout.layers))
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """See `AnswerEngine.capture`."""
         bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
         rows = Rows.of(bounds, new=range(bounds[-1]))
-        with self.lock.take():
+        with self.activity.during(), self.lock.take():
             result = prefill(self.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
         exact = [1.0] * len(prompt.segments)
         context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
 
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until everything that follows from answers is done: captures, new variants as far as their budget goes,
+        and writing. For programs that work in batches; after it, the same questions get the best that there is.
+
+        False when that takes longer than `timeout` seconds, or an answer is still under way.
+        """
+        self._home.require()
+        check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if until is None else max(0.0, until - time.monotonic())
+
+        self._background.wait()
+        done = self.write_back.wait_for(self.write_back.pending(), left())
+        done = done and self.new_variants.wait(left())
+        return done and self.store.flush(left())
+
     def close(self) -> None:
-        """Store the captures that are still waiting. A store that `from_pretrained` did not open stays open."""
+        """Store the captures that are still waiting; new variants are given up. A store that `from_pretrained` did not
+        open stays open.
+        """
         if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
             return
         with self._opened:
             self._background.close()
+            self.new_variants.close()
             self.write_back.close()
 
     def _pieces(self, request: Request) -> Generator[str]:
-        output = self._prefill(request)
+        answer = self.activity.begin()
         try:
-            yield from self._decode(request, output)
+            output = self._prefill(request)
+        except BaseException:
+            self.activity.end(answer)
+            raise
+        try:
+            for piece in self._decode(request, output):
+                answer.hand_over()
+                yield piece
+                answer.go_on()
         finally:  # perhaps while garbage is collected, in a thread that holds a lock: see `BackgroundJobs`
             request.finish = request.finish or "closed"
             request.ended_s = request.clock()
-            self._background.add(partial(self._settle, request, output))
+            self._background.add(partial(self._finish, request, output))
+            self._background.add(partial(self.activity.end, answer))
 
     def _prefill(self, request: Request) -> Prefilled:
         """Look up, resolve, and prefill while what is not in memory is being loaded."""
@@ -280,13 +343,16 @@ class Engine(AnswerEngine):
             position += 1
             token = sampler.draw(logits)
 
-    def _settle(self, request: Request, output: Prefilled) -> None:
+    def _finish(self, request: Request, output: Prefilled) -> None:
         """After the answer: count the uses and hand over the captures; returns at once."""
         request.ended_s = request.ended_s or request.clock()
         for planned in request.plan.segments:
             if planned.variant is not None:
                 self.store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
-        prompt = request.prompt
+        prompt, candidate = request.prompt, None
+        if request.config.capture:
+            candidate = Candidate.of(prompt, request.plan, request.config, session=request.session)
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
         context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
         self.write_back.submit(output.recorder, output.buffer.kv[:, 0], context)
+        self.new_variants.served(prompt.bounds[-1], candidate)

@@ -186,7 +186,7 @@ class _Bench:
         return ChunkCacheStore.open(self._folder / "caches", codec=self._settings.codec)
 
     def _engine(self, store: ChunkCacheStore) -> Engine:
-        return Engine(self._decoder, store, best_last=False)
+        return Engine(self._decoder, store, best_last=False, new_variants="off")
 
 
 def _dd_seconds(path: Path, block: int) -> float:

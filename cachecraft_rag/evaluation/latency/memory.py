@@ -94,7 +94,10 @@ def _prime(model: str, dtype: str, folder: str, shape: Shape) -> None:
 
 def _request(model: str, dtype: str, folder: str, shape: Shape, config: ReuseConfig) -> dict[str, Any]:
     decoder, chunks = _prepared(model, dtype, shape)
-    with ChunkCacheStore.open(folder, host_bytes=0) as store, Engine(decoder, store, best_last=False) as engine:
+    with (
+        ChunkCacheStore.open(folder, host_bytes=0) as store,
+        Engine(decoder, store, best_last=False, new_variants="off") as engine,
+    ):
         decoder.own_logits([10] * 16)  # weights in a file are read when they are first used
         loaded = _kilobytes("VmRSS")
         _CLEAR.write_text(_RESET_PEAK)

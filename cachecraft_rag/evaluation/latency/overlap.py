@@ -167,7 +167,7 @@ class _Context:
         return ChunkCacheStore.open(self._folder / codec, codec=codec, read_bytes_per_s=bytes_per_s)
 
     def _engine(self, store: ChunkCacheStore) -> Engine:
-        engine = Engine(self._decoder, store, best_last=False)
+        engine = Engine(self._decoder, store, best_last=False, new_variants="off")
         engine.speed = self._speed
         return engine
 

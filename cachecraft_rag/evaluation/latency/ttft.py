@@ -135,7 +135,7 @@ class _Bench:
             )
         self.ids = prompt.token_ids
         self.store = ChunkCacheStore.open(folder / "caches")
-        self.engine = Engine(decoder, self.store, config=self.config, best_last=False)
+        self.engine = Engine(decoder, self.store, config=self.config, best_last=False, new_variants="off")
         primer = Primer(self.engine, window=decoder.context_length)
         primer.prime(
             [*self.chunks[1:], self.chunks[0]]
@@ -202,7 +202,7 @@ class _Bench:
         """TTFT with a freshly opened store and files that are not in the page cache."""
         drop_page_cache(self.folder)
         with ChunkCacheStore.open(self.folder / "caches") as store:
-            engine = Engine(self.decoder, store, config=self.config, best_last=False)
+            engine = Engine(self.decoder, store, config=self.config, best_last=False, new_variants="off")
             try:
                 stats = self._ask(engine, self.config)
             finally:

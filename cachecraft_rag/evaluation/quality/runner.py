@@ -21,6 +21,7 @@ from cachecraft_rag.types import Progress, digest
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.engine.new_variants import NewVariants, When
     from cachecraft_rag.evaluation.compression.base import Compressor
     from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
 
@@ -91,7 +92,14 @@ class Settings:
 
 
 @contextmanager
-def open_engine(model: str, folder: Path, *, dtype: str = "float32", device: str = "auto") -> Iterator[Engine]:
+def open_engine(
+    model: str,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    new_variants: NewVariants | When = "off",
+) -> Iterator[Engine]:
     """An engine with the model and an empty store in a hidden folder inside `folder`, which is removed afterwards.
 
     Raises:
@@ -108,7 +116,7 @@ def open_engine(model: str, folder: Path, *, dtype: str = "float32", device: str
     with (
         scratch_folder(folder) as caches,
         ChunkCacheStore.open(caches, variants_per_chunk=VARIANTS_PER_CHUNK, device=own_device) as store,
-        Engine(decoder, store, best_last=False) as engine,
+        Engine(decoder, store, best_last=False, new_variants=new_variants) as engine,
     ):
         yield engine
 

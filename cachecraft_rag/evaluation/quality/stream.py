@@ -1,0 +1,203 @@
+"""A stream of questions in which some come again and again: what is recomputed, and at which loss, as time goes on.
+
+Popularity follows Zipf's law. After each question the engine has time to idle, so what it learns depends on nothing but
+the questions and the budget.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.checks import FINITE, check_number, check_whole
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.formats.dataset import Question, handbook_dataset, load_dataset
+from cachecraft_rag.evaluation.quality.measuring import Reference, reference_of
+from cachecraft_rag.evaluation.quality.metrics import divergence
+from cachecraft_rag.types import Progress
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.planning.config import ReuseConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """What is asked.
+
+    requests       that are counted, after `warmup` others (Cache-Craft §5.1.2: 20)
+    window         requests in one line of the report; divides `requests`
+    exponent       of Zipf's law: the n-th most popular question is asked 1 / n^exponent as often as the first
+    answer_tokens  longest answer, in tokens
+    """
+
+    requests: int = 200
+    warmup: int = 20
+    window: int = 50
+    exponent: float = 1.0
+    answer_tokens: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges; raises ConfigError."""
+        for name in ("requests", "window", "answer_tokens"):
+            check_whole(name, getattr(self, name), least=1)
+        check_whole("warmup", self.warmup)
+        check_number("exponent", self.exponent, most=FINITE)
+        if self.requests % self.window:
+            raise ConfigError(f"{self.requests} requests are no multiple of the window of {self.window}")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some requests in a row, and the store after them. Tokens are those of chunks.
+
+    reused, recomputed, computed   taken over untouched; fixed; computed afresh
+    overlap            mean β′ of the chunks that were taken from the store
+    kl                 mean divergence from full prefill along its answer, nats
+    new_variants       captured by then in the background, and the tokens computed for them
+    variants           by then, how many chunks have how many variants
+    """
+
+    requests: int
+    reused: int
+    recomputed: int
+    computed: int
+    overlap: float
+    kl: float
+    new_variants: int
+    idle_tokens: int
+    variants: dict[int, int]
+
+    @property
+    def variants_per_chunk(self) -> float:
+        """The mean."""
+        return sum(n * chunks for n, chunks in self.variants.items()) / max(sum(self.variants.values()), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """The windows in order, and the questions that were drawn from.
+
+    ratio     tokens recomputed in the last window / in the first; None where the first recomputed none
+    kl_ratio  the same of KL
+    """
+
+    windows: tuple[Window, ...]
+    questions: int
+    model: str
+    dtype: str
+
+    @property
+    def ratio(self) -> float | None:
+        """See above."""
+        first, last = self.windows[0].recomputed, self.windows[-1].recomputed
+        return last / first if first else None
+
+    @property
+    def kl_ratio(self) -> float | None:
+        """See above."""
+        first, last = self.windows[0].kl, self.windows[-1].kl
+        return last / first if first else None
+
+
+def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> tuple[Question, ...]:
+    """The sample handbook's questions and `limit` of a file's. Errors as `dataset.load_dataset`."""
+    found = handbook_dataset(passages=passages, limit=None, seed=seed).questions
+    if data is None:
+        return found
+    return found + load_dataset(data, passages=passages, limit=limit, seed=seed).questions
+
+
+def draw(questions: Sequence[Question], settings: StreamSettings) -> list[Question]:
+    """The warm-up and the stream, the same for the same seed."""
+    dice = random.Random(settings.seed)
+    ranked = list(questions)
+    dice.shuffle(ranked)
+    weights = list(itertools.accumulate((n + 1) ** -settings.exponent for n in range(len(ranked))))
+    count = settings.warmup + settings.requests
+    return [ranked[bisect.bisect(weights, dice.random() * weights[-1])] for _ in range(count)]
+
+
+def run(
+    engine: Engine,
+    questions: Sequence[Question],
+    settings: StreamSettings,
+    *,
+    config: ReuseConfig | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> StreamReport:
+    """Ask them all.
+
+    Args:
+        engine: over an empty store, opened with `best_last=False`, because passages are in prompt order already.
+        config: how chunk-caches are reused; None: the engine's own.
+    """
+    asked = draw(questions, settings)
+    references: dict[str, Reference] = {}
+    windows: list[Window] = []
+    counted = _Counts()
+    for number, question in enumerate(asked):
+        progress(Progress(number, len(asked), "warm-up" if number < settings.warmup else "stream"))
+        if (reference := references.get(question.question_id)) is None:
+            reference = reference_of(engine, question, answer_tokens=settings.answer_tokens)
+            references[question.question_id] = reference
+        counted.ask(engine, reference, config)
+        engine.settle()
+        place = number + 1 - settings.warmup
+        if place >= 0 and place % settings.window == 0:
+            if place:
+                windows.append(counted.window(engine))
+            counted = _Counts()
+    return StreamReport(tuple(windows), len(questions), engine.decoder.name, engine.decoder.layout.dtype)
+
+
+class _Counts:
+    """The sums of one window."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self._kl: list[float] = []
+        self._overlaps: list[float] = []
+
+    def ask(self, engine: Engine, reference: Reference, config: ReuseConfig | None) -> None:
+        question, full = reference.question, reference.answer
+        found = engine.score_answer(
+            question.text,
+            question.passages,
+            target=full.tokens,
+            max_new_tokens=reference.answer_tokens,
+            config=config,
+        )
+        self._kl.append(divergence(full.logits, found.logits)[0])
+        for chunk in found.stats.chunks:
+            self._tokens["recomputed"] += chunk.recomputed
+            self._tokens["computed"] += chunk.computed
+            self._tokens["reused"] += chunk.tokens - chunk.recomputed - chunk.computed
+            if chunk.beta_prime is not None:
+                self._overlaps.append(chunk.beta_prime)
+
+    def window(self, engine: Engine) -> Window:
+        stats, system = engine.new_variants.stats, engine.prompts.system.segment_id
+        engine.store.flush()
+        variants: Counter[str] = Counter()
+        while page := engine.store.rows(offset=variants.total(), limit=1000):
+            variants.update(row.variant.key.chunk_id for row in page)
+        del variants[system]
+        return Window(
+            requests=len(self._kl),
+            reused=self._tokens["reused"],
+            recomputed=self._tokens["recomputed"],
+            computed=self._tokens["computed"],
+            overlap=sum(self._overlaps) / max(len(self._overlaps), 1),
+            kl=sum(self._kl) / len(self._kl),
+            new_variants=stats.captured,
+            idle_tokens=stats.tokens,
+            variants=dict(sorted(Counter(variants.values()).items())),
+        )

@@ -1,0 +1,116 @@
+"""Which new variants are worth computing (Cache-Craft §3.3): what was fixed behind a prefix, most asked for first.
+
+Pure bookkeeping: no tensor, no clock, no lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import Plan, SegmentPlan
+from cachecraft_rag.types import Prompt, Segment
+
+_Path = tuple[str | None, tuple[str, ...]]  # whose it is, and the segments up to the one to be captured
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The beginning of a prompt with chunks that were reused and fixed; one pass over it captures all of them.
+
+    segments  the instruction and the chunks, up to the last one that was fixed
+    fixed     segment → tokens that its variant behind this prefix would save each time
+    session   whose private text stands in it; None where nothing is private
+    """
+
+    segments: tuple[Segment, ...]
+    fixed: Mapping[int, int]
+    session: str | None = None
+
+    @classmethod
+    def of(cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None) -> Self | None:
+        """What a request would have captured; None where nothing was fixed, or nobody could ever be served it.
+
+        A chunk that comes after private text belongs to the session, and without one to nobody. So a prompt counts up
+        to its private text, or belongs to the session as a whole.
+        """
+        segments = prompt.segments
+        fixed = {index: n for index, planned in enumerate(plan.segments) if (n := _spent(planned, config))}
+        private = next((index for index, segment in enumerate(segments) if segment.private), len(segments))
+        if session is None:
+            fixed = {index: n for index, n in fixed.items() if index < private}
+        if not fixed:
+            return None
+        end = max(fixed) + 1
+        return cls(segments[:end], fixed, session if private < end else None)
+
+    @property
+    def identity(self) -> _Path:
+        """The same for everyone who asks for the same chunks in the same order."""
+        return self.session, tuple(segment.segment_id for segment in self.segments)
+
+    def paths(self) -> Iterator[tuple[_Path, int]]:
+        """What would be captured, and what it saves each time."""
+        session, ids = self.identity
+        for index, tokens in self.fixed.items():
+            yield (session, ids[: index + 1]), tokens
+
+
+def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
+    """What fixing a segment adds to the tokens that are recomputed, of this chunk or of others (`budget_scope`)."""
+    if not planned.to_fix or planned.variant is None:
+        return 0
+    share = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
+    return math.ceil((share or 0.0) * planned.variant.tokens)
+
+
+class Candidates:
+    """Those that wait, at most `most`; each chunk behind each prefix has the tokens that it would have saved so far."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[_Path, Candidate] = {}  # the one asked for last at the end
+        self._would_have_saved: Counter[_Path] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def value(self, candidate: Candidate) -> int:
+        """The tokens that its variants would have saved since they were first asked for."""
+        return sum(self._would_have_saved[path] for path, _ in candidate.paths())
+
+    def add(self, candidate: Candidate) -> Candidate | None:
+        """Note that it was asked for; returns the one that has to give way, the least valuable (perhaps this one)."""
+        known = self._waiting.pop(candidate.identity, None)
+        self._would_have_saved.update(dict(candidate.paths()))
+        if known is not None:  # the same chunks, of which others may have been fixed this time
+            candidate = Candidate(candidate.segments, {**known.fixed, **candidate.fixed}, candidate.session)
+        self._waiting[candidate.identity] = candidate
+        if len(self._waiting) <= self._most:
+            return None
+        least = min(self._waiting.values(), key=self.value)
+        self.remove(least)
+        return least
+
+    def best(self) -> Candidate | None:
+        """The most valuable one, and of several the one that was asked for last; it goes on waiting."""
+        return max(reversed(self._waiting.values()), key=self.value, default=None)
+
+    def remove(self, candidate: Candidate) -> None:
+        """It waits no longer, nor does what it would have captured count any more, unless others want it too."""
+        self._waiting.pop(candidate.identity, None)
+        wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
+        for path, _ in candidate.paths():
+            if path not in wanted:
+                del self._would_have_saved[path]
+
+    def clear(self) -> int:
+        """Forget all; returns how many there were."""
+        count = len(self._waiting)
+        self._waiting.clear()
+        self._would_have_saved.clear()
+        return count
