@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
@@ -30,15 +33,25 @@ class ResidentKV:
 class KVBuffer:
     """Keys and values of one request; decode goes on in it.
 
+    Args:
+        capacity: positions to make room for.
+        correction: of chunk-caches that were captured alone; None = all are placed as they are stored.
+        corrected: the ranges of positions where such chunk-caches are placed.
+
     Attributes:
         kv: `[layers, 2, capacity, kv_heads, head_dim]`: rotated keys, then values, of this rank's heads.
         cos, sin: `[capacity, rotary_dim]`, of all positions.
     """
 
-    def __init__(self, stack: Stack, capacity: int) -> None:
+    def __init__(
+        self, stack: Stack, capacity: int, *, correction: Correction | None = None, corrected: Iterable[range] = ()
+    ) -> None:
         self.kv = empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device, self._ranks = stack.device, stack.ranks
         self.cos, self.sin = stack.rope(torch.arange(capacity, device=stack.device))
+        self._correction, self._corrected = correction, np.zeros(capacity, bool)
+        for span in corrected if correction is not None else ():
+            self._corrected[span.start : span.stop] = True
         self._copies: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -49,7 +62,12 @@ class KVBuffer:
         `original_start`: see `ResidentKV`.
         """
         cos, sin = self._turns(start, original_start)
-        place(self.kv[layer], self._here(self._ranks.own_heads(chunk)), start, cos=cos, sin=sin)
+        if self._correction is not None and self._corrected[start]:  # reads all heads of a token
+            whole = self._correction.apply(self._here(chunk)[None], layer)[0]
+            own = self._ranks.own_heads(whole)
+        else:
+            own = self._here(self._ranks.own_heads(chunk))
+        place(self.kv[layer], own, start, cos=cos, sin=sin)
 
     def place_resident(self, layer: int, one: ResidentKV) -> None:
         """Put one layer of a chunk-cache in memory at its place; layers are asked for from the first one on.
@@ -60,7 +78,10 @@ class KVBuffer:
             self.place(layer, one.kv[layer], one.start, original_start=one.original_start)
         elif layer == 0:
             cos, sin = self._turns(one.start, one.original_start)
-            place_all(self.kv, one.kv, one.start, cos=cos, sin=sin)
+            kv = one.kv
+            if self._correction is not None and self._corrected[one.start]:
+                kv = self._correction.apply(kv)
+            place_all(self.kv, kv, one.start, cos=cos, sin=sin)
 
     def _holds_all_layers(self, kv: Tensor) -> bool:
         """Whether a chunk-cache lies on this GPU, with the heads of this rank alone."""

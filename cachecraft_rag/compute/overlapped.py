@@ -81,8 +81,13 @@ class OverlappedPrefill:
         self._stack, self._job, self._loads, self._speed = stack, job, loads, speed
         self._layers = stack.layout.layers
         self._ids = torch.tensor(list(job.token_ids), device=stack.device)
-        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
         bounds = job.rows.bounds
+        self._buffer = KVBuffer(
+            stack,
+            max(job.capacity, len(job.token_ids)),
+            correction=job.correction,
+            corrected=[range(bounds[segment], bounds[segment + 1]) for segment in job.corrected],
+        )
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
         self._rows = job.rows

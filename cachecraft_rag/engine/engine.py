@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cachecraft_rag.checks import check_kind, check_path, check_text, check_whole, listed
 from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.correction import Correction, load_correction
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob
@@ -109,6 +110,7 @@ class Engine(AnswerEngine):
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
+        self.correction: Correction | None = None
         self._opened = ExitStack()  # what `close` closes besides the captures
         self.write_back = WriteBackQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
@@ -156,6 +158,8 @@ class Engine(AnswerEngine):
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
             logger.info("%s", engine.calibration)
+        correction = load_correction(Path(store), decoder.fingerprint, decoder.layout)
+        engine.correction = None if correction is None else correction.to(decoder.device)
         return engine
 
     def score_answer(
@@ -235,7 +239,13 @@ class Engine(AnswerEngine):
             request.remote = found.remote
         answer_tokens = request.sampling.max_new_tokens
         resolved = resolve(
-            prompt, found, config, store=self.store, ranks=self.decoder.ranks, answer_tokens=answer_tokens
+            prompt,
+            found,
+            config,
+            store=self.store,
+            ranks=self.decoder.ranks,
+            answer_tokens=answer_tokens,
+            correction=self.correction,
         )
         request.plan, request.tiers, request.planned_s = resolved.plan, resolved.tiers, request.clock()
         with closing(resolved), self.loader.loading(resolved.to_load) as loads:
