@@ -1,9 +1,10 @@
 """A learned correction of chunk-caches that were captured alone, behind the instruction and nothing else.
 
 What other chunks before it would have changed in a chunk's keys and values can be predicted in part, without computing
-anything: in each layer by a linear map from a token's own stale key and value to the change of both. The map is fitted
-without labels (`correction_fit`), is of low rank, and reads each token through a few directions that are cut off at
-what was usual when it was fitted; so no token moves further than tokens did there.
+anything: in each layer by a linear map from a token's own stale key and value to the change of both, times the share
+of what stands before the token now that it has not seen yet. The map is fitted without labels (`correction_fit`), is of
+low rank, and reads each token through a few directions that are cut off at what was usual when it was fitted; so no
+token moves further than tokens did there.
 
 A capture that was made behind other chunks is left as it is: its error depends on what those were. What it brings is
 in docs/fidelity.md, what lost in docs/log.md.
@@ -43,8 +44,8 @@ class Correction:
     """How the keys and values of a chunk captured alone change behind other chunks, layer by layer.
 
     A token's keys and values of all heads are one row `x` `[width]`, width = 2 · kv_heads · head_dim, keys first. Its
-    change is `shift + clamp(x @ down + offset, ±limit) @ up`; `x @ down + offset` has mean 0 and variance 1 over the
-    tokens it was fitted on.
+    change is `unseen · (shift + clamp(x @ down + offset, ±limit) @ up)`; `x @ down + offset` has mean 0 and variance 1
+    over the tokens it was fitted on, each counted by the square of `unseen`. See `unseen_share`.
 
     fingerprint  of the model
     down         float32 `[layers, width, rank]`
@@ -60,6 +61,11 @@ class Correction:
     up: Tensor
     shift: Tensor
     limit: float
+
+    @property
+    def checksum(self) -> str:
+        """Of its numbers, as a file keeps them."""
+        return _checksum(self._as_stored())
 
     @property
     def macs_per_token(self) -> int:
@@ -80,18 +86,20 @@ class Correction:
         moved = (getattr(self, name).to(device) for name in _TENSORS)
         return type(self)(self.fingerprint, *moved, self.limit)
 
-    def apply(self, kv: Tensor, first_layer: int = 0) -> Tensor:
+    def apply(self, kv: Tensor, unseen: Tensor, first_layer: int = 0) -> Tensor:
         """Raw keys and values as they would be behind other chunks.
 
         Args:
             kv: `[layers, 2, tokens, kv_heads, head_dim]`, of all heads; some layers of the model, from `first_layer`
                 on. It is not written to.
+            unseen: float32 `[tokens]`, see `unseen_share`.
         """
         layers, _, tokens, heads, dim = kv.shape
         own = slice(first_layer, first_layer + layers)
         x = kv.transpose(1, 2).reshape(layers, tokens, -1).float()
         z = torch.baddbmm(self.offset[own, None], x, self.down[own]).clamp_(-self.limit, self.limit)
         change = torch.baddbmm(self.shift[own, None], z, self.up[own])
+        change *= unseen[:, None]
         return kv + change.view(layers, tokens, 2, heads, dim).transpose(1, 2).to(kv.dtype)
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -104,7 +112,7 @@ class Correction:
         """
         from safetensors.torch import save
 
-        tensors = {name: getattr(self, name).cpu().to(torch.bfloat16).contiguous() for name in _TENSORS}
+        tensors = self._as_stored()
         fields = {
             "format": str(FORMAT_VERSION),
             "fingerprint": self.fingerprint,
@@ -118,6 +126,9 @@ class Correction:
             scratch.replace(path)
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror}. Name a folder you may write to.") from error
+
+    def _as_stored(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name).cpu().to(torch.bfloat16).contiguous() for name in _TENSORS}
 
     @classmethod
     def read(cls, path: Path, fingerprint: str, layout: KVLayout) -> Self:
@@ -157,6 +168,19 @@ class Correction:
         if not all(bool(getattr(made, name).isfinite().all()) for name in _TENSORS) or not made.limit > 0:
             raise UnusableCorrectionError("damaged: a number is not finite")
         return made
+
+
+def unseen_share(positions: Tensor, behind: int) -> Tensor:
+    """The share of what stands before a token that did not when its chunk was captured alone.
+
+    Args:
+        positions: int64 `[tokens]`, of the chunk in the prompt.
+        behind: tokens of the chunks before it.
+
+    >>> unseen_share(torch.tensor([100, 160, 640]), behind=80).tolist()  # behind an instruction of 20 tokens
+    [0.800000011920929, 0.5, 0.125]
+    """
+    return behind / positions.clamp_min(1).float()
 
 
 def correction_path(store: Path, fingerprint: str) -> Path:

@@ -29,7 +29,8 @@ class Moments:
     """Sums over the tokens of chunks that were computed alone and behind others.
 
     Attributes:
-        gram: float64 `[2, layers, width + 1, width + 1]`, of the stale row and a 1, of each half.
+        gram: float64 `[2, layers, width + 1, width + 1]`, of the stale row and a 1, both times the share of unseen
+            tokens, of each half.
         cross: float64 `[2, layers, width + 1, width]`, of the same with the change.
         square: float64 `[2, layers, width]`, of the change.
     """
@@ -39,21 +40,21 @@ class Moments:
         self.gram = torch.zeros(2, layout.layers, width + 1, width + 1, dtype=torch.float64)
         self.cross = torch.zeros(2, layout.layers, width + 1, width, dtype=torch.float64)
         self.square = torch.zeros(2, layout.layers, width, dtype=torch.float64)
+        self.tokens = [0, 0]
 
-    def add(self, alone: Tensor, behind: Tensor, *, half: int) -> None:
-        """Take in one chunk, `[layers, 2, tokens, kv_heads, head_dim]` raw, captured alone and behind others."""
+    def add(self, alone: Tensor, behind: Tensor, unseen: Tensor, *, half: int) -> None:
+        """Take in one chunk, `[layers, 2, tokens, kv_heads, head_dim]` raw, captured alone and behind others.
+
+        `unseen`: `[tokens]`, see `correction.unseen_share`.
+        """
+        weight = unseen.double().cpu()[:, None]
+        self.tokens[half] += len(weight)
         for layer, (before, after) in enumerate(zip(alone, behind, strict=True)):
             x, y = (one.transpose(0, 1).flatten(1).double().cpu() for one in (before, after))
-            x, change = torch.cat((x, x.new_ones(len(x), 1)), 1), y - x
+            x, change = weight * torch.cat((x, x.new_ones(len(x), 1)), 1), y - x
             self.gram[half, layer] += x.T @ x
             self.cross[half, layer] += x.T @ change
             self.square[half, layer] += change.square().sum(0)
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """How many tokens each half has seen."""
-        first, second = self.gram[:, 0, -1, -1].tolist()
-        return int(first), int(second)
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,24 @@ class _Sums:
     square: Tensor
 
     @property
-    def tokens(self) -> Tensor:
+    def weight(self) -> Tensor:
+        """Of all tokens together: the sum of squared shares."""
         return self.gram[-1, -1]
 
     @property
     def mean(self) -> Tensor:
         """`[width]`, of the stale rows."""
-        return self.gram[-1, :-1] / self.tokens
+        return self.gram[-1, :-1] / self.weight
 
     @property
     def shift(self) -> Tensor:
-        """`[width]`, the mean change."""
-        return self.cross[-1] / self.tokens
+        """`[width]`, the mean change, for a token that has seen nothing of what stands before it."""
+        return self.cross[-1] / self.weight
 
     def covariance(self) -> tuple[Tensor, Tensor]:
         """`[width, width]` each: of the stale rows, and of them with the change."""
-        own = self.gram[:-1, :-1] / self.tokens - torch.outer(self.mean, self.mean)
-        return own, self.cross[:-1] / self.tokens - torch.outer(self.mean, self.shift)
+        own = self.gram[:-1, :-1] / self.weight - torch.outer(self.mean, self.mean)
+        return own, self.cross[:-1] / self.weight - torch.outer(self.mean, self.shift)
 
     def error(self, slope: Tensor, constant: Tensor) -> float:
         """Sum of squared errors, each channel in units of its own mean square change."""
@@ -128,8 +130,7 @@ def _fit_layer(halves: list[_Sums], rank: int) -> tuple[Tensor, Tensor, Tensor, 
     errors = torch.zeros(len(RIDGES))
     for seen, unseen in ((first, second), (second, first)):
         for number, slope in enumerate(_slopes(seen)):
-            down, up = _of_rank(slope, seen, rank)
-            errors[number] += unseen.error(down @ up, seen.shift - seen.mean @ down @ up)
+            errors[number] += unseen.error(slope, seen.shift - seen.mean @ slope)
     slope = _slopes(whole)[int(errors.argmin())]
     down, up = _of_rank(slope, whole, rank)
     # The directions of `down` are uncorrelated; in units of their spread they can be cut off alike.
@@ -154,7 +155,7 @@ def _of_rank(slope: Tensor, sums: _Sums, rank: int) -> tuple[Tensor, Tensor]:
 
     Every channel of the change counts in units of its own size: keys are larger than values in most models.
     """
-    size = (sums.square / sums.tokens).sqrt()
+    size = (sums.square / sums.weight).sqrt()
     size = torch.where(size > 0, size, 1.0)
     scaled = slope / size
     own, _ = sums.covariance()

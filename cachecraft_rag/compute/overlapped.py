@@ -86,7 +86,7 @@ class OverlappedPrefill:
             stack,
             max(job.capacity, len(job.token_ids)),
             correction=job.correction,
-            corrected=[range(bounds[segment], bounds[segment + 1]) for segment in job.corrected],
+            corrected={range(bounds[one], bounds[one + 1]): bounds[one] - bounds[1] for one in job.corrected},
         )
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)

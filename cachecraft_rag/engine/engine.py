@@ -85,6 +85,9 @@ class Engine(AnswerEngine):
         config: how caches are reused; a call may bring its own.
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
         best_last: see `PromptBuilder`.
+
+    Attributes:
+        correction: of chunk-caches captured alone, as `cachecraft calibrate` fitted it, or None.
     """
 
     decoder: Decoder
@@ -158,9 +161,13 @@ class Engine(AnswerEngine):
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
             logger.info("%s", engine.calibration)
-        correction = load_correction(Path(store), decoder.fingerprint, decoder.layout)
-        engine.correction = None if correction is None else correction.to(decoder.device)
+        engine.use_correction(Path(store))
         return engine
+
+    def use_correction(self, store: Path) -> None:
+        """Correct chunk-caches captured alone as it was fitted for this model and a store, if it was."""
+        found = load_correction(store, self.decoder.fingerprint, self.decoder.layout)
+        self.correction = None if found is None else found.to(self.decoder.device)
 
     def score_answer(
         self,

@@ -1,4 +1,4 @@
-"""The learned correction: what it does to a chunk, where it is applied, what a fit finds, and which files are refused."""
+"""The learned correction: what it does to a chunk, where it is applied, what a fit finds, and the files it refuses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cachecraft_rag.compute.correction import (
     UnusableCorrectionError,
     correction_path,
     load_correction,
+    unseen_share,
 )
 from cachecraft_rag.compute.correction_fit import LEAST_TOKENS, Moments, fit
 from cachecraft_rag.compute.correction_fit import RANK as RANK_FITTED
@@ -59,38 +60,49 @@ def chunk(layout: KVLayout = LAYOUT, tokens: int = 7, seed: int = 1) -> Tensor:
     return torch.randn(layout.shape(tokens), generator=torch.Generator().manual_seed(seed))
 
 
+def whole(tokens: int) -> Tensor:
+    """As if everything before each token were new to it."""
+    return torch.ones(tokens)
+
+
 # -- what it does to a chunk ------------------------------------------------------------------------------------------
 
 
 def test_each_token_moves_by_its_own_row() -> None:
     correction, kv = drawn(), chunk()
     before = kv.clone()
-    found = correction.apply(kv)
+    unseen = torch.linspace(0.1, 0.9, 7)
+    found = correction.apply(kv, unseen)
     assert torch.equal(kv, before)
     for layer in range(3):
         for token in range(7):
             x = torch.cat((kv[layer, 0, token].flatten(), kv[layer, 1, token].flatten()))
             z = (x @ correction.down[layer] + correction.offset[layer]).clamp(-1.5, 1.5)
-            moved = x + correction.shift[layer] + z @ correction.up[layer]
+            moved = x + unseen[token] * (correction.shift[layer] + z @ correction.up[layer])
             assert torch.allclose(found[layer, :, token].flatten(), moved, atol=1e-4)
 
 
 def test_some_layers_are_corrected_as_they_are_among_all() -> None:
     correction, kv = drawn(), chunk()
-    assert torch.allclose(correction.apply(kv[1:2], 1), correction.apply(kv)[1:2], atol=1e-5)
+    assert torch.allclose(correction.apply(kv[1:2], whole(7), 1), correction.apply(kv, whole(7))[1:2], atol=1e-5)
 
 
 def test_an_outlier_moves_no_further_than_the_limit_allows() -> None:
     correction, kv = drawn(), chunk()
     usual = correction.shift.abs() + correction.limit * correction.up.abs().sum(1)
-    change = correction.apply(1e4 * kv) - 1e4 * kv
+    change = correction.apply(1e4 * kv, whole(7)) - 1e4 * kv
     assert (change.transpose(1, 2).flatten(2).abs() <= 1.01 * usual[:, None] + 0.01).all()
+
+
+def test_a_token_with_nothing_new_before_it_stays_bit_for_bit() -> None:
+    kv = chunk()
+    assert torch.equal(drawn().apply(kv, unseen_share(torch.arange(20, 27), 0)), kv)
 
 
 def test_keys_and_values_of_half_width_stay_so() -> None:
     correction, kv = drawn(), chunk().bfloat16()
-    assert correction.apply(kv).dtype is torch.bfloat16
-    assert torch.allclose(correction.apply(kv).float(), correction.apply(kv.float()), atol=0.2)
+    assert correction.apply(kv, whole(7)).dtype is torch.bfloat16
+    assert torch.allclose(correction.apply(kv, whole(7)).float(), correction.apply(kv.float(), whole(7)), atol=0.2)
 
 
 # -- where it is applied ----------------------------------------------------------------------------------------------
@@ -103,17 +115,17 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
 
 def test_a_chunk_is_corrected_before_its_keys_are_rotated(decoder: Decoder) -> None:
     correction, kv = drawn(decoder.layout), chunk(decoder.layout, 30)
-    corrected = KVBuffer(decoder, 75, correction=correction, corrected=[range(10, 40)])
-    plain = KVBuffer(decoder, 75)
+    corrected = KVBuffer(decoder, 75, correction=correction, corrected={range(10, 40): 5})
+    plain, unseen = KVBuffer(decoder, 75), 5 / torch.arange(10, 40)
     for layer in range(decoder.layout.layers):
         corrected.place(layer, kv[layer, :, 4:], 14)  # from its fifth token on: the others are computed
-        plain.place(layer, correction.apply(kv)[layer, :, 4:], 14)
+        plain.place(layer, correction.apply(kv, unseen)[layer, :, 4:], 14)
     assert torch.allclose(corrected.kv[:, :, 14:40], plain.kv[:, :, 14:40], atol=1e-5)
 
 
 def test_a_chunk_elsewhere_is_placed_as_it_is_stored(decoder: Decoder) -> None:
     correction, kv = drawn(decoder.layout), chunk(decoder.layout, 30)
-    corrected = KVBuffer(decoder, 75, correction=correction, corrected=[range(40, 60)])
+    corrected = KVBuffer(decoder, 75, correction=correction, corrected={range(40, 60): 30})
     plain = KVBuffer(decoder, 75)
     for buffer in (corrected, plain):
         buffer.place(2, kv[2], 10)
@@ -131,7 +143,9 @@ def test_a_rank_corrects_all_heads_and_keeps_its_own(
     stack = on_ranks(decoder, SecondOfTwo())
     stack.layout = KVLayout(layout.layers, layout.kv_heads // 2, layout.head_dim, layout.dtype)
     correction, kv = drawn(layout), chunk(layout, 30)
-    own, all_heads = (KVBuffer(one, 75, correction=correction, corrected=[range(10, 40)]) for one in (stack, decoder))
+    own, all_heads = (
+        KVBuffer(one, 75, correction=correction, corrected={range(10, 40): 5}) for one in (stack, decoder)
+    )
     for buffer in (own, all_heads):
         buffer.place(3, kv[3], 10)
     assert torch.equal(own.kv[3, :, 10:40], all_heads.kv[3, :, 10:40, layout.kv_heads // 2 :])
@@ -173,12 +187,17 @@ def test_recomputed_tokens_are_computed_over_what_was_corrected(decoder: Decoder
     correction = placed.correction
     assert correction is not None
     first, second = placed.resident
-    by_hand = replace(placed, correction=None, resident=[first, ResidentKV(40, correction.apply(second.kv))])
+    unseen = 30 / torch.arange(40, 60)  # the first chunk has 30 tokens
+    by_hand = replace(placed, correction=None, resident=[first, ResidentKV(40, correction.apply(second.kv, unseen))])
     found = prefill(decoder, by_hand)
     assert torch.allclose(found.hidden, plain.hidden, atol=1e-4)
 
 
 # -- what a fit finds -------------------------------------------------------------------------------------------------
+
+
+def unseen_of(tokens: int) -> Tensor:
+    return torch.linspace(0.9, 0.3, tokens)
 
 
 def planted(tokens: int, *, seed: int = 3) -> tuple[Moments, Correction, Callable[[int], tuple[Tensor, Tensor]]]:
@@ -191,22 +210,22 @@ def planted(tokens: int, *, seed: int = 3) -> tuple[Moments, Correction, Callabl
         alone = torch.randn(LAYOUT.shape(count), generator=draw)
         noise = 0.1 * torch.randn(LAYOUT.shape(count), generator=draw)
         noise[0] = 0
-        return alone, truth.apply(alone) + noise
+        return alone, truth.apply(alone, unseen_of(count)) + noise
 
     moments = Moments(LAYOUT)
     for half in (0, 1):
-        moments.add(*pair(tokens), half=half)
+        moments.add(*pair(tokens), unseen_of(tokens), half=half)
     return moments, truth, pair
 
 
 def test_a_fit_finds_what_was_planted() -> None:
     moments, _, pair = planted(3000)
-    assert moments.tokens == (3000, 3000)
+    assert moments.tokens == [3000, 3000]
     found = fit(moments, "model", rank=RANK, limit=100.0)
     alone, behind = pair(500)
-    left = (found.apply(alone) - behind).square().mean()
+    left = (found.apply(alone, unseen_of(500)) - behind).square().mean()
     assert left < 0.02 * (alone - behind).square().mean()
-    assert torch.equal(found.apply(alone)[0], alone[0])  # the first layer
+    assert torch.equal(found.apply(alone, unseen_of(500))[0], alone[0])  # the first layer
 
 
 def test_directions_are_in_units_of_their_spread() -> None:
@@ -223,27 +242,30 @@ def test_noise_alone_is_hardly_followed() -> None:
     moments = Moments(LAYOUT)
     for half in (0, 1):
         moments.add(
-            torch.randn(LAYOUT.shape(2000), generator=draw), torch.randn(LAYOUT.shape(2000), generator=draw), half=half
+            torch.randn(LAYOUT.shape(2000), generator=draw),
+            torch.randn(LAYOUT.shape(2000), generator=draw),
+            whole(2000),
+            half=half,
         )
     alone = torch.randn(LAYOUT.shape(500), generator=draw)
     behind = torch.randn(LAYOUT.shape(500), generator=draw)  # tells nothing of `alone`: the best guess is 0
-    left = (fit(moments, "model").apply(alone) - behind).square().mean()
+    left = (fit(moments, "model").apply(alone, whole(500)) - behind).square().mean()
     assert left < 1.1 * behind.square().mean()
 
 
 def test_sums_do_not_depend_on_how_chunks_were_cut() -> None:
     alone, behind = chunk(tokens=40), chunk(tokens=40, seed=2)
-    whole, parts = Moments(LAYOUT), Moments(LAYOUT)
-    whole.add(alone, behind, half=1)
+    once, parts = Moments(LAYOUT), Moments(LAYOUT)
+    once.add(alone, behind, unseen_of(40), half=1)
     for part in (slice(0, 13), slice(13, 40)):
-        parts.add(alone[:, :, part], behind[:, :, part], half=1)
+        parts.add(alone[:, :, part], behind[:, :, part], unseen_of(40)[part], half=1)
     for name in ("gram", "cross", "square"):
-        assert torch.allclose(getattr(whole, name), getattr(parts, name), rtol=1e-12)
+        assert torch.allclose(getattr(once, name), getattr(parts, name), rtol=1e-12)
 
 
 def test_too_few_tokens_are_refused() -> None:
     moments = Moments(LAYOUT)
-    moments.add(chunk(tokens=LEAST_TOKENS), chunk(tokens=LEAST_TOKENS, seed=2), half=0)
+    moments.add(chunk(tokens=LEAST_TOKENS), chunk(tokens=LEAST_TOKENS, seed=2), whole(LEAST_TOKENS), half=0)
     with pytest.raises(ConfigError, match="not 0; give more documents"):
         fit(moments, "model")
 
@@ -265,7 +287,7 @@ def test_it_takes_little_of_a_full_prefill(demo_model: Path) -> None:
     with FlopCounterMode(display=False) as computing:
         prefill(decoder, PrefillJob([5] * tokens, Rows.of([0, tokens], new=range(tokens))))
     with FlopCounterMode(display=False) as correcting:
-        correction.apply(torch.zeros(decoder.layout.shape(tokens)))
+        correction.apply(torch.zeros(decoder.layout.shape(tokens)), whole(tokens))
     assert correcting.get_total_flops() == 2 * tokens * correction.macs_per_token
     assert 0 < correcting.get_total_flops() <= 0.03 * computing.get_total_flops()
 
@@ -278,7 +300,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     correction.write(path)
     found = load_correction(tmp_path, "model", LAYOUT)
     assert found is not None
-    assert torch.equal(found.apply(chunk()), correction.apply(chunk()))
+    assert torch.equal(found.apply(chunk(), whole(7)), correction.apply(chunk(), whole(7)))
     assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
 
 

@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.correction import Correction
+from cachecraft_rag.compute.correction import Correction, unseen_share
 from cachecraft_rag.compute.correction_fit import Moments, fit
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
+from cachecraft_rag.evaluation.quality.intervals import Interval, paired_interval
+from cachecraft_rag.evaluation.quality.measuring import Trial, measure, reference_of
+from cachecraft_rag.evaluation.quality.methods import methods_named
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
 
 Documents = Sequence[Sequence[Chunk]]
 _CHECKED = 4  # prompts to fit on for each that is measured
@@ -87,16 +92,16 @@ def fit_correction(
 
     for number in range(settings.prompts):
         tell(number, "fitting a correction")
-        for chunk, alone, behind in pairs(engine, prompt_of(seen, settings.passages, number, draw)):
-            moments.add(alone, behind, half=own_half[chunk.chunk_id])
+        for one in pairs(engine, prompt_of(seen, settings.passages, number, draw)):
+            moments.add(one.alone, one.behind, one.unseen, half=own_half[one.chunk.chunk_id])
     correction = fit(moments, engine.decoder.fingerprint).to(engine.decoder.device)
     before, after, tokens = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0
     for number in range(checked):
         tell(settings.prompts + number, "measuring it on the other half")
-        for _, alone, behind in pairs(engine, prompt_of(unseen, settings.passages, number, draw)):
-            before += squared_error(alone, behind)
-            after += squared_error(correction.apply(alone), behind)
-            tokens += alone.shape[2]
+        for one in pairs(engine, prompt_of(unseen, settings.passages, number, draw)):
+            before += squared_error(one.alone, one.behind)
+            after += squared_error(correction.apply(one.alone, one.unseen), one.behind)
+            tokens += len(one.unseen)
     tell(total, "")
     keys, values = (1 - after / before.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
     return correction, Gain(keys, values, tokens)
@@ -131,8 +136,23 @@ def prompt_of(documents: Documents, passages: int, number: int, draw: random.Ran
     return draw.sample(chunks, min(passages, len(chunks)))
 
 
-def pairs(engine: Engine, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-    """Each chunk of a prompt but the first, its raw keys and values computed alone, and those behind the others.
+@dataclass(frozen=True)
+class Pair:
+    """A chunk computed twice, raw keys and values `[layers, 2, tokens, kv_heads, head_dim]`.
+
+    alone   behind the instruction and nothing else
+    behind  behind other chunks
+    unseen  float32 `[tokens]`, see `correction.unseen_share`
+    """
+
+    chunk: Chunk
+    alone: Tensor
+    behind: Tensor
+    unseen: Tensor
+
+
+def pairs(engine: Engine, chunks: Sequence[Chunk]) -> Iterator[Pair]:
+    """Each chunk of a prompt but the first.
 
     Chunks that do not fit the model's context any more are left out.
     """
@@ -141,9 +161,13 @@ def pairs(engine: Engine, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Tens
     while sum(len(segment.token_ids) for segment in segments) > room:
         segments.pop()
     system = engine.prompts.system
-    behind = _captured(engine, Prompt((system, *segments))) if len(segments) > 1 else []
-    for chunk, segment, kv in list(zip(chunks, segments, behind, strict=False))[1:]:
-        yield chunk, _captured(engine, Prompt((system, segment)))[0], kv
+    prompt = Prompt((system, *segments))
+    behind = _captured(engine, prompt) if len(segments) > 1 else []
+    for number in range(1, len(behind)):
+        start, stop = prompt.bounds[number + 1 : number + 3]
+        unseen = unseen_share(torch.arange(start, stop, device=engine.decoder.device), start - prompt.bounds[1])
+        alone = _captured(engine, Prompt((system, segments[number])))[0]
+        yield Pair(chunks[number], alone, behind[number], unseen)
 
 
 def _captured(engine: Engine, prompt: Prompt) -> list[Tensor]:
@@ -157,3 +181,55 @@ def _captured(engine: Engine, prompt: Prompt) -> list[Tensor]:
 def squared_error(found: Tensor, expected: Tensor) -> Tensor:
     """float64 `[2]`, of keys and of values, `[layers, 2, tokens, kv_heads, head_dim]` each."""
     return (found.double() - expected.double()).square().sum((0, 2, 3, 4)).cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class GainInAnswers:
+    """Mean KL to full prefill along its answers, without and with a correction, chunks captured alone.
+
+    difference  `learned` − `off`, paired over the questions
+    """
+
+    questions: int
+    off: float
+    learned: float
+    difference: Interval
+
+
+def unseen_questions(dataset: Dataset, *, seed: int) -> list[Question]:
+    """The questions all of whose passages are of the half that `fit_correction` measures on with this seed."""
+    _, unseen = two_halves(dataset.documents, seed=seed)
+    known = {chunk.chunk_id for document in unseen for chunk in document}
+    return [one for one in dataset.questions if known.issuperset(chunk.chunk_id for chunk in one.passages)]
+
+
+def gain_in_answers(
+    engine: Engine,
+    correction: Correction,
+    dataset: Dataset,
+    questions: Sequence[Question],
+    *,
+    answer_tokens: int,
+    ratio: float = 0.15,
+    progress: Callable[[Progress], None] | None = None,
+) -> GainInAnswers:
+    """Answer questions with and without a correction, as the default does at a recompute ratio.
+
+    Args:
+        engine: from `runner.open_engine`, with an empty store; it keeps the correction.
+    """
+    engine.correction = correction
+    origins = origins_of(condition_named("alone"), engine, dataset, seed=0, answer_tokens=answer_tokens)
+    trials = [Trial(method, ratio) for method in methods_named(["no_correction", "default"])]
+    kl: list[list[float]] = [[], []]
+    for done, question in enumerate(questions):
+        if progress is not None:
+            progress(Progress(done, len(questions), "answering questions about the other half"))
+        origins.before(question)
+        reference = reference_of(engine, question, answer_tokens=answer_tokens)
+        for values, trial in zip(kl, trials, strict=True):
+            values.append(measure(engine, reference, trial).kl)
+    if progress is not None:
+        progress(Progress(len(questions), len(questions), ""))
+    off, learned = (sum(values) / len(values) for values in kl)
+    return GainInAnswers(len(questions), off, learned, paired_interval(kl[1], kl[0]))
