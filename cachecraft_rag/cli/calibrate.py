@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.formats.dataset import Dataset
     from cachecraft_rag.evaluation.quality.calibrate import Calibrated, CalibrationSettings, Point
 
+METRIC, ORIGIN = "rouge_l", "unrelated"  # defaults
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
 Data = Annotated[
@@ -73,10 +74,10 @@ def calibrate(
     model: options.Model = "demo",
     store: options.Store = DEFAULT_STORE,
     quality: Quality = None,
-    metric: Metric = "rouge_l",
+    metric: Metric = METRIC,
     limit: Limit = 50,
     passages: Passages = None,
-    origin: Origin = "unrelated",
+    origin: Origin = ORIGIN,
     answer_tokens: AnswerTokens = 16,
     check: Check = False,
     dtype: options.Dtype = "auto",
@@ -88,12 +89,14 @@ def calibrate(
 ) -> None:
     """Fit a learned correction, or with --quality find how little can be recomputed; save either for this store.
 
-    Without --quality: a correction of chunk-caches captured alone is fitted on half of the documents and measured on the
-    other half. With it: the least recomputation that keeps this quality (95 % confidence). Every engine opened on that
-    store with that model then uses what was found. Nothing else in the store changes.
+    Without --quality: a correction of chunk-caches captured alone is fitted on half of the documents and measured on
+    the other half. With it: the least recomputation that keeps this quality (95 % confidence). Every engine opened on
+    that store with that model then uses what was found. Nothing else in the store changes.
     """
     options.set_threads(threads)
     if quality is None:
+        if check or metric != METRIC or origin != ORIGIN:
+            raise ConfigError("--metric, --origin and --check go with --quality; a correction needs none of them")
         _fit(
             data,
             format,

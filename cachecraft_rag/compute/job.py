@@ -55,7 +55,8 @@ class PrefillJob:
     capacity   positions to make room for: the prompt and the answer
     shared_until  what stands before this position must not depend on the question: chunks before it will be captured
                for everybody, and one user's question must not shape what others are served
-    reused     segments whose recomputed tokens stand for their others (see `drift_correction`), and its strength
+    reused     segments whose recomputed tokens stand for their others (see `drift_correction`), and its strength; but
+               where the learned correction knows better
     correction learned correction of chunk-caches captured alone; None = there is none
     corrected  segments that it is for
     """

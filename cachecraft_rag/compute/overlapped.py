@@ -92,7 +92,8 @@ class OverlappedPrefill:
         self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
         self._rows = job.rows
         self._resident: list[ResidentKV] = list(job.resident)
-        self._uncorrected = list(job.reused)
+        learned = job.corrected if job.correction is not None else ()
+        self._uncorrected = [segment for segment in job.reused if segment not in learned]
         self._row_layers = 0
 
     @torch.inference_mode()
