@@ -83,8 +83,8 @@ class Correction:
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
-        moved = (getattr(self, name).to(device) for name in _TENSORS)
-        return type(self)(self.fingerprint, *moved, self.limit)
+        down, offset, up, shift = (getattr(self, name).to(device) for name in _TENSORS)
+        return type(self)(self.fingerprint, down, offset, up, shift, self.limit)
 
     def apply(self, kv: Tensor, unseen: Tensor, first_layer: int = 0) -> Tensor:
         """Raw keys and values as they would be behind other chunks.
@@ -156,7 +156,8 @@ class Correction:
             tensors = load(data)
             if _checksum(tensors) != fields["xxh3"]:
                 raise UnusableCorrectionError("damaged: its checksum does not match")
-            made = cls(fingerprint, *(tensors[name].float() for name in _TENSORS), float(fields["limit"]))
+            down, offset, up, shift = (tensors[name].float() for name in _TENSORS)
+            made = cls(fingerprint, down, offset, up, shift, float(fields["limit"]))
         except FileNotFoundError:
             raise
         except UnusableCorrectionError:
