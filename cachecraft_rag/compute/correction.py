@@ -178,8 +178,8 @@ def unseen_share(positions: Tensor, behind: int) -> Tensor:
         positions: int64 `[tokens]`, of the chunk in the prompt.
         behind: tokens of the chunks before it.
 
-    >>> unseen_share(torch.tensor([100, 160, 640]), behind=80).tolist()  # behind an instruction of 20 tokens
-    [0.800000011920929, 0.5, 0.125]
+    >>> unseen_share(torch.tensor([128, 160, 640]), behind=80).tolist()  # behind an instruction of 48 tokens
+    [0.625, 0.5, 0.125]
     """
     return behind / positions.clamp_min(1).float()
 
