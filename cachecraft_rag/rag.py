@@ -24,7 +24,7 @@ from cachecraft_rag.engine.async_bridge import iterate
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, Generation, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import PrimingEstimate, estimate_priming, prime_documents
+from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
@@ -263,12 +263,14 @@ class CacheCraft(Retriever, Closeable):
     def prime(
         self,
         *,
+        alone: bool = False,
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
         """Compute and store the missing chunk-caches, each chunk behind the preceding chunks of its document.
 
         Args:
+            alone: each chunk behind the instruction alone, see `Primer`: for engines with a learned correction.
             progress: called before the first pass and after each one; `done` and `total` count chunk-caches.
             skipped: called with a sentence about each document that has chunks too long for the model; by default
                 it is logged.
@@ -277,11 +279,15 @@ class CacheCraft(Retriever, Closeable):
             How many chunk-caches were captured.
         """
         check_callable("progress", progress)
-        return prime_documents(self.engine.primer(), self._texts(), progress=progress, skipped=skipped)
+        check_flag("alone", alone)
+        return prime_documents(self._primer(alone), self._texts(), progress=progress, skipped=skipped)
 
-    def estimate_priming(self) -> PrimingEstimate:
+    def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
         """What `prime` would compute and store now, without computing anything."""
-        return estimate_priming(self.engine.primer(), self._texts())
+        return estimate_priming(self._primer(alone), self._texts())
+
+    def _primer(self, alone: bool) -> Primer:
+        return Primer(self.engine, alone=True) if alone else self.engine.primer()
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
         return [(document.doc_id, self.index.chunks_of(document.doc_id)) for document in self.index.documents()]

@@ -66,6 +66,13 @@ def index(
     prime: Annotated[
         bool, typer.Option("--prime", help="Also compute all chunk-caches now, so that the first question is fast too.")
     ] = False,
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="With --prime: each chunk without its neighbours. Good with the learned correction of calibrate.",
+        ),
+    ] = False,
     model: options.Model = "demo",
     embeddings: options.Embeddings = None,
     dtype: options.Dtype = "auto",
@@ -105,7 +112,7 @@ def index(
     primed = Primed(None, None, ())
     if prime:
         with load(model, store, config, embeddings=embeddings) as rag:
-            primed = prime_all(rag)
+            primed = prime_all(rag, alone=alone)
     if as_json:
         print_json(asdict(report) | asdict(primed))
     else:
@@ -135,12 +142,12 @@ class Primed:
     not_primed: tuple[str, ...]
 
 
-def prime_all(rag: CacheCraft) -> Primed:
+def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
     """Say what priming will take, and do it."""
-    estimate, skipped = rag.estimate_priming(), list[str]()
+    estimate, skipped = rag.estimate_priming(alone=alone), list[str]()
     print_estimate(estimate, rag.engine.store.config.codec)
     with progress_bar("Computing chunk-caches", remaining=True) as show:
-        captured = rag.prime(progress=show, skipped=skipped.append)
+        captured = rag.prime(alone=alone, progress=show, skipped=skipped.append)
     return Primed(captured, estimate, tuple(skipped))
 
 

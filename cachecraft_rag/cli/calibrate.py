@@ -1,4 +1,4 @@
-"""`cachecraft calibrate`: find how much to recompute for your model and data."""
+"""`cachecraft calibrate`: fit a learned correction on your documents, or find how much to recompute."""
 
 from __future__ import annotations
 
@@ -11,22 +11,37 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cachecraft_rag.checks import MOST
-from cachecraft_rag.cli import options
+from cachecraft_rag.cli import fit_correction, options
 from cachecraft_rag.cli.evaluate import require_packages
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.formats.dataset import Dataset
     from cachecraft_rag.evaluation.quality.calibrate import Calibrated, CalibrationSettings, Point
 
+METRIC, ORIGIN = "rouge_l", "unrelated"  # defaults
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
-Data = Annotated[Path, typer.Option("--data", "-d", help="File of questions like those you expect.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", "-d", help="File of questions like those you expect.", show_default="the store's own documents"
+    ),
+]
 Format = Annotated[
     str | None,
     typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised from the first record"),
 ]
-Quality = Annotated[float, typer.Option("--quality", "-q", help="Mean quality to keep; full prefill has 1.")]
+Quality = Annotated[
+    float | None,
+    typer.Option(
+        "--quality",
+        "-q",
+        help="Mean quality to keep, for which α is found; full prefill has 1. Needs --data.",
+        show_default="a learned correction is fitted instead",
+    ),
+]
 Metric = Annotated[
     str,
     typer.Option(
@@ -36,7 +51,10 @@ Metric = Annotated[
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions; with --check, of both halves together.")]
-Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
+Passages = Annotated[
+    int | None,
+    typer.Option("--passages", min=1, help="Chunks in each prompt.", show_default="3; 5 for a correction"),
+]
 Origin = Annotated[
     str, typer.Option("--origin", help="What chunks are captured behind: unrelated, neighbours, alone, similar.")
 ]
@@ -51,35 +69,58 @@ Check = Annotated[
 
 
 def calibrate(
-    data: Data,
+    data: Data = None,
     format: Format = None,
     model: options.Model = "demo",
     store: options.Store = DEFAULT_STORE,
-    quality: Quality = 0.95,
-    metric: Metric = "rouge_l",
+    quality: Quality = None,
+    metric: Metric = METRIC,
     limit: Limit = 50,
-    passages: Passages = 3,
-    origin: Origin = "unrelated",
+    passages: Passages = None,
+    origin: Origin = ORIGIN,
     answer_tokens: AnswerTokens = 16,
     check: Check = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    embeddings: options.Embeddings = None,
     seed: Seed = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find how little can be recomputed at a given quality (95 % confidence), and save it for this store.
+    """Fit a learned correction, or with --quality find how little can be recomputed; save either for this store.
 
-    Every engine opened on that store with that model then recomputes this much. Nothing else in the store changes.
+    Without --quality: a correction of chunk-caches captured alone is fitted on half of the documents and measured on
+    the other half. With it: the least recomputation that keeps this quality (95 % confidence). Every engine opened on
+    that store with that model then uses what was found. Nothing else in the store changes.
     """
     options.set_threads(threads)
+    if quality is None:
+        if check or metric != METRIC or origin != ORIGIN:
+            raise ConfigError("--metric, --origin and --check go with --quality; a correction needs none of them")
+        _fit(
+            data,
+            format,
+            store,
+            passages=passages,
+            limit=limit,
+            embeddings=embeddings,
+            answer_tokens=answer_tokens,
+            seed=seed,
+            as_json=as_json,
+            model=model,
+            dtype=dtype,
+            device=device,
+        )
+        return
+    if data is None:
+        raise ConfigError("a quality is measured on questions: name a file of them with --data")
     from cachecraft_rag.evaluation.formats.dataset import load_dataset
     from cachecraft_rag.evaluation.quality.calibrate import CalibrationSettings, halves
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
     require_packages()
     settings = CalibrationSettings(quality, metric, origin, answer_tokens, seed)
-    dataset = load_dataset(data, format=format, passages=passages, limit=limit, seed=seed)
+    dataset = load_dataset(data, format=format, passages=passages or 3, limit=limit, seed=seed)
     settings.require(dataset)
     parts = halves(dataset, seed=seed) if check else (dataset,)
     found, checked = _measure(parts, settings, store, model=model, dtype=dtype, device=device)
@@ -88,6 +129,37 @@ def calibrate(
         print_json(_plain(found, checked, path))
     else:
         _print(found, checked, path)
+
+
+def _fit(
+    data: Path | None,
+    format: str | None,
+    store: Path,
+    *,
+    passages: int | None,
+    limit: int,
+    embeddings: str | None,
+    answer_tokens: int,
+    seed: int,
+    as_json: bool,
+    model: str,
+    dtype: str,
+    device: str,
+) -> None:
+    """Fit a learned correction on the documents of a file of questions, or on those of the store."""
+    from cachecraft_rag.evaluation.formats.dataset import load_dataset
+    from cachecraft_rag.evaluation.quality.correction import FitSettings
+
+    settings = FitSettings(passages=5 if passages is None else passages, seed=seed)
+    dataset = None
+    if data is not None:
+        require_packages()
+        dataset = load_dataset(data, format=format, passages=settings.passages, limit=limit, seed=seed)
+    documents = fit_correction.documents_of_index(store, embeddings) if dataset is None else dataset.documents
+    fitted = fit_correction.fit_correction(
+        documents, dataset, settings, store, answer_tokens=answer_tokens, model=model, dtype=dtype, device=device
+    )
+    fit_correction.report(fitted, as_json=as_json)
 
 
 def _measure(

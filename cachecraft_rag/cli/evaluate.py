@@ -63,6 +63,15 @@ Warmup = Annotated[
     int, typer.Option("--warmup", min=0, help="With --origin stream: the first N questions are not measured.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
+Corrected = Annotated[
+    Path,
+    typer.Option(
+        "--store",
+        "-s",
+        help="Store whose learned correction is used, if it has one for the model; nothing else of it is. The method "
+        "no_correction goes without.",
+    ),
+]
 LinguaModel = Annotated[
     str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds the method lingua2.")
 ]
@@ -90,6 +99,7 @@ def evaluate(
     warmup: Warmup = 20,
     answer_tokens: AnswerTokens = 16,
     lingua2_model: LinguaModel = None,
+    store: Corrected = options.DEFAULT_STORE,
     folder: Out = DEFAULT_OUT,
     dtype: options.Dtype = "float32",
     seed: Seed = 0,
@@ -118,7 +128,7 @@ def evaluate(
     dataset = dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
     settings.measured(dataset)
     described, records = _measure(
-        settings, dataset, folder, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
+        settings, dataset, folder, store=store, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
     )
     report = summarise(records)
     page = _write(report, described, folder)
@@ -177,6 +187,7 @@ def _measure(
     dataset: Dataset,
     folder: Path,
     *,
+    store: Path,
     model: str,
     dtype: str,
     restart: bool,
@@ -190,6 +201,7 @@ def _measure(
     with ExitStack() as opened:
         with waiting("Loading the model"):
             engine = opened.enter_context(runner.open_engine(model, folder, dtype=dtype))
+            engine.use_correction(store)
             described = settings.describe(engine, dataset)
             if lingua2_model is not None:
                 described["lingua2_model"] = lingua2_model

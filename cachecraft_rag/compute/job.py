@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.planning.config import Loading
@@ -54,7 +55,10 @@ class PrefillJob:
     capacity   positions to make room for: the prompt and the answer
     shared_until  what stands before this position must not depend on the question: chunks before it will be captured
                for everybody, and one user's question must not shape what others are served
-    reused     segments whose recomputed tokens stand for their others (see `drift_correction`), and its strength
+    reused     segments whose recomputed tokens stand for their others (see `drift_correction`), and its strength; but
+               where the learned correction knows better
+    correction learned correction of chunk-caches captured alone; None = there is none
+    corrected  segments that it is for
     """
 
     token_ids: Sequence[int]
@@ -65,6 +69,8 @@ class PrefillJob:
     shared_until: int = 0
     reused: Sequence[int] = ()
     drift: float = 0.0
+    correction: Correction | None = None
+    corrected: Sequence[int] = ()
     loading: Loading = "cake"
     early_termination: EarlyTermination | None = None
     probe: ProbeRequest | None = None

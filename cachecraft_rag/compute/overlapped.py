@@ -81,13 +81,19 @@ class OverlappedPrefill:
         self._stack, self._job, self._loads, self._speed = stack, job, loads, speed
         self._layers = stack.layout.layers
         self._ids = torch.tensor(list(job.token_ids), device=stack.device)
-        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
         bounds = job.rows.bounds
+        self._buffer = KVBuffer(
+            stack,
+            max(job.capacity, len(job.token_ids)),
+            correction=job.correction,
+            corrected={range(bounds[one], bounds[one + 1]): bounds[one] - bounds[1] for one in job.corrected},
+        )
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
         self._rows = job.rows
         self._resident: list[ResidentKV] = list(job.resident)
-        self._uncorrected = list(job.reused)
+        learned = job.corrected if job.correction is not None else ()
+        self._uncorrected = [segment for segment in job.reused if segment not in learned]
         self._row_layers = 0
 
     @torch.inference_mode()

@@ -29,6 +29,7 @@ from cachecraft_rag.checks import (
     listed,
 )
 from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.correction import Correction, load_correction
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob
@@ -96,6 +97,9 @@ class Engine(AnswerEngine):
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
         best_last: see `PromptBuilder`.
         new_variants: when new variants are computed, and how many, see `EngineConfig`.
+
+    Attributes:
+        correction: of chunk-caches captured alone, as `cachecraft calibrate` fitted it, or None.
     """
 
     decoder: Decoder
@@ -128,6 +132,7 @@ class Engine(AnswerEngine):
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
+        self.correction: Correction | None = None
         self._opened = ExitStack()  # what `close` closes besides the captures
         self.write_back = WriteBackQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
@@ -188,7 +193,13 @@ class Engine(AnswerEngine):
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
             logger.info("%s", engine.calibration)
+        engine.use_correction(Path(store))
         return engine
+
+    def use_correction(self, store: Path) -> None:
+        """Correct chunk-caches captured alone as it was fitted for this model and a store, if it was."""
+        found = load_correction(store, self.decoder.fingerprint, self.decoder.layout)
+        self.correction = None if found is None else found.to(self.decoder.device)
 
     def score_answer(
         self,
@@ -298,7 +309,13 @@ class Engine(AnswerEngine):
             request.remote = found.remote
         answer_tokens = request.sampling.max_new_tokens
         resolved = resolve(
-            prompt, found, config, store=self.store, ranks=self.decoder.ranks, answer_tokens=answer_tokens
+            prompt,
+            found,
+            config,
+            store=self.store,
+            ranks=self.decoder.ranks,
+            answer_tokens=answer_tokens,
+            correction=self.correction,
         )
         request.plan, request.tiers, request.planned_s = resolved.plan, resolved.tiers, request.clock()
         with closing(resolved), self.loader.loading(resolved.to_load) as loads:

@@ -49,10 +49,14 @@ class Primer:
     Args:
         engine: whose questions are to find the chunk-caches.
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
+        alone: capture each chunk behind the instruction alone instead of behind its document's chunks. Such captures
+            hold nobody else's words and do not change with their neighbours; they lose more, unless the engine has a
+            learned correction (`cachecraft calibrate`).
     """
 
-    def __init__(self, engine: AnswerEngine, *, window: int = 2048) -> None:
+    def __init__(self, engine: AnswerEngine, *, window: int = 2048, alone: bool = False) -> None:
         self.engine = self._engine = engine
+        self._alone = alone
         self._window = min(window, engine.decoder.context_length)
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
@@ -70,7 +74,7 @@ class Primer:
         self._require_shared()
         total = 0
         for window, known in self._windows(chunks):
-            count = self._prime_window(window, known, primed=True)
+            count = self._prime_window(window, known, primed=not self._alone)
             captured(count)
             total += count
         return total
@@ -148,6 +152,9 @@ class Primer:
         """
         segments = list(dict.fromkeys(self._engine.prompts.chunk_segment(chunk) for chunk in chunks))
         room = self._room(segments)
+        if self._alone:
+            yield from (([segment], 0) for segment in segments)
+            return
         run: list[Segment] = []
         known = 0
         for segment in segments:

@@ -21,6 +21,7 @@ DEFAULT_ALPHA = 0.25
 
 Loading = Literal["cake", "layerwise", "whole"]
 EarlyTerminationRule = Literal["off", "printed", "gap", "share"]
+Correcting = Literal["learned", "off"]
 Scope = Literal["anywhere", "prefix", "set"]
 Ablation = Literal["overlap", "positions"]
 
@@ -45,6 +46,8 @@ class ReuseConfig:
                      go to the best tokens of the whole prompt
     drift            how far the other tokens of a chunk follow the mean change of its recomputed tokens, see
                      `compute.drift_correction`; 0 = not at all, as in the paper
+    correction       "learned": chunk-caches that were captured alone are corrected where `cachecraft calibrate` has
+                     fitted a correction for this model and store, see `compute.correction`; "off": never
     early_termination         of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (corrected) or
                               "share" (a threshold on the attention share)
     early_termination_window  w of Algorithm 1
@@ -63,6 +66,7 @@ class ReuseConfig:
     probe_min_rows: int = 128
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
+    correction: Correcting = "learned"
     early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
     loading: Loading = "cake"
@@ -80,6 +84,7 @@ class ReuseConfig:
         check_whole("probe_min_rows", self.probe_min_rows)
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
+        check_choice("correction", self.correction, get_args(Correcting))
         check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("loading", self.loading, get_args(Loading))

@@ -12,12 +12,16 @@ import typer
 from typer.testing import CliRunner
 
 from cachecraft_rag import Engine
+from cachecraft_rag.cli import fit_correction
 from cachecraft_rag.cli import store as store_commands
 from cachecraft_rag.cli.ask import print_calibration
 from cachecraft_rag.cli.calibrate import calibrate
+from cachecraft_rag.cli.fit_correction import Fitted
 from cachecraft_rag.cli.options import out
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.evaluation.quality.correction import Gain, GainInAnswers
+from cachecraft_rag.evaluation.quality.intervals import Interval
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
@@ -171,10 +175,12 @@ def test_another_quality_replaces_the_first(home: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--metric", "bleu"), "unknown metric 'bleu'; choose one of"),
+        (("--quality", "0.9", "--metric", "bleu"), "unknown metric 'bleu'; choose one of"),
+        (("--metric", "top1"), "go with --quality"),
+        (("--check",), "go with --quality"),
         (("--quality", "95"), "quality must lie between 0 and 1"),
-        (("--origin", "stream"), "choose one of unrelated"),
-        (("--limit", "1", "--check"), "2 questions or more: raise --limit"),
+        (("--quality", "0.9", "--origin", "stream"), "choose one of unrelated"),
+        (("--quality", "0.9", "--limit", "1", "--check"), "2 questions or more: raise --limit"),
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )
@@ -186,10 +192,63 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(home: Path, arguments: t
 
 def test_f1_without_gold_answers_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError, match="f1 needs gold answers, and 6 of 6 questions have none"):
-        run(home, "--metric", "f1", "--store", home / "refused", data="bare.json")
+        run(home, "--quality", "0.9", "--metric", "f1", "--store", home / "refused", data="bare.json")
 
 
 def test_a_store_that_cannot_be_written_to_is_said_at_once(home: Path) -> None:
     (home / "taken").write_text("mine", encoding="utf-8")
     with pytest.raises(CacheCraftError, match="choose another folder with --out, or --store of calibrate"):
         run(home, "--store", home / "taken", "--quality", "0")
+
+
+# -- without a quality ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def towns(tmp_path_factory: pytest.TempPathFactory, squad_article: Callable[..., dict[str, Any]]) -> Path:
+    """Questions over eight articles of six passages."""
+    articles = [
+        squad_article(thing, {f"{town}{thing[0]}": 1700 + place for place, town in enumerate(TOWNS)})
+        for thing in THINGS
+    ]
+    path = tmp_path_factory.mktemp("towns") / "towns.json"
+    path.write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
+    return path
+
+
+THINGS = ("mill", "bridge", "tower", "church", "market", "harbour", "school", "theatre")
+TOWNS = ("Arden", "Brook", "Corry", "Dunmore", "Elm", "Fenwick")
+
+
+def test_without_a_quality_a_correction_is_fitted_and_the_next_engine_uses_it(home: Path, towns: Path) -> None:
+    store = home / "corrected"
+    shown = run(home, "--store", store, "--limit", "6", "--answer-tokens", "3", "--json", data=str(towns))
+    report = last_json(shown)
+    assert 0 < report["gain"]["keys"] <= 1
+    assert report["gain"]["tokens"] > 100
+    assert report["answers"] is None or report["answers"]["questions"] <= 6
+    file = Path(report["file"])
+    assert sorted(path.name for path in store.iterdir()) == ["corrections"]
+    with Engine.from_pretrained(str(home / "model"), store=store) as engine:
+        assert file.name == f"{engine.decoder.fingerprint}.safetensors"
+        assert engine.correction is not None
+    file.write_bytes(file.read_bytes()[:-7])
+    with Engine.from_pretrained(str(home / "model"), store=store) as engine:  # broken: as if there were none
+        assert engine.correction is None
+
+
+def test_it_says_what_the_correction_brings() -> None:
+    answers = GainInAnswers(9, 0.05, 0.02, Interval(-0.03, -0.04, -0.02))
+    with out.capture() as told:
+        fit_correction.report(Fitted(Gain(0.4, 0.1, 1234), answers, Path("it.safetensors")), as_json=False)
+    lines = told.get()
+    assert "(1,234 tokens) it takes away 40% of the squared error of keys and 10% of that of values" in lines
+    assert "on 9 questions about them, captured alone: 0.0500 without, 0.0200 with it; difference -0.0300" in lines
+    assert "written to it.safetensors" in lines
+
+
+def test_a_store_without_documents_and_a_quality_without_questions_are_refused(home: Path) -> None:
+    with pytest.raises(ConfigError, match="cachecraft index DIR"):
+        calibrate(data=None, store=home / "nothing")
+    with pytest.raises(ConfigError, match="--data"):
+        calibrate(data=None, store=home / "nothing", quality=0.9)

@@ -85,6 +85,15 @@ def test_a_pass_of_one_chunk_bears_each_alone(engine: Engine) -> None:
     assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[()]] * 6
 
 
+def test_chunks_may_be_captured_alone_in_passes_of_any_length(engine: Engine) -> None:
+    alone = Primer(engine, alone=True)
+    assert len(alone.missing(DOCUMENT)) == 7  # with the instruction
+    assert alone.prime(DOCUMENT) == 7
+    assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[()]] * 6
+    assert not any(row.variant.primed for row in engine.store.rows(RowFilter()))  # not behind neighbours
+    assert alone.prime(DOCUMENT) == 0
+
+
 def test_a_chunk_longer_than_a_pass_is_refused(engine: Engine) -> None:
     with pytest.raises(ContextLengthError, match="split documents into smaller chunks"):
         primer(engine, chunks_per_pass=1).prime([Chunk("x" * LENGTH)])

@@ -37,7 +37,7 @@ class Method:
 # Captures nothing, and loads every stored layer even where computing it would be faster.
 _BASE = ReuseConfig(capture=False, loading="layerwise")
 # As in the paper: each chunk has its own budget, and tokens that are not recomputed stay as stored.
-_PAPER = replace(_BASE, budget_scope="chunk", drift=0.0, selector="cache_craft")
+_PAPER = replace(_BASE, budget_scope="chunk", drift=0.0, correction="off", selector="cache_craft")
 _FULL = replace(_BASE, reuse=False)
 
 
@@ -58,7 +58,7 @@ _CRAFT = "Cache-Craft §5.1.4"
 _ALL = (
     Method("full_recompute", _CRAFT, _fixed(_FULL)),
     Method("prefix_cache", _CRAFT, _fixed(replace(_BASE, scope="prefix"))),
-    Method("set_cache", _CRAFT, _fixed(replace(_BASE, scope="set", drift=0.0))),
+    Method("set_cache", _CRAFT, _fixed(replace(_BASE, scope="set", drift=0.0, correction="off"))),
     Method("full_cache", _CRAFT, partial(_selected, "cache_craft")),
     Method("random", _CRAFT, partial(_selected, "random"), takes_ratio=True),
     Method("craft", "Cache-Craft eq. 14", partial(_selected, "cache_craft"), takes_ratio=True),
@@ -94,9 +94,13 @@ _ABLATIONS = (
     ),
     Method("no_causality", "Cache-Craft Table 3", _paper(1.0, recompute_ratio=0.0)),
     Method("no_drift", "this package", partial(_ours, drift=0.0), takes_ratio=True),
+    Method("no_correction", "this package", partial(_ours, correction="off"), takes_ratio=True),
     Method("no_shared_budget", "this package", partial(_ours, budget_scope="chunk"), takes_ratio=True),
     Method(
-        "craft_drift", "this package", partial(_ours, selector="cache_craft", budget_scope="chunk"), takes_ratio=True
+        "craft_drift",
+        "this package",
+        partial(_ours, selector="cache_craft", budget_scope="chunk", correction="off"),
+        takes_ratio=True,
     ),
 )
 
