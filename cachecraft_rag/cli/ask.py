@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
+from cachecraft_rag.cli.option_groups import CacheOptions, ComputeOptions, SamplingOptions, takes
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, megabytes, out, print_json, progress_bar, waiting
 from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
@@ -59,6 +60,7 @@ def load(
         return CacheCraft.from_pretrained(model, store=store, config=config, **chosen)
 
 
+@takes(compute=ComputeOptions, caches=CacheOptions)
 def index(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
@@ -75,37 +77,17 @@ def index(
     ] = False,
     model: options.Model = "demo",
     embeddings: options.Embeddings = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    namespace: options.Namespace = "default",
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
-    threads: options.Threads = None,
-    codec: options.Codec = "raw",
-    disk_mb: options.DiskMB = None,
-    max_variants: options.MaxVariants = None,
-    variants_per_chunk: options.VariantsPerChunk = None,
-    system: options.System = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
     ] = False,
     as_json: options.Json = False,
+    *,
+    compute: ComputeOptions,
+    caches: CacheOptions,
 ) -> None:
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
-    options.set_threads(threads)
-    config = options.engine_config(
-        context.obj,
-        dtype=dtype,
-        device=device,
-        namespace=namespace,
-        remote=remote,
-        remote_key_file=remote_key_file,
-        codec=codec,
-        disk_mb=disk_mb,
-        max_variants=max_variants,
-        variants_per_chunk=variants_per_chunk,
-        system=system,
-    )
+    options.set_threads(compute.threads)
+    config = caches.engine_config(context.obj, compute=compute)
     require_readable(folder)  # before the models are loaded and a store is made
     report = index_into(store, folder, model=model, embeddings=embeddings, follow_links=follow_links)
     evict_removed(store, report)
@@ -206,6 +188,7 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
         err.print(sentence, style="yellow", markup=False, highlight=False)
 
 
+@takes(compute=ComputeOptions, caches=CacheOptions, sampling=SamplingOptions)
 def ask(
     context: typer.Context,
     question: Annotated[str, typer.Argument(help="Your question.")],
@@ -214,52 +197,27 @@ def ask(
     embeddings: options.Embeddings = None,
     top_k: options.TopK = 5,
     max_new_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
     recompute_ratio: options.Ratio = None,
     early_termination: options.EarlyTermination = "off",
     reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse stored chunk-caches.")] = True,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    namespace: options.Namespace = "default",
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
-    threads: options.Threads = None,
-    seed: options.Seed = None,
-    top_p: options.TopP = 1.0,
-    stop: options.Stop = None,
     where: options.WhereOption = None,
-    system: options.System = None,
-    codec: options.Codec = "raw",
-    disk_mb: options.DiskMB = None,
-    max_variants: options.MaxVariants = None,
-    variants_per_chunk: options.VariantsPerChunk = None,
-    memory_mb: options.MemoryMB = None,
     server: options.Server = None,
     as_json: options.Json = False,
+    *,
+    compute: ComputeOptions,
+    caches: CacheOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Answer one question over the indexed documents."""
-    options.set_threads(threads)
-    config = options.engine_config(
-        context.obj,
-        dtype=dtype,
-        device=device,
-        namespace=namespace,
-        remote=remote,
-        remote_key_file=remote_key_file,
-        reuse={"reuse": reuse, "recompute_ratio": recompute_ratio, "early_termination": early_termination},
-        system=system,
-        codec=codec,
-        disk_mb=disk_mb,
-        max_variants=max_variants,
-        variants_per_chunk=variants_per_chunk,
-        memory_mb=memory_mb,
-    )
-    sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
+    options.set_threads(compute.threads)
+    how = {"reuse": reuse, "recompute_ratio": recompute_ratio, "early_termination": early_termination}
+    config = caches.engine_config(context.obj, compute=compute, reuse=how)
+    drawn = sampling.params(max_new_tokens)
     allowed = options.where_of(where)
     require_index(store)
-    with load(model, store, config, embeddings=embeddings, server=server, system=system) as rag:
+    with load(model, store, config, embeddings=embeddings, server=server, system=caches.system) as rag:
         chosen = None if server is None else config.reuse  # in this process the engine has it
-        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=sampling, config=chosen)
+        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=drawn, config=chosen)
         if as_json:
             print_json(stream.answer().as_dict())
         else:

@@ -14,6 +14,7 @@ import typer
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
+from cachecraft_rag.cli.option_groups import CacheOptions, ComputeOptions, SamplingOptions, takes
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
 from cachecraft_rag.errors import ContextLengthError
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
 
 
+@takes(compute=ComputeOptions, caches=CacheOptions, sampling=SamplingOptions)
 def chat(
     context: typer.Context,
     store: options.Store = DEFAULT_STORE,
@@ -35,60 +37,35 @@ def chat(
     embeddings: options.Embeddings = None,
     top_k: options.TopK = 5,
     max_new_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    namespace: options.Namespace = "default",
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
-    threads: options.Threads = None,
-    seed: options.Seed = None,
     recompute_ratio: options.Ratio = None,
-    top_p: options.TopP = 1.0,
-    stop: options.Stop = None,
     where: options.WhereOption = None,
-    system: options.System = None,
-    codec: options.Codec = "raw",
-    disk_mb: options.DiskMB = None,
-    max_variants: options.MaxVariants = None,
-    variants_per_chunk: options.VariantsPerChunk = None,
-    memory_mb: options.MemoryMB = None,
     server: options.Server = None,
     metrics_port: options.MetricsPort = None,
     new_variants: options.NewVariantsOption = "idle",
+    *,
+    compute: ComputeOptions,
+    caches: CacheOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Chat about the indexed documents.
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
-    options.set_threads(threads)
-    config = options.engine_config(
-        context.obj,
-        dtype=dtype,
-        device=device,
-        namespace=namespace,
-        remote=remote,
-        remote_key_file=remote_key_file,
-        reuse={"recompute_ratio": recompute_ratio},
-        system=system,
-        codec=codec,
-        disk_mb=disk_mb,
-        max_variants=max_variants,
-        variants_per_chunk=variants_per_chunk,
-        memory_mb=memory_mb,
-        new_variants=new_variants,
+    options.set_threads(compute.threads)
+    config = caches.engine_config(
+        context.obj, compute=compute, reuse={"recompute_ratio": recompute_ratio}, new_variants=new_variants
     )
-    sampling = options.sampling_of(max_new_tokens, temperature, top_p=top_p, seed=seed, stop=stop)
+    drawn = sampling.params(max_new_tokens)
     allowed = options.where_of(where)
     require_index(store)
     with (
-        load(model, store, config, embeddings=embeddings, server=server, system=system) as rag,
+        load(model, store, config, embeddings=embeddings, server=server, system=caches.system) as rag,
         metrics(rag, metrics_port),
     ):
         conversation = Conversation(
             rag,
             top_k=top_k,
-            sampling=sampling,
+            sampling=drawn,
             where=allowed,
             reuse=None if server is None else config.reuse,  # in this process the engine has it
         )

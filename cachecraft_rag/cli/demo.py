@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
+from cachecraft_rag.cli.option_groups import CacheOptions
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 from cachecraft_rag.planning.config import ReuseConfig
@@ -61,9 +62,8 @@ def demo(
     A second run starts from the chunk-caches on disk.
     """
     options.set_threads(threads)
-    with load(
-        "demo", store, options.engine_config(remote=remote, remote_key_file=remote_key_file, new_variants="off")
-    ) as rag:
+    caches = CacheOptions(remote=remote, remote_key_file=remote_key_file)
+    with load("demo", store, caches.engine_config(new_variants="off")) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []

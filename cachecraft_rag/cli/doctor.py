@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cachecraft_rag.cli import options
+from cachecraft_rag.cli.option_groups import CacheOptions, ComputeOptions, takes
 from cachecraft_rag.cli.options import DEFAULT_STORE, out, print_json, waiting
 from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
 
@@ -21,23 +22,19 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "advice": "yellow", "error": "bold red"}
 
 
+@takes(compute=ComputeOptions, caches=CacheOptions)
 def doctor(
     context: typer.Context,
     store: options.Store = DEFAULT_STORE,
     model: options.Model = "demo",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    namespace: options.Namespace = "default",
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
-    threads: options.Threads = None,
-    codec: options.Codec = "raw",
-    memory_mb: options.MemoryMB = None,
     metrics: Annotated[
         str | None, typer.Option("--metrics", help="Address of a running engine's metrics: why its chunks are missed.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Verify every stored checksum.")] = True,
     as_json: options.Json = False,
+    *,
+    compute: ComputeOptions,
+    caches: CacheOptions,
 ) -> None:
     """Say how the model, the store and a remote do here, whether loading is worth it, and what to change.
 
@@ -45,15 +42,8 @@ def doctor(
     """
     from cachecraft_rag.engine.doctor import Finding, findings
 
-    options.set_threads(threads)
-    chosen: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "namespace": namespace,
-        "codec": codec,
-        "memory_mb": memory_mb,
-    }
-    config = options.engine_config(context.obj, remote=remote, remote_key_file=remote_key_file, **chosen)
+    options.set_threads(compute.threads)
+    config = caches.engine_config(context.obj, compute=compute)
     facts: Facts | None = None
     told: list[Finding] = []
     try:

@@ -1,10 +1,10 @@
-"""What the commands share: options and the `EngineConfig` made of them, progress bars, output of results and errors."""
+"""What the commands share: single options, progress bars, output of results and errors."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,9 +22,6 @@ from cachecraft_rag.types import Metadata, Progress
 
 MOST_THREADS = 1024
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.config import EngineConfig
-    from cachecraft_rag.engine.sampling import SamplingParams
-    from cachecraft_rag.engine.settings import Settings
     from cachecraft_rag.store.remote import RemoteConfig
 
 Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
@@ -144,52 +141,6 @@ DEFAULT_STORE = Path("chunk-caches")
 
 out = console_on(sys.stdout)
 err = console_on(sys.stderr)
-
-
-def engine_config(
-    settings: Settings | None = None,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    namespace: str = "default",
-    remote: str | None = None,
-    remote_key_file: Path | None = None,
-    reuse: Mapping[str, Any] | None = None,
-    disk_mb: float | None = None,
-    memory_mb: float | None = None,
-    **others: Any,
-) -> EngineConfig:
-    """The options of a command as an `EngineConfig`, over what settings say. Raises ConfigError.
-
-    Args:
-        settings: what `cli.settings.keep` gave to the command's context.
-        reuse: fields of `ReuseConfig`.
-        others: options of `EngineConfig` by name.
-    """
-    from cachecraft_rag.engine.config import EngineConfig
-
-    base = EngineConfig() if settings is None else settings.engine_config()
-    return base.with_options(
-        dtype=dtype,
-        device=device,
-        namespace=namespace,
-        remote=remote_of(remote, remote_key_file, base.store.remote),
-        reuse=None if reuse is None else replace(base.reuse, **reuse),
-        disk_bytes=nbytes(disk_mb),
-        host_bytes=nbytes(memory_mb),
-        **others,
-    )
-
-
-def sampling_of(
-    max_new_tokens: int, temperature: float, *, top_p: float, seed: int | None, stop: list[str] | None
-) -> SamplingParams:
-    """The options that say how tokens are drawn. Raises ConfigError."""
-    from cachecraft_rag.engine.sampling import SamplingParams
-
-    return SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
-    )
 
 
 def nbytes(megabytes: float | None) -> int | None:

@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from cachecraft_rag.cli import options
+from cachecraft_rag.cli.option_groups import CacheOptions, takes
 from cachecraft_rag.cli.options import DEFAULT_STORE
 
 
+@takes(caches=CacheOptions)
 def serve(
     model: Annotated[str, typer.Argument(help='Hugging Face name or folder, or "demo" for the bundled one.')],
     arguments: Annotated[
@@ -27,13 +29,6 @@ def serve(
         typer.Option("--max-model-len", min=1, help="Most tokens of prompt and answer.", show_default="the model's"),
     ] = None,
     dtype: options.Dtype = "auto",
-    namespace: options.Namespace = "default",
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
-    codec: options.Codec = "raw",
-    disk_mb: options.DiskMB = None,
-    memory_mb: options.MemoryMB = None,
-    system: options.System = None,
     shared_system: Annotated[
         bool,
         typer.Option(
@@ -47,21 +42,14 @@ def serve(
             "--session-header", help="Header that names a request's session. Only behind a proxy that sets it itself."
         ),
     ] = None,
+    *,
+    caches: CacheOptions,
 ) -> None:
     """Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.
 
     Requests without `documents` are vLLM's own. Example: cachecraft serve demo --port 8000 -- --enforce-eager
     """
-    config = options.engine_config(
-        dtype=dtype,
-        namespace=namespace,
-        remote=remote,
-        remote_key_file=remote_key_file,
-        codec=codec,
-        disk_mb=disk_mb,
-        memory_mb=memory_mb,
-        system=system,
-    )
+    config = caches.engine_config(dtype=dtype)
     own = ["--host", host, "--port", str(port), "--tensor-parallel-size", str(tensor_parallel_size)]
     if max_model_len is not None:
         own += ["--max-model-len", str(max_model_len)]
