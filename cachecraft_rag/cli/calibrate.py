@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import fit_correction, options
 from cachecraft_rag.cli.evaluate import require_packages
+from cachecraft_rag.cli.option_groups import ComputeOptions, takes
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
 from cachecraft_rag.errors import ConfigError
 
@@ -68,24 +69,42 @@ Check = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class QuestionOptions:
+    """Which questions and documents, and how they are asked."""
+
+    data: Data = None
+    format: Format = None
+    limit: Limit = 50
+    passages: Passages = None
+    answer_tokens: AnswerTokens = 16
+    seed: Seed = 0
+
+    def load(self, *, passages: int) -> Dataset:
+        """The questions of --data with so many passages each, unless --passages says otherwise. Raises ConfigError."""
+        from cachecraft_rag.evaluation.formats.dataset import load_dataset
+
+        if self.data is None:
+            raise ConfigError("a quality is measured on questions: name a file of them with --data")
+        require_packages()
+        return load_dataset(
+            self.data, format=self.format, passages=self.passages or passages, limit=self.limit, seed=self.seed
+        )
+
+
+@takes(questions=QuestionOptions, compute=ComputeOptions)
 def calibrate(
-    data: Data = None,
-    format: Format = None,
     model: options.Model = "demo",
     store: options.Store = DEFAULT_STORE,
     quality: Quality = None,
     metric: Metric = METRIC,
-    limit: Limit = 50,
-    passages: Passages = None,
     origin: Origin = ORIGIN,
-    answer_tokens: AnswerTokens = 16,
     check: Check = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
     embeddings: options.Embeddings = None,
-    seed: Seed = 0,
-    threads: options.Threads = None,
     as_json: options.Json = False,
+    *,
+    questions: QuestionOptions,
+    compute: ComputeOptions,
 ) -> None:
     """Fit a learned correction, or with --quality find how little can be recomputed; save either for this store.
 
@@ -93,37 +112,20 @@ def calibrate(
     the other half. With it: the least recomputation that keeps this quality (95 % confidence). Every engine opened on
     that store with that model then uses what was found. Nothing else in the store changes.
     """
-    options.set_threads(threads)
+    options.set_threads(compute.threads)
     if quality is None:
         if check or metric != METRIC or origin != ORIGIN:
             raise ConfigError("--metric, --origin and --check go with --quality; a correction needs none of them")
-        _fit(
-            data,
-            format,
-            store,
-            passages=passages,
-            limit=limit,
-            embeddings=embeddings,
-            answer_tokens=answer_tokens,
-            seed=seed,
-            as_json=as_json,
-            model=model,
-            dtype=dtype,
-            device=device,
-        )
+        _fit(questions, model, store, compute=compute, embeddings=embeddings, as_json=as_json)
         return
-    if data is None:
-        raise ConfigError("a quality is measured on questions: name a file of them with --data")
-    from cachecraft_rag.evaluation.formats.dataset import load_dataset
     from cachecraft_rag.evaluation.quality.calibrate import CalibrationSettings, halves
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
-    require_packages()
-    settings = CalibrationSettings(quality, metric, origin, answer_tokens, seed)
-    dataset = load_dataset(data, format=format, passages=passages or 3, limit=limit, seed=seed)
+    dataset = questions.load(passages=3)
+    settings = CalibrationSettings(quality, metric, origin, questions.answer_tokens, questions.seed)
     settings.require(dataset)
-    parts = halves(dataset, seed=seed) if check else (dataset,)
-    found, checked = _measure(parts, settings, store, model=model, dtype=dtype, device=device)
+    parts = halves(dataset, seed=questions.seed) if check else (dataset,)
+    found, checked = _measure(parts, settings, store, model=model, compute=compute)
     path = store / CALIBRATION_FILE
     if as_json:
         print_json(_plain(found, checked, path))
@@ -132,38 +134,35 @@ def calibrate(
 
 
 def _fit(
-    data: Path | None,
-    format: str | None,
+    questions: QuestionOptions,
+    model: str,
     store: Path,
     *,
-    passages: int | None,
-    limit: int,
+    compute: ComputeOptions,
     embeddings: str | None,
-    answer_tokens: int,
-    seed: int,
     as_json: bool,
-    model: str,
-    dtype: str,
-    device: str,
 ) -> None:
     """Fit a learned correction on the documents of a file of questions, or on those of the store."""
-    from cachecraft_rag.evaluation.formats.dataset import load_dataset
     from cachecraft_rag.evaluation.quality.correction import FitSettings
 
-    settings = FitSettings(passages=5 if passages is None else passages, seed=seed)
-    dataset = None
-    if data is not None:
-        require_packages()
-        dataset = load_dataset(data, format=format, passages=settings.passages, limit=limit, seed=seed)
+    settings = FitSettings(passages=questions.passages or 5, seed=questions.seed)
+    dataset = None if questions.data is None else questions.load(passages=settings.passages)
     documents = fit_correction.documents_of_index(store, embeddings) if dataset is None else dataset.documents
     fitted = fit_correction.fit_correction(
-        documents, dataset, settings, store, answer_tokens=answer_tokens, model=model, dtype=dtype, device=device
+        documents,
+        dataset,
+        settings,
+        store,
+        answer_tokens=questions.answer_tokens,
+        model=model,
+        dtype=compute.dtype,
+        device=compute.device,
     )
     fit_correction.report(fitted, as_json=as_json)
 
 
 def _measure(
-    parts: tuple[Dataset, ...], settings: CalibrationSettings, store: Path, *, model: str, dtype: str, device: str
+    parts: tuple[Dataset, ...], settings: CalibrationSettings, store: Path, *, model: str, compute: ComputeOptions
 ) -> tuple[Calibrated, Point | None]:
     """Calibrate on the first part, save the result, and check it on the second part, if there is one."""
     from contextlib import ExitStack
@@ -176,7 +175,7 @@ def _measure(
     checked = None
     with ExitStack() as opened:
         with waiting("Loading the model"):
-            engine = opened.enter_context(open_engine(model, store, dtype=dtype, device=device))
+            engine = opened.enter_context(open_engine(model, store, dtype=compute.dtype, device=compute.device))
         with progress_bar("Calibrating", remaining=True) as show:
             found = calibrating.calibrate(engine, parts[0], settings, progress=show)
         save_calibration(store, engine.decoder.fingerprint, found.calibration)

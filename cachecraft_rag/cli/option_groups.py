@@ -25,7 +25,7 @@ def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]
     ...     print(question, compute.dtype)
     >>> list(inspect.signature(command).parameters)
     ['question', 'dtype', 'device', 'threads']
-    >>> command(question="Why?", dtype="bfloat16", device="auto", threads=None)
+    >>> command(question="Why?", dtype="bfloat16")
     Why? bfloat16
     """
     names = {name: [one.name for one in fields(group)] for name, group in groups.items()}
@@ -41,8 +41,9 @@ def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]
 
         @wraps(command)
         def called(**given: Any) -> None:
-            made = {name: group(**{one: given.pop(one) for one in names[name]}) for name, group in groups.items()}
-            command(**given, **made)
+            for name, group in groups.items():
+                given[name] = group(**{one: given.pop(one) for one in names[name] if one in given})
+            command(**given)
 
         del called.__wrapped__  # whose signature typer would take
         called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
