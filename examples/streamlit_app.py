@@ -165,6 +165,7 @@ def conversation(shared: Shared, settings: Settings, documents: list[str]) -> No
                 "There is nothing to ask about yet. Add a document on the left, or the sample handbook.",
                 icon=":material/upload_file:",
             )
+            offer_handbook(shared)
             return
 
         def show(turn: Turn) -> None:

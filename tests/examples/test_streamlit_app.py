@@ -286,6 +286,7 @@ def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
     assert [note.value for note in app.info] == [
         "There is nothing to ask about yet. Add a document on the left, or the sample handbook."
     ]
+    assert app.button(key="sample").label == "Add the sample handbook"  # which the note speaks of
     assert not app.session_state.turns
 
     upload(app, ("../../kettle.md", KETTLE.encode()), ("broken.pdf", b"%PDF-1.4 nothing"), ("notes.zip", b"PK\x03\x04"))
