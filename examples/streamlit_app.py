@@ -36,7 +36,6 @@ from streamlit_sidebar import (
 )
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
-from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.metrics import MetricsServer
@@ -79,7 +78,7 @@ def metrics_of(rag: CacheCraft, port: str | None) -> MetricsServer | None:
     from cachecraft_rag.engine.metrics import serve_metrics
 
     if not port.isdecimal():
-        raise ConfigError(f"CACHECRAFT_METRICS_PORT is {port!r}; it must be the number of a port")
+        raise CacheCraftError(f"CACHECRAFT_METRICS_PORT is {port!r}; it must be the number of a port")
     return serve_metrics(rag.engine, int(port))
 
 

@@ -3,56 +3,37 @@
 Run it with `make demo-vllm`, or with an environment that has vLLM: python examples/vllm_server.py
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from cachecraft_rag import CacheCraft, SamplingParams
-from cachecraft_rag.engine.demo_model import handbook_folder, handbook_questions
-from cachecraft_rag.errors import ServerError
+from cachecraft_rag import CacheCraft, CacheCraftError, SamplingParams
 
-PORT = 8765
-STORE = Path("chunk-caches/demo-vllm")
-SAMPLING = SamplingParams(max_new_tokens=40)
+PORT, STORE = "8765", Path("chunk-caches/demo-vllm")
+COMMAND = [Path(sys.executable).with_name("cachecraft"), "serve", "demo", "--store", STORE, "--port", PORT]
+QUESTIONS = ("How often should I descale the Wren K2 kettle?", "Is broken glass covered by the warranty?")
 
 
 def connect(server: subprocess.Popen[bytes]) -> CacheCraft:
     """Wait until the server answers; vLLM takes a minute to start."""
-    while True:
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with exit code {server.returncode}; its messages are above")
+    while server.poll() is None:
         try:
             return CacheCraft.connect(f"http://127.0.0.1:{PORT}", store=STORE / "index")
-        except ServerError:
+        except CacheCraftError:
             time.sleep(1)
+    raise SystemExit("the server has ended; its messages are above")
 
 
-def main() -> None:
-    """Index, prime, ask, ask again."""
-    cachecraft = str(Path(sys.executable).with_name("cachecraft"))
-    command = [cachecraft, "serve", "demo", "--store", str(STORE), "--port", str(PORT), "--", "--enforce-eager"]
-    server = subprocess.Popen(command)
+with subprocess.Popen([*COMMAND, "--", "--enforce-eager"]) as vllm:
     try:
-        with connect(server) as rag:
-            rag.add_documents(handbook_folder())
+        with connect(vllm) as rag:
+            rag.add_documents(Path(__file__).with_name("handbook"))
             print(f"{rag.prime()} chunk-caches computed")
-            for again in (False, True):
-                for asked in handbook_questions()[:3]:
-                    answer = rag.ask(asked.question, top_k=4, sampling=SAMPLING)
-                    stats = answer.stats
-                    print(
-                        f"\n{asked.question}{' (again)' if again else ''}\n{answer.text.strip()}\n"
-                        f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, "
-                        f"{stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed; "
-                        f"first token after {stats.ttft_s:.2f} s"
-                    )
+            for question in QUESTIONS * 2:
+                answer = rag.ask(question, top_k=4, sampling=SamplingParams(max_new_tokens=40))
+                stats = answer.stats
+                print(f"\n{question}\n{answer.text.strip()}\nfirst token after {stats.ttft_s:.2f} s;", end=" ")
+                print(f"{stats.tokens_reused} of {stats.tokens_prompt} prompt tokens reused")
     finally:
-        server.terminate()
-        server.wait()
-
-
-if __name__ == "__main__":
-    main()
+        vllm.terminate()

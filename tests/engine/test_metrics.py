@@ -122,6 +122,7 @@ def mixture(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sums_over_reasons_are_the_requests_and_their_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture(engine, monkeypatch)
+    assert engine.settle(400)  # captures of new variants are counted, too
     with serve_metrics(engine, 0) as server:
         found = scrape(server.port)
         again = scrape(server.port)

@@ -28,7 +28,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk, Damaged, LoadedVariant, Variant
+from cachecraft_rag.types import Chunk, Damaged, LoadedVariant, LoadFailure, Variant
 
 CHUNKS = [
     Chunk("Empty the kettle before you descale it with vinegar."),
@@ -361,7 +361,7 @@ def test_what_vanished_meanwhile_is_computed(
     def nothing(variants: list[Variant]) -> list[Any]:
         if threading.current_thread().name != THREAD:
             return open_variants(variants)
-        return [Damaged(variant.variant_id, "its file is missing") for variant in variants]
+        return [Damaged(variant.variant_id, LoadFailure.MISSING, "its file is missing") for variant in variants]
 
     monkeypatch.setattr(store, "open_variants", nothing)
     ask(engine, ORDERS[1])
