@@ -378,9 +378,15 @@ def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_q
         recompute_ratio=0.3, probe_min_rows=0, loading="layerwise", early_termination=focus, early_termination_window=1
     )
     order = [FRIDGE, KETTLE, TOASTER]  # the fridge stands last
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=config) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(decoder, store, config=config, new_variants="off") as engine,
+    ):
         ask(engine, KNOWN)
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=config) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(decoder, store, config=config, new_variants="off") as engine,
+    ):
         ask(engine, [KETTLE, TOASTER], config=replace(config, capture=False))  # these are in memory now
         (row,) = store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
         (path,) = [path for path in files(store) if row.variant.variant_id in path.name]

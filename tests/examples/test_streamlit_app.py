@@ -525,7 +525,7 @@ def test_metrics_are_served_where_the_server_says_so(open_app: Open, monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("CACHECRAFT_METRICS_PORT", "a number")
-    assert "CACHECRAFT_METRICS_PORT" in open_app().error[0].value
+    assert "it must be the number of a port" in open_app().error[0].value
     monkeypatch.setenv("CACHECRAFT_METRICS_PORT", str(port))
     assert not open_app().error
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:

@@ -55,7 +55,11 @@ def vectors(embeddings: CacheCraftEmbeddings, tmp_path: Path) -> Iterator[CacheC
 
 @pytest.fixture
 def engine(tiny_decoder: Callable[..., Any], tmp_path: Path) -> Iterator[Engine]:
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama", seed=4), store) as made:
+    """It captures nothing between answers: what is reused decides, by a little, what is said."""
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(tiny_decoder("Llama", seed=4), store, new_variants="off") as made,
+    ):
         yield made
 
 

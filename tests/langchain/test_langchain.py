@@ -77,8 +77,8 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 @pytest.fixture
 def engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[Engine]:
-    """An engine of the two."""
-    with Engine(decoder, store) as made:
+    """An engine of the two. It captures nothing between answers: what is reused decides, by a little, what is said."""
+    with Engine(decoder, store, new_variants="off") as made:
         yield made
 
 
@@ -604,7 +604,9 @@ def test_the_one_line_swap(demo_model: Path, handbook: Path, tmp_path: Path) -> 
         [page.read_text(encoding="utf-8") for page in pages], [{"source": page.name} for page in pages]
     )
     vectors = InMemoryVectorStore.from_documents(pieces, CacheCraftEmbeddings())
-    with CacheCraftGenerator.from_pretrained(str(demo_model), store=tmp_path, max_tokens=12) as generator:
+    with CacheCraftGenerator.from_pretrained(
+        str(demo_model), store=tmp_path, max_tokens=12, new_variants="off"
+    ) as generator:
         chain = create_retrieval_chain(vectors.as_retriever(search_kwargs={"k": 3}), generator)
         reused = []
         for question in ("How often should I descale the Wren K2 kettle?", "How do I descale the Wren K2 kettle?"):
