@@ -149,6 +149,7 @@ class Engine(AnswerEngine):
             take_lock=self.lock.take,
             activity=self.activity,
         )
+        store.told_of_removals.append(self.new_variants.forget)
 
     @classmethod
     def from_pretrained(
@@ -278,6 +279,8 @@ class Engine(AnswerEngine):
         with self._opened:
             self._background.close()
             self.new_variants.close()
+            if (forget := self.new_variants.forget) in self.store.told_of_removals:
+                self.store.told_of_removals.remove(forget)
             self.write_back.close()
 
     def _pieces(self, request: Request) -> Generator[str]:

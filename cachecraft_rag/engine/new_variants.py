@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -73,6 +73,7 @@ class Dropped(StrEnum):
     REFUSED = "store_refused"
     FAILED = "failed"
     CLOSED = "closed"
+    REMOVED = "removed"  # one of its chunks, with its document
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,10 @@ class NewVariantStats:
 
 class _Ended(Exception):
     """The engine was closed, or the program ends."""
+
+
+class _Removed(Exception):
+    """A chunk of the prompt that is being computed was removed."""
 
 
 class LookUp(Protocol):
@@ -140,6 +145,8 @@ class VariantMaker:
         self._dropped: Counter[str] = Counter()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._running: Candidate | None = None
+        self._removed = False  # a chunk of the running one
 
     @property
     def stats(self) -> NewVariantStats:
@@ -165,6 +172,18 @@ class VariantMaker:
         """Wait until nothing is left that the budget allows; False when that takes longer than `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout)
+
+    def forget(self, chunk_ids: Collection[str]) -> None:
+        """Chunks were removed: none of them is captured any more, whatever waits or is being computed."""
+        gone = frozenset(chunk_ids)
+        with self._changed:
+            for candidate in self._candidates.having(gone):
+                if candidate is self._running:
+                    self._removed = True
+                else:
+                    self._candidates.remove(candidate)
+                    self._dropped[Dropped.REMOVED] += 1
+            self._changed.wait_for(lambda: not self._removed)
 
     def close(self) -> None:
         """Forget what waits, and end the thread before its next layer."""
@@ -206,11 +225,15 @@ class VariantMaker:
                     self._thread = None
                     self._changed.notify_all()
                     return
+                self._running = candidate
             try:
                 dropped = self._capture(candidate)
+            except _Removed:
+                dropped = Dropped.REMOVED
             except _Ended:
                 with self._changed:
                     self._forget()
+                    self._rest()
                 continue
             except Exception:  # of whatever kind: it must not end the thread, nor come again and again
                 logger.exception("A new variant could not be computed")
@@ -219,6 +242,12 @@ class VariantMaker:
                 self._candidates.remove(candidate)
                 if dropped is not None:
                     self._dropped[dropped] += 1
+                self._rest()
+
+    def _rest(self) -> None:
+        """Nothing is being computed; the caller holds the lock."""
+        self._running, self._removed = None, False
+        self._changed.notify_all()
 
     def _ending(self) -> bool:
         return self._closed or not threading.main_thread().is_alive()
@@ -226,6 +255,8 @@ class VariantMaker:
     def _go_on(self) -> None:
         if self._ending():
             raise _Ended
+        if self._removed:
+            raise _Removed
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -233,7 +264,7 @@ class VariantMaker:
         while True:
             self._await_idle()
             with self._take_lock():
-                if self._ending() or not self._free():  # meanwhile somebody has asked
+                if self._ending() or self._removed or not self._free():  # meanwhile somebody has asked
                     continue
                 yield
                 return

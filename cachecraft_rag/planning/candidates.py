@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
@@ -107,6 +107,10 @@ class Candidates:
         for path, _ in candidate.paths():
             if path not in wanted:
                 del self._would_have_saved[path]
+
+    def having(self, segment_ids: Set[str]) -> list[Candidate]:
+        """Those with one of these segments."""
+        return [one for one in self._waiting.values() if not segment_ids.isdisjoint(one.identity[1])]
 
     def clear(self) -> int:
         """Forget all; returns how many there were."""

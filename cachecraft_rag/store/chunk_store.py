@@ -79,6 +79,8 @@ class ChunkCacheStore(Closeable):
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._warned: set[str] = set()
+        # Told of chunks before their chunk-caches are removed, so that nobody who still computes one brings it back.
+        self.told_of_removals: list[Callable[[Sequence[str]], None]] = []
         self._lookups: Counter[str] = Counter()
         self._loads: Counter[TierName] = Counter()
         self._load_failures: Counter[tuple[str, str]] = Counter()
@@ -344,6 +346,8 @@ class ChunkCacheStore(Closeable):
         check_whole("down_to_bytes", down_to_bytes, optional=True)
         self._require_folder()
         chosen = chosen or RowFilter()
+        for told in self.told_of_removals if chosen.chunk_ids is not None else ():
+            told(chosen.chunk_ids or ())
         if chosen == RowFilter() and down_to_bytes is None:
             raise ConfigError("evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything.")
         catalog = self._durable.catalog

@@ -318,6 +318,28 @@ def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine
     assert [thread for thread in threading.enumerate() if thread.name == THREAD] == []
 
 
+def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> None:
+    ask(engine, ORDERS[0])
+    with engine.activity.during():
+        for order in ORDERS[1:]:
+            ask(engine, order, settle=False)
+        layers.hold()
+    assert layers.reached.wait(60)
+    removed = [chunk.chunk_id for chunk in CHUNKS[:1]]
+    removing = threading.Thread(target=engine.store.evict, args=(RowFilter(chunk_ids=tuple(removed)),))
+    removing.start()
+    while not engine.new_variants._removed:
+        assert removing.is_alive()
+    layers.release()
+    removing.join(60)
+    assert engine.settle(60)
+    assert engine.store.rows(RowFilter(chunk_ids=tuple(removed))) == []
+    stats = engine.new_variants.stats
+    assert (stats.captured, stats.waiting, stats.dropped) == (0, 0, {"removed": 5})
+    ask(engine, ORDERS[0])  # whoever brings it again has it again
+    assert engine.store.rows(RowFilter(chunk_ids=tuple(removed))) != []
+
+
 def test_a_capture_that_cannot_be_computed_is_dropped(
     engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
