@@ -56,7 +56,7 @@ docs: $(VENV)/.dev  ## Build the site into build/site; a broken link or docstrin
 	@echo "== open build/site/index.html"
 
 fuzz: $(VENV)/.dev  ## A hundred thousand damaged documents and more, with limits of time and memory: 20 minutes
-	CACHECRAFT_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -s
+	TESTS_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -s
 
 bench: $(VENV)/.demo  ## Time to the first token: reuse against full prefill
 	$(BIN)/cachecraft bench ttft

@@ -34,6 +34,8 @@ DEFAULT = "default"
 _ELSEWHERE = frozenset(
     {"CACHECRAFT_CACHE", "CACHECRAFT_READ_ONLY", "CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE", FILE_VARIABLE}
 )
+# What Kubernetes adds to every pod beside a service whose name begins with "cachecraft".
+_SERVICE_LINK = re.compile(r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _SECRET = frozenset({"remote.key"})
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
@@ -204,7 +206,8 @@ def load_settings(
     if file is not None:
         entries |= {key: _checked(known, key, value, str(file)) for key, value in _of_file(file, known).items()}
     for name in sorted(variables(environment)):
-        key = _key_of(name, known)
+        if (key := _key_of(name, known)) is None:
+            continue
         entries[key] = _checked(known, key, known[key].read(environment[name]), name)
     return Settings(entries, file)
 
@@ -226,8 +229,10 @@ def variables(environment: Mapping[str, str]) -> list[str]:
     return [name for name, text in environment.items() if name.startswith(PREFIX) and name not in _ELSEWHERE and text]
 
 
-def _key_of(variable: str, known: Mapping[str, _Known]) -> str:
+def _key_of(variable: str, known: Mapping[str, _Known]) -> str | None:
     names = {PREFIX + key.replace(".", "_").upper(): key for key in known}
+    if variable not in names and _SERVICE_LINK.fullmatch(variable):
+        return None
     try:
         check_names([variable], names, what="variable")
     except ConfigError as error:

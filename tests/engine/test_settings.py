@@ -128,6 +128,21 @@ def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
         load_settings(environment={"CACHECRAFT_REMOTE_FAILURES": "3"}).engine_config()
 
 
+def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
+    links = {
+        "CACHECRAFT_SERVICE_HOST": "10.0.0.11",
+        "CACHECRAFT_SERVICE_PORT": "8000",
+        "CACHECRAFT_SERVICE_PORT_METRICS": "9464",
+        "CACHECRAFT_PORT": "tcp://10.0.0.11:8000",
+        "CACHECRAFT_PORT_8000_TCP": "tcp://10.0.0.11:8000",
+        "CACHECRAFT_PORT_8000_TCP_ADDR": "10.0.0.11",
+        "CACHECRAFT_REDIS_PORT_6379_TCP_PROTO": "tcp",
+    }
+    assert load_settings(environment=links).given() == {}
+    metrics = load_settings(environment=links | {"CACHECRAFT_METRICS_PORT": "9464"})
+    assert metrics.given() == {"metrics_port": 9464}
+
+
 def test_every_field_of_the_configs_can_be_set() -> None:
     keys = load_settings(environment={}).entries.keys()
     assert {"disk_bytes", "max_variants", "variants_per_chunk", "eviction"} <= keys

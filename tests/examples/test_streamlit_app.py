@@ -668,7 +668,7 @@ def chrome(tmp_path: Path) -> Iterator[Chrome]:
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if program is None or driver is None:
         message = "needs Chromium and its driver: apt-get install chromium chromium-driver"
-        if os.environ.get("CACHECRAFT_REQUIRE_SERVERS") == "1":
+        if os.environ.get("TESTS_REQUIRE_SERVERS") == "1":
             pytest.fail(message)
         pytest.skip(message)
     options = webdriver.ChromeOptions()

@@ -1,10 +1,10 @@
 """What the fuzz tests share: seeded mutations of valid samples, and what each item costs in time and memory.
 
-A normal run takes a few items of each kind. `make fuzz` (CACHECRAFT_FUZZ=full) takes all, and there alone an item has a
+A normal run takes a few items of each kind. `make fuzz` (TESTS_FUZZ=full) takes all, and there alone an item has a
 limit of time and the process one of memory: normal tests measure neither, because the machine may be busy.
 
-CACHECRAFT_FUZZ       unset: a few items; `full`: as many as the test names; a number: that many
-CACHECRAFT_FUZZ_SEED  another number gives other items; 0
+TESTS_FUZZ       unset: a few items; `full`: as many as the test names; a number: that many
+TESTS_FUZZ_SEED  another number gives other items; 0
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Fuzz:
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest, tmp_path: Path) -> Fuzz:
     """The harness for one test."""
-    wanted = os.environ.get("CACHECRAFT_FUZZ", "")
+    wanted = os.environ.get("TESTS_FUZZ", "")
     asked = int(wanted) if wanted.isdigit() else None
-    seed = int(os.environ.get("CACHECRAFT_FUZZ_SEED", "0"))
+    seed = int(os.environ.get("TESTS_FUZZ_SEED", "0"))
     return Fuzz(request.node.name, tmp_path, wanted == "full", asked, seed)
 
 

@@ -1,7 +1,7 @@
 """Mixed load on one store: eight threads that bear, load, use and evict, and a second process that is killed at random.
 
 `pytest tests/test_stress.py` takes half a minute, on a busy machine until everything has happened often enough;
-`CACHECRAFT_STRESS_S=600` makes it ten minutes.
+`TESTS_STRESS_S=600` makes it ten minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, VariantKey
 
-SECONDS = float(os.environ.get("CACHECRAFT_STRESS_S", "20"))
+SECONDS = float(os.environ.get("TESTS_STRESS_S", "20"))
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 40, 4
 BUDGETS = {"disk_bytes": 2_000_000, "host_bytes": 600_000, "max_variants": 60, "variants_per_chunk": 3}

@@ -18,7 +18,7 @@ from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 
-_WANTED = os.environ.get("CACHECRAFT_FUZZ", "")
+_WANTED = os.environ.get("TESTS_FUZZ", "")
 FULL = _WANTED == "full"  # there alone an item has a limit of time, and the process one of memory
 COUNT = 10_000 if FULL else int(_WANTED or "60")
 CHUNKS = [Chunk("Empty the kettle before you descale it. "), Chunk("The crumb tray is on the left. ")]

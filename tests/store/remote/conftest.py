@@ -26,8 +26,8 @@ def free_port() -> int:
 
 def not_there(what: str) -> None:
     """Skip, or fail where the servers are required."""
-    message = f"{what}; CACHECRAFT_REQUIRE_SERVERS=1 makes this a failure"
-    if os.environ.get("CACHECRAFT_REQUIRE_SERVERS") == "1":
+    message = f"{what}; TESTS_REQUIRE_SERVERS=1 makes this a failure"
+    if os.environ.get("TESTS_REQUIRE_SERVERS") == "1":
         pytest.fail(message)
     pytest.skip(message)
 
