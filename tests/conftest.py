@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.catalog import Catalog
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
@@ -246,6 +247,15 @@ def town_dataset() -> Dataset:
         for place, (number, order) in enumerate(picks)
     )
     return Dataset("town", documents, questions)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
+    """An empty store."""
+    from cachecraft_rag.store import ChunkCacheStore
+
+    with ChunkCacheStore.open(tmp_path / "caches") as opened:
+        yield opened
 
 
 @pytest.fixture

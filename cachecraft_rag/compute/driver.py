@@ -18,20 +18,16 @@ _LOOK_S = 0.2  # how often work in the background looks whether it is to go on w
 
 def run(stack: Stack, steps: Steps, take_lock: Callable[[], AbstractContextManager[object]]) -> PrefillResult:
     """Take the steps one after the other; a lock is held for each pass, and never while waiting between passes."""
-    came = False
-    try:
-        step = next(steps)
-        while True:
-            came = _perform(stack, step)
-            with take_lock():
-                step = steps.send(came)
-                while not isinstance(step, Wait) or step.in_pass:
-                    step = steps.send(_perform(stack, step))
-    except StopIteration as end:
-        result: PrefillResult = end.value
-        return result
-    finally:
-        steps.close()
+
+    def turn(step: Step) -> Step:
+        came = _perform(stack, step)
+        with take_lock():
+            step = steps.send(came)
+            while not isinstance(step, Wait) or step.in_pass:
+                step = steps.send(_perform(stack, step))
+        return step
+
+    return _result(steps, turn)
 
 
 def run_by_layer(
@@ -43,16 +39,24 @@ def run_by_layer(
         take_turn: waits until this work may go on, and keeps others out meanwhile.
         go_on: called while it waits for what is being loaded; what this or `take_turn` raises ends the prefill.
     """
+
+    def turn(step: Step) -> Step:
+        if isinstance(step, Wait):
+            came = _wait(step, go_on)
+            with take_turn():
+                return steps.send(came)
+        with take_turn():
+            return steps.send(_perform(stack, step))
+
+    return _result(steps, turn)
+
+
+def _result(steps: Steps, turn: Callable[[Step], Step]) -> PrefillResult:
+    """What the steps come to; `turn` does one, or several, and returns the next."""
     try:
         step = next(steps)
         while True:
-            if isinstance(step, Wait):
-                came = _wait(step, go_on)
-                with take_turn():
-                    step = steps.send(came)
-            else:
-                with take_turn():
-                    step = steps.send(_perform(stack, step))
+            step = turn(step)
     except StopIteration as end:
         result: PrefillResult = end.value
         return result

@@ -248,7 +248,19 @@ class AnswerEngine(Closeable):
         if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
         prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
-        return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
+        request = Request(prompt, self._calibrated(config or self.config), sampling, session, started)
+        return self._addressed(request, question, chunks, history, config)
+
+    def _addressed(
+        self,
+        request: Request,
+        question: str,
+        chunks: Sequence[Chunk],
+        history: Sequence[Turn],
+        config: ReuseConfig | None,
+    ) -> Request:
+        """The request as `_pieces` takes it; an engine that sends texts instead of tokens adds them here."""
+        return request
 
     def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
         decides = config.recompute_ratio is None and config.alpha is None

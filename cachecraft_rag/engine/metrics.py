@@ -12,8 +12,7 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from threading import Thread
-from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from cachecraft_rag.checks import check_text, check_whole
@@ -22,6 +21,7 @@ from cachecraft_rag.engine.stats import Finish
 from cachecraft_rag.engine.tally import REFUSED, Histogram
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import StoreStats
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.remote import RemoteStats
 from cachecraft_rag.store.remote.breaker import State
 from cachecraft_rag.types import CaptureDrop, EvictionReason
@@ -179,7 +179,7 @@ def read_counts(url: str) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     return chunks, dropped
 
 
-class MetricsServer:
+class MetricsServer(Closeable):
     """A running HTTP server of metrics; `close` ends it, and so does `with`.
 
     Attributes:
@@ -195,16 +195,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        """The server itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """See `close`."""
-        self.close()
 
 
 def serve_metrics(engine: AnswerEngine, port: int, *, address: str = "127.0.0.1") -> MetricsServer:

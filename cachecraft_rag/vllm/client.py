@@ -14,13 +14,12 @@ from urllib.parse import quote
 
 import httpx
 
-from cachecraft_rag.checks import check_number, check_path, check_text, listed
+from cachecraft_rag.checks import check_number, check_path, check_text
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, DiskSpace, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.request import Request, answer_text
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -131,18 +130,15 @@ class HTTPEngine(AnswerEngine):
         self.store.close()
         self._link.close()
 
-    def _request(
+    def _addressed(
         self,
+        request: Request,
         question: str,
-        chunks: Iterable[Chunk],
-        *,
-        history: Iterable[Turn],
-        session: str | None,
-        sampling: SamplingParams,
+        chunks: Sequence[Chunk],
+        history: Sequence[Turn],
         config: ReuseConfig | None,
     ) -> Request:
-        chunks, history = listed("chunks", chunks), listed("history", history)
-        made = super()._request(question, chunks, history=history, session=session, sampling=sampling, config=config)
+        sampling = request.sampling
         messages = [{"role": role, "content": text} for role, text in [*history, ("user", question)]]
         if self._system != self._facts["system"]:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -164,11 +160,11 @@ class HTTPEngine(AnswerEngine):
         }
         if config is not None:
             body[FIELD] = asdict(config) | {"ablate": sorted(config.ablate)}
-        return Sent(made.prompt, made.config, sampling, session, made.started, body=body)
+        return Sent(request.prompt, request.config, sampling, request.session, request.started, body=body)
 
     def _pieces(self, request: Request) -> Generator[str]:
         self._home.require()
-        assert isinstance(request, Sent), "made by _request"
+        assert isinstance(request, Sent), "made by _addressed"
         assert request.body is not None
         names: list[str] = []
         try:

@@ -38,12 +38,6 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
-    with ChunkCacheStore.open(tmp_path / "caches") as opened:
-        yield opened
-
-
-@pytest.fixture
 def lock() -> FairLock:
     return FairLock()
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,23 +48,11 @@ def decoder(decoder_of_letters: MakeDecoder) -> Decoder:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
-    with ChunkCacheStore.open(tmp_path / "caches") as opened:
-        yield opened
-
-
-@pytest.fixture
 def make_engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[MakeEngine]:
     """Makes engines over one store that are closed in the end."""
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        made.append(Engine(**({"decoder": decoder, "store": store, "config": CONFIG} | settings)))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    with ExitStack() as opened:
+        given = {"decoder": decoder, "store": store, "config": CONFIG}
+        yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -51,23 +51,10 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
-    with ChunkCacheStore.open(tmp_path / "caches") as opened:
-        yield opened
-
-
-@pytest.fixture
 def make_engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[MakeEngine]:
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
+    with ExitStack() as opened:
         given = {"decoder": decoder, "store": store, "config": CONFIG, "new_variants": UNLIMITED}
-        made.append(Engine(**(given | settings)))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+        yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
 
 
 @pytest.fixture
@@ -296,14 +283,19 @@ def test_a_request_that_fails_does_not_stop_it(engine: Engine, monkeypatch: pyte
 # -- what may go wrong ------------------------------------------------------------------------------------------------
 
 
-def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine, layers: Layers) -> None:
-    engine = make_engine()
+def stop_in_the_first_capture(engine: Engine, layers: Layers) -> None:
+    """Five captures wait, and one is held at a layer of its own until `layers.release`."""
     ask(engine, ORDERS[0])
     with engine.activity.during():
         for order in ORDERS[1:]:
             ask(engine, order, settle=False)
         layers.hold()
     assert layers.reached.wait(60)
+
+
+def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine, layers: Layers) -> None:
+    engine = make_engine()
+    stop_in_the_first_capture(engine, layers)
     ran = layers.run.count("background")
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -319,12 +311,7 @@ def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine
 
 
 def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> None:
-    ask(engine, ORDERS[0])
-    with engine.activity.during():
-        for order in ORDERS[1:]:
-            ask(engine, order, settle=False)
-        layers.hold()
-    assert layers.reached.wait(60)
+    stop_in_the_first_capture(engine, layers)
     removed = [chunk.chunk_id for chunk in CHUNKS[:1]]
     removing = threading.Thread(target=engine.store.evict, args=(RowFilter(chunk_ids=tuple(removed)),))
     removing.start()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,15 +31,9 @@ def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
 
 @pytest.fixture
 def make_engine(tiny_decoder: MakeDecoder, store: ChunkCacheStore) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        made.append(Engine(tiny_decoder("Llama"), store, config=ReuseConfig(alpha=0.3), **settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    with ExitStack() as opened:
+        given = {"decoder": tiny_decoder("Llama"), "store": store, "config": ReuseConfig(alpha=0.3)}
+        yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
 
 
 @pytest.fixture

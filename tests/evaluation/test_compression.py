@@ -57,12 +57,6 @@ def test_the_budget_is_the_share_rounded_up_and_never_nothing() -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
-    with ChunkCacheStore.open(tmp_path / "caches") as opened:
-        yield opened
-
-
-@pytest.fixture
 def engine(tiny_decoder: MakeDecoder, store: ChunkCacheStore) -> Iterator[Engine]:
     with Engine(tiny_decoder("Llama"), store) as made:
         yield made

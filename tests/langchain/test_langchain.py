@@ -63,13 +63,6 @@ OTHER = [HumanMessage("Good day to you"), AIMessage("And a very good day to you"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
-    """An empty store."""
-    with ChunkCacheStore.open(tmp_path / "caches") as made:
-        yield made
-
-
-@pytest.fixture
 def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     """A small random decoder; of the first few this one does not end its answers at once."""
     return tiny_decoder("Llama", seed=4)

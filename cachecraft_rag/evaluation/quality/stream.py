@@ -6,8 +6,6 @@ the questions and the budget.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats.dataset import Question, handbook_dataset, load_dataset
 from cachecraft_rag.evaluation.quality.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.quality.metrics import divergence
+from cachecraft_rag.evaluation.zipf import Zipf
 from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
@@ -120,9 +119,8 @@ def draw(questions: Sequence[Question], settings: StreamSettings) -> list[Questi
     dice = random.Random(settings.seed)
     ranked = list(questions)
     dice.shuffle(ranked)
-    weights = list(itertools.accumulate((n + 1) ** -settings.exponent for n in range(len(ranked))))
-    count = settings.warmup + settings.requests
-    return [ranked[bisect.bisect(weights, dice.random() * weights[-1])] for _ in range(count)]
+    popular = Zipf(len(ranked), exponent=settings.exponent)
+    return [ranked[popular.draw(dice)] for _ in range(settings.warmup + settings.requests)]
 
 
 def run(

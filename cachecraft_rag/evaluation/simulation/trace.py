@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 
 from cachecraft_rag.checks import check_number, check_path, check_whole
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.zipf import Zipf
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def draw_trace(traffic: Traffic) -> Trace:
     ((0, 1), (2, 1))
     """
     dice = random.Random(traffic.seed)
-    weights = list(itertools.accumulate((n + 1) ** -traffic.exponent for n in range(traffic.questions)))
+    popular = Zipf(traffic.questions, exponent=traffic.exponent)
     asked = [_new_question(number, traffic, dice) for number in range(traffic.questions)]
     dice.shuffle(asked)  # or the first topics would have all that is popular
     made = traffic.questions
@@ -126,7 +125,7 @@ def draw_trace(traffic: Traffic) -> Trace:
         if dice.random() < traffic.drift:
             asked[dice.randrange(traffic.questions)] = _new_question(made, traffic, dice)
             made += 1
-        chunks = asked[bisect.bisect(weights, dice.random() * weights[-1])]
+        chunks = asked[popular.draw(dice)]
         if dice.random() < traffic.variation:
             first = chunks[0] - chunks[0] % traffic.topic
             other = first + dice.randrange(traffic.topic)
