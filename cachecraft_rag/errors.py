@@ -10,6 +10,7 @@
     ├── UnsupportedCallError   a framework's call that has no meaning for a local model without tools
     ├── ForkError              an engine, store or index was used in a fork of the process that opened it
     ├── ServerError            a server does not answer, or is not the one that was meant
+    ├── BusyError              as many requests are waiting as may; WaitTimeoutError: one waited too long
     └── ContextLengthError     the prompt does not fit the model's context
 
 Every message says what to do next. A missing or corrupt chunk-cache is never an exception: it is a miss with a reason.
@@ -54,6 +55,14 @@ class ForkError(CacheCraftError):
 
 class ServerError(CacheCraftError):
     """A server of this package does not answer, or what answers is another one; the message says what to do."""
+
+
+class BusyError(CacheCraftError):
+    """As many requests are waiting for the engine as may; ask again later."""
+
+
+class WaitTimeoutError(BusyError, TimeoutError):
+    """A request waited longer for its turn than it may; ask again later."""
 
 
 class ContextLengthError(CacheCraftError):

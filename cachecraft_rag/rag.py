@@ -25,6 +25,7 @@ from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, Generation, 
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
+from cachecraft_rag.engine.request_queue import Place
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
@@ -92,10 +93,10 @@ class AsyncAnswerStream(AsyncIterator[str]):
     are raised by the first piece. After a `break` out of `async for`, `await stream.aclose()` stops the model.
     """
 
-    def __init__(self, begin: Callable[[], AnswerStream]) -> None:
+    def __init__(self, begin: Callable[[], AnswerStream], *, enter: Callable[[], Place | None] = lambda: None) -> None:
         self._begin = begin
         self._begun: AnswerStream | None = None
-        self._pieces = iterate(self._blocking())
+        self._pieces = iterate(self._blocking(), enter=enter)
 
     def _blocking(self) -> Iterator[str]:
         self._begun = self._begin()
@@ -333,7 +334,7 @@ class CacheCraft(Retriever, Closeable):
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """`stream` for `async for`; nothing happens before the first piece is asked for."""
-        return AsyncAnswerStream(partial(self.stream, question, **options))
+        return AsyncAnswerStream(partial(self.stream, question, **options), enter=self.engine.enter)
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop. A cancelled task stops the model after the current token."""

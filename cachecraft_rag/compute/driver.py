@@ -16,11 +16,24 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 _LOOK_S = 0.2  # how often work in the background looks whether it is to go on while it waits
 
 
-def run(stack: Stack, steps: Steps, take_lock: Callable[[], AbstractContextManager[object]]) -> PrefillResult:
-    """Take the steps one after the other; a lock is held for each pass, and never while waiting between passes."""
+def run(
+    stack: Stack,
+    steps: Steps,
+    take_lock: Callable[[], AbstractContextManager[object]],
+    *,
+    give_way: Callable[[], object] | None = None,
+) -> PrefillResult:
+    """Take the steps one after the other; a lock is held for each pass, and never while waiting between passes.
+
+    Args:
+        give_way: called when it has to wait between passes.
+    """
 
     def turn(step: Step) -> Step:
-        came = _perform(stack, step)
+        at_once = give_way is not None and isinstance(step, Wait) and step.loads.wait(step.ready, 0.0)
+        if give_way is not None and not at_once:
+            give_way()
+        came = at_once or _perform(stack, step)
         with take_lock():
             step = steps.send(came)
             while not isinstance(step, Wait) or step.in_pass:

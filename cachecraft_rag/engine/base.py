@@ -7,6 +7,7 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
@@ -18,6 +19,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.prompt import PromptBuilder, Turn
 from cachecraft_rag.engine.request import Request, check_asked, stats_of
 from cachecraft_rag.engine.request_log import log_request
+from cachecraft_rag.engine.request_queue import Place, QueueCounts
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.engine.tally import Tally
@@ -92,10 +94,22 @@ class DiskSpace:
 
 
 class Generation(Iterator[str]):
-    """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed."""
+    """The answer as an iterator of text pieces. `text` and `stats` are complete once it is exhausted or closed.
 
-    def __init__(self, pieces: Generator[str], stats: Callable[[], RequestStats], background: BackgroundJobs) -> None:
-        self._pieces, self._stats, self._background = pieces, stats, background
+    The first piece raises BusyError if too many requests are waiting, and WaitTimeoutError after too long a wait.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        pieces: Generator[str],
+        stats: Callable[[], RequestStats],
+        *,
+        background: BackgroundJobs,
+        enter: Callable[[], Place | None],
+    ) -> None:
+        self._request, self._pieces, self._stats, self._background = request, pieces, stats, background
+        self.enter = enter  # see `AnswerEngine.enter`
         self.text = ""
 
     def __next__(self) -> str:
@@ -104,6 +118,10 @@ class Generation(Iterator[str]):
         except StopIteration:
             self._background.wait()
             raise
+        if self._request.closing:  # by another thread, while this one was in its step
+            self._pieces.close()
+            self._background.wait()
+            raise StopIteration
         self.text += piece
         return piece
 
@@ -113,8 +131,13 @@ class Generation(Iterator[str]):
         return self._stats()
 
     def close(self) -> None:
-        """End the answer here; what was captured is kept, in the background. Finalisers may call this."""
-        self._pieces.close()
+        """End the answer here; what was captured is kept, in the background. Finalisers may call this.
+
+        Another thread that reads it gets no further piece; if it waits in the queue, it leaves at once.
+        """
+        self._request.close()
+        with suppress(ValueError):  # how Python says that a generator runs, in another thread
+            self._pieces.close()
 
 
 class AnswerEngine(Closeable):
@@ -175,7 +198,20 @@ class AnswerEngine(Closeable):
             self.tally.refuse()
             raise
         stats = partial(stats_of, request, self.decoder.layout.layers)
-        return Generation(self._counted(request, stats), stats, self._background)
+        pieces = self._counted(request, stats)
+        return Generation(request, pieces, stats, background=self._background, enter=self.enter)
+
+    def enter(self) -> Place | None:
+        """Take a place in the queue for a request that another thread will run; None where the engine has no queue.
+
+        Raises:
+            BusyError: too many requests are waiting.
+        """
+        return None
+
+    def queue_counts(self) -> QueueCounts | None:
+        """Who waits for a turn, and who was turned away; None where the engine has no queue."""
+        return None
 
     def _counted(self, request: Request, stats: Callable[[], RequestStats]) -> Generator[str]:
         """The pieces of a request, which is counted and logged when it has ended."""

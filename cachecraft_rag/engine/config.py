@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from cachecraft_rag.checks import check_flag, check_kind, check_names, check_text
+from cachecraft_rag.checks import (
+    MOST_SECONDS,
+    check_flag,
+    check_kind,
+    check_names,
+    check_number,
+    check_text,
+    check_whole,
+)
 from cachecraft_rag.engine.new_variants import NewVariants, When
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.planning.config import ReuseConfig
@@ -25,6 +33,9 @@ class EngineConfig:
     new_variants    when chunks that were reused and fixed are captured behind the prefix they had: "idle" (while nobody
                     is being answered), "always", "off"; or a whole `NewVariants`, with a budget. An engine in a server
                     makes none
+    max_waiting     most requests that wait while another one has its turn; one more is refused with BusyError
+    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. Neither
+                    holds for an engine in a server, which has its own queue
     store           budgets, codec and remote of the chunk-caches
     """
 
@@ -36,6 +47,8 @@ class EngineConfig:
     best_last: bool = True
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     new_variants: NewVariants | When = "idle"
+    max_waiting: int = 256
+    wait_timeout_s: float | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
@@ -48,6 +61,8 @@ class EngineConfig:
         check_kind("new_variants", self.new_variants, (NewVariants, str), advice='write "idle" or NewVariants(share=…)')
         if isinstance(self.new_variants, str):
             object.__setattr__(self, "new_variants", NewVariants(self.new_variants))
+        check_whole("max_waiting", self.max_waiting)
+        check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
 
     @classmethod

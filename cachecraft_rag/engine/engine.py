@@ -28,24 +28,26 @@ from cachecraft_rag.checks import (
     check_whole,
     listed,
 )
-from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.correction import Correction, load_correction
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill, run
-from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import as_it_went, resolve
+from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.activity import Activity
+from cachecraft_rag.engine.announced import Announcement, Announcements
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.new_variants import NewVariants, VariantMaker, When
+from cachecraft_rag.engine.prepared import Prepared
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.engine.request import Request, answer_text, stats_of
+from cachecraft_rag.engine.request_queue import LeftQueue, Place, QueueCounts, RequestQueue
 from cachecraft_rag.engine.sampling import Sampler, SamplingParams
 from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.engine.self_check import self_check
@@ -69,7 +71,7 @@ class Prefilled:
 
     logits: Tensor
     buffer: KVBuffer
-    recorder: CaptureRecorder
+    announcement: Announcement
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Engine(AnswerEngine):
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
         best_last: see `PromptBuilder`.
         new_variants: when new variants are computed, and how many, see `EngineConfig`.
+        max_waiting, wait_timeout_s: of the queue, see `EngineConfig`.
 
     Attributes:
         correction: of chunk-caches captured alone, as `cachecraft calibrate` fitted it, or None.
@@ -115,6 +118,8 @@ class Engine(AnswerEngine):
         private_system: bool = False,
         best_last: bool = True,
         new_variants: NewVariants | When = "idle",
+        max_waiting: int = 256,
+        wait_timeout_s: float | None = None,
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
@@ -127,11 +132,15 @@ class Engine(AnswerEngine):
             private_system=private_system,
             best_last=best_last,
             new_variants=new_variants,
+            max_waiting=max_waiting,
+            wait_timeout_s=wait_timeout_s,
         )
         super().__init__(decoder, store, own if config is None else replace(own, reuse=config))
         self.speed = ComputeSpeed(decoder.keys_per_row)
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
+        self.queue = RequestQueue(max_waiting, wait_timeout_s)
+        self._announcements = Announcements()
         self.correction: Correction | None = None
         self._opened = ExitStack()  # what `close` closes besides the captures
         self.write_back = WriteBackQueue(
@@ -189,6 +198,8 @@ class Engine(AnswerEngine):
                 private_system=chosen.private_system,
                 best_last=chosen.best_last,
                 new_variants=chosen.new_variants,
+                max_waiting=chosen.max_waiting,
+                wait_timeout_s=chosen.wait_timeout_s,
             )
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
@@ -283,10 +294,23 @@ class Engine(AnswerEngine):
                 self.store.told_of_removals.remove(forget)
             self.write_back.close()
 
+    def enter(self) -> Place | None:
+        """See `AnswerEngine.enter`."""
+        self._home.require()
+        return self.queue.enter()
+
+    def queue_counts(self) -> QueueCounts | None:
+        """See `AnswerEngine.queue_counts`."""
+        return self.queue.counts()
+
     def _pieces(self, request: Request) -> Generator[str]:
         answer = self.activity.begin()
         try:
             output = self._prefill(request)
+        except LeftQueue:
+            request.finish = "closed"
+            self.activity.end(answer)
+            return
         except BaseException:
             self.activity.end(answer)
             raise
@@ -302,35 +326,79 @@ class Engine(AnswerEngine):
             self._background.add(partial(self.activity.end, answer))
 
     def _prefill(self, request: Request) -> Prefilled:
-        """Look up, resolve, and prefill while what is not in memory is being loaded."""
+        """Wait for the turn, plan, and prefill while what is not in memory is being loaded."""
         self._home.require()
+        place, early = self.queue.place(), list[Prepared]()
+        request.take_place(place)
+        if request.config.reuse:
+            place.when_next = lambda: early.append(Prepared.of(self._resolve(request), self.loader))
+        try:
+            with place:
+                request.queued_s = place.waited_s
+                return self._run(request, self._planned(request, early), place)
+        finally:
+            place.when_next = None  # it refers to the request, and the request to it
+            self.queue.hand_on()
+            for prepared in early:
+                prepared.close()
+
+    def _planned(self, request: Request, early: list[Prepared]) -> Prepared:
+        """The plan of this moment; one that was made `early` serves if it chose the same, because it loads already."""
+        if request.config.reuse:
+            self._announcements.wait_for(request.prompt, request.config, session=request.session)
+            self._background.wait()
+            self.write_back.wait_for([segment.segment_id for segment in request.prompt.segments[:-1]])
+        resolved = self._resolve(request)
+        for prepared in early:
+            if prepared.serves(resolved):
+                resolved.close()
+                return prepared
+            prepared.close()  # what came whole is in memory now, and found there
+            resolved.close()
+            resolved = self._resolve(request)
+        return Prepared.of(resolved, self.loader)
+
+    def _resolve(self, request: Request) -> Resolved:
+        """Look up and plan."""
         prompt, config, found = request.prompt, request.config, Found({})
         if config.reuse:
-            self._background.wait()
-            self.write_back.wait_for([segment.segment_id for segment in prompt.segments[:-1]])
             found = self.look_up(prompt.segments[:-1], session=request.session)
             request.remote = found.remote
-        answer_tokens = request.sampling.max_new_tokens
-        resolved = resolve(
+        return resolve(
             prompt,
             found,
             config,
             store=self.store,
             ranks=self.decoder.ranks,
-            answer_tokens=answer_tokens,
+            answer_tokens=request.sampling.max_new_tokens,
             correction=self.correction,
         )
+
+    def _run(self, request: Request, prepared: Prepared, place: Place) -> Prefilled:
+        """Prefill as planned, with the captures announced."""
+        resolved, loads, announcement = prepared.resolved, prepared.loads, Announcement()
         request.plan, request.tiers, request.planned_s = resolved.plan, resolved.tiers, request.clock()
-        with closing(resolved), self.loader.loading(resolved.to_load) as loads:
-            steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed).steps()
-            result = run(self.decoder, steps, self.lock.take)
-        request.plan = as_it_went(resolved, loads, result)
+        with announcement:
+            if request.config.capture:
+                self._announcements.announce(announcement, request.prompt, resolved.plan, session=request.session)
+            with closing(prepared):
+                steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed).steps()
+                result = run(self.decoder, steps, self.lock.take, give_way=place.end_turn)
+            request.plan = as_it_went(resolved, loads, result)
+            announcement.computed(partial(self._submit, request, result))
         request.waited_s, request.row_layers, request.focus_layer = (
             result.waited_s,
             result.row_layers,
             result.focus_layer,
         )
-        return Prefilled(self.decoder.next_logits(result.hidden), result.buffer, result.recorder)
+        return Prefilled(self.decoder.next_logits(result.hidden), result.buffer, announcement)
+
+    def _submit(self, request: Request, result: PrefillResult) -> None:
+        """Hand the captures of a request to write-back."""
+        prompt = request.prompt
+        shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
+        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
+        self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
 
     def _target_logits(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
         """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
@@ -372,7 +440,6 @@ class Engine(AnswerEngine):
         prompt, candidate = request.prompt, None
         if request.config.capture:
             candidate = Candidate.of(prompt, request.plan, request.config, session=request.session)
-        shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
-        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
-        self.write_back.submit(output.recorder, output.buffer.kv[:, 0], context)
+        output.announcement.hand_over()
+        self._announcements.remove(output.announcement)
         self.new_variants.served(prompt.bounds[-1], candidate)

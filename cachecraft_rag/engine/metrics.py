@@ -59,6 +59,10 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         yield from self._of_requests()
+        if (queue := self._engine.queue_counts()) is not None:
+            yield GaugeMetricFamily("cachecraft_waiting_requests", "Requests that wait for a turn", value=queue.waiting)
+            turned = {"full": queue.rejected, "timeout": queue.timed_out}
+            yield _counter("turned_away", "Requests that got no turn, by reason", "reason", turned)
         try:
             stats = self._engine.store.stats(ask_remote=False)
         except StoreError:  # closed, or its catalog cannot be read: what was counted of requests is told all the same

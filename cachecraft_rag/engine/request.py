@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.prompt import check_history
+from cachecraft_rag.engine.request_queue import Place
 from cachecraft_rag.engine.sampling import SamplingParams, TextStream
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
@@ -75,6 +76,9 @@ class Request:
     sampling: SamplingParams
     session: str | None
     started: float
+    place: Place | None = None  # in the engine's queue, where it has one
+    closing: bool = False  # its reader wants no more
+    queued_s: float = 0.0
     planned_s: float = 0.0
     waited_s: float = 0.0
     first_token_s: float = 0.0
@@ -93,6 +97,18 @@ class Request:
     def clock(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started
+
+    def take_place(self, place: Place) -> None:
+        """It waits there now."""
+        self.place = place
+        if self.closing:  # meanwhile, so that nobody has told this place
+            place.leave()
+
+    def close(self) -> None:
+        """Its reader wants no more: it leaves the queue. Takes no lock; any thread may call this."""
+        self.closing = True
+        if self.place is not None:
+            self.place.leave()
 
 
 def answer_text(request: Request, tokens: Iterable[int], tokenizer: Any, end_tokens: Container[int]) -> Iterator[str]:
@@ -132,9 +148,10 @@ def stats_of(request: Request, layers: int) -> RequestStats:
     total = sum(lengths)
     return RequestStats(
         ttft_s=request.first_token_s,
-        plan_s=request.planned_s,
+        queue_s=request.queued_s,
+        plan_s=max(0.0, request.planned_s - request.queued_s),
         load_s=request.waited_s,
-        prefill_s=max(0.0, request.first_token_s - request.planned_s - request.waited_s),
+        prefill_s=max(0.0, request.first_token_s - max(request.planned_s, request.queued_s) - request.waited_s),
         total_s=request.ended_s or request.clock(),
         tokens_prompt=total,
         tokens_reused=kept - recomputed,
@@ -151,7 +168,7 @@ def stats_of(request: Request, layers: int) -> RequestStats:
 
 
 def _chunk_stats(request: Request, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
-    failed = request.finish == "failed" and not request.first_token_s
+    failed = request.finish in ("failed", "closed") and not request.first_token_s  # or closed while it waited
     for segment, one in zip_longest(request.prompt.segments, reports):
         if segment.kind != "chunk" or (one is None and request.finish is None):
             continue

@@ -43,8 +43,9 @@ class ChunkStats:
 class RequestStats:
     """Times in seconds and tokens of one request.
 
-    ttft_s             from the call to the first answer token: plan_s + load_s + prefill_s
+    ttft_s             from the call to the first answer token: queue_s + plan_s + load_s + prefill_s
     load_s             waiting for what was being loaded; most loading goes on beside computing and shows nowhere
+    queue_s            waiting for its turn, see `EngineConfig.max_waiting`
     plan_s             prompt, look-up and plan, including any wait for a chunk that was still being captured
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
     tokens_reused      taken over from chunk-caches untouched
@@ -79,6 +80,7 @@ class RequestStats:
     remote: str | None = None
     searched: tuple[str, ...] = ()
     request_id: str = ""
+    queue_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -216,7 +216,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         """`_stream` with every step in a thread, tokenisation of the prompt included."""
-        async for chunk in iterate(self._stream(messages, stop, **kwargs)):
+        async for chunk in iterate(self._stream(messages, stop, **kwargs), enter=self.engine.enter):
             yield chunk
 
     def _generate(

@@ -258,7 +258,7 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
 async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
     """`responses_of` with the model in threads."""
-    async with aclosing(iterate(generation)) as pieces:
+    async with aclosing(iterate(generation, enter=generation.enter)) as pieces:
         async for piece in pieces:
             yield CompletionResponse(text=generation.text, delta=piece)
     yield CompletionResponse(text=generation.text, delta="", raw=_raw(generation.stats))

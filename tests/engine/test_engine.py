@@ -87,7 +87,7 @@ def assert_adds_up(stats: RequestStats) -> None:
     assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
     assert min(stats.tokens_reused, stats.tokens_recomputed, stats.tokens_computed) >= 0
     assert sum(chunk.recomputed for chunk in stats.chunks) == stats.tokens_recomputed
-    assert stats.ttft_s == pytest.approx(stats.plan_s + stats.load_s + stats.prefill_s)
+    assert stats.ttft_s == pytest.approx(stats.queue_s + stats.plan_s + stats.load_s + stats.prefill_s)
     assert 0 < stats.ttft_s <= stats.total_s
     assert 0 < stats.recompute_share <= 1
 
