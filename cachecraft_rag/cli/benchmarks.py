@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli import options
+from cachecraft_rag.cli.bench_serve import serve
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
 from cachecraft_rag.cli.stream import stream
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 app.command()(stream)
+app.command()(serve)
 
 
 @app.command()

@@ -14,15 +14,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from cachecraft_rag.checks import FINITE, check_number, check_whole
+from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.new_variants import NewVariants, When
@@ -138,16 +139,15 @@ class ServeReport:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: when it arrives, in seconds from the start, and its chunks, best first."""
+    """One request; its chunks in prompt order."""
 
-    arrival_s: float
     question: str
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """`first_s` and `ended_s` are in seconds from the start."""
+    """When it arrived, had its first token, and ended: in seconds from the start."""
 
     arrival_s: float
     first_s: float
@@ -170,49 +170,161 @@ def run(
     settings: ServeSettings,
     *,
     dtype: str = "auto",
-    folder: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> ServeReport:
-    """Measure. Takes sides × loads × requests / qps seconds at least.
+    """Load a model and measure, see `measure`."""
+    decoder = Decoder.load(model, dtype=dtype)
+    self_check(decoder)
+    return measure(decoder, settings, progress=progress)
 
-    Args:
-        folder: for the stores, removed afterwards; None: the system's for temporary files.
+
+def measure(
+    decoder: Decoder, settings: ServeSettings, *, progress: Callable[[Progress], None] = lambda _: None
+) -> ServeReport:
+    """Measure all sides at all loads. Takes sides × loads × requests / qps seconds at least.
 
     Raises:
         ConfigError: the chunks do not fit the model or the sample text.
     """
-    decoder = Decoder.load(model, dtype=dtype)
-    self_check(decoder)
-    requests = drawn(decoder, settings)
-    rates = settings.qps or settings.loads
-    steps = Steps(len(settings.sides) * (1 + len(rates)), progress)
+    requests, rates = drawn(decoder, settings), settings.qps or settings.loads
+    total = len(settings.sides) * len(requests)
+    done = itertools.count(1)
+
+    def tick(what: str) -> None:
+        progress(Progress(next(done), total, what))
+
     with ExitStack() as opened:
+        root = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cachecraft-bench-")))
         sides = {
-            name: opened.enter_context(open_side(decoder, config, settings, folder))
+            name: opened.enter_context(_side(decoder, config, settings, root / name))
             for name, config in settings.sides.items()
         }
-        capacity = {}
-        for name, engine in sides.items():
-            steps.next(f"warm-up of {name}")
-            capacity[name] = warm_up(engine, requests[: settings.warmup], settings)
-        loads, first = [], settings.warmup
+        warming, left = requests[: settings.warmup], requests[settings.warmup :]
+        capacity = {name: warm_up(engine, warming, settings, partial(tick, name)) for name, engine in sides.items()}
+        loads = []
         for rate in rates:
             qps = rate if settings.qps else rate * capacity[PREFIX_CACHE]
-            times = arrivals(settings.requests, qps, seed=settings.seed)
-            own = requests[first : first + settings.requests]
-            asked = [Asked(at, one.question, one.chunks) for at, one in zip(times, own, strict=True)]
-            first += settings.requests
-            reports = {}
+            asked, left = left[: settings.requests], left[settings.requests :]
+            times, reports = arrivals(len(asked), qps, seed=settings.seed), {}
             for name, engine in sides.items():
-                steps.next(f"{name} at {qps:.2f} requests/s")
-                reports[name] = report_of(engine, serve(engine, asked, settings))
+                told = partial(tick, f"{name} at {qps:.2f} requests/s")
+                reports[name] = report_of(engine, serve(engine, asked, times, settings, told))
             loads.append(LoadReport(qps, reports))
+        engine = sides[PREFIX_CACHE]
+        lengths = [len(engine.prompts.build(one.question, one.chunks, reserve=1).token_ids) for one in requests]
     return ServeReport(
         loads=tuple(loads),
         capacity=capacity,
         requests=settings.requests,
-        prompt_tokens=round(statistics.mean(_prompt_tokens(decoder, one, settings) for one in requests)),
+        prompt_tokens=round(statistics.mean(lengths)),
         model=decoder.name,
         dtype=decoder.layout.dtype,
         threads=torch.get_num_threads(),
+    )
+
+
+def drawn(decoder: Decoder, settings: ServeSettings) -> list[Asked]:
+    """The warm-up and all loads, the same for the same seed. Raises ConfigError where the sample text is too short."""
+    texts = chunks_of(decoder, count=settings.chunks, tokens=settings.chunk_tokens)
+    rates = settings.qps or settings.loads
+    traffic = Traffic(
+        requests=settings.warmup + settings.requests * len(rates),
+        questions=settings.questions,
+        exponent=settings.exponent,
+        drift=0.0,
+        top_k=settings.top_k,
+        variation=settings.variation,
+        topic=settings.chunks,
+        topic_size=settings.questions,
+        seed=settings.seed,
+    )
+    trace = draw_trace(traffic)
+    return [
+        Asked(f"{QUESTION} ({number})", tuple(texts[chunk] for chunk in chunks))
+        for number, chunks in enumerate(trace.requests, start=1)
+    ]
+
+
+@contextmanager
+def _side(decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder: Path) -> Iterator[Engine]:
+    """An engine over an empty store; nobody is turned away, however long the queue."""
+    making = settings.new_variants
+    with (
+        ChunkCacheStore.open(folder) as store,
+        Engine(decoder, store, config=config, best_last=False, new_variants=making, max_waiting=MOST) as engine,
+    ):
+        yield engine
+
+
+def warm_up(engine: Engine, asked: Sequence[Asked], settings: ServeSettings, told: Callable[[], object]) -> float:
+    """Answer one after the other; returns requests per second of the second half."""
+    half = len(asked) // 2
+    started = time.perf_counter()
+    for number, one in enumerate(asked):
+        if number == half:
+            started = time.perf_counter()
+        _answer(engine, one, settings)
+        told()
+    rate = (len(asked) - half) / (time.perf_counter() - started)
+    _settle(engine, settings)
+    return rate
+
+
+def serve(
+    engine: Engine, asked: Sequence[Asked], times: Sequence[float], settings: ServeSettings, told: Callable[[], object]
+) -> list[Answered]:
+    """Ask each at its time, in seconds from the start, in a thread of its own; returns when all are answered."""
+    with ThreadPoolExecutor(len(asked), thread_name_prefix="cachecraft-clients") as clients:
+        started, pending = time.perf_counter(), []
+        for one, at in zip(asked, times, strict=True):
+            time.sleep(max(0.0, started + at - time.perf_counter()))
+            pending.append(clients.submit(_ask, engine, one, at, started, settings))
+        answered = []
+        for each in as_completed(pending):
+            answered.append(each.result())
+            told()
+    _settle(engine, settings)
+    return sorted(answered, key=lambda one: one.arrival_s)
+
+
+def _ask(engine: Engine, one: Asked, arrival_s: float, started: float, settings: ServeSettings) -> Answered:
+    called_s = time.perf_counter() - started
+    stats = _answer(engine, one, settings)
+    return Answered(arrival_s, called_s + stats.ttft_s, called_s + stats.total_s, stats)
+
+
+def _answer(engine: Engine, one: Asked, settings: ServeSettings) -> RequestStats:
+    sampling = SamplingParams(max_new_tokens=settings.answer_tokens)
+    generation = engine.stream(one.question, one.chunks, sampling=sampling)
+    for _ in generation:
+        pass
+    return generation.stats
+
+
+def _settle(engine: Engine, settings: ServeSettings) -> None:
+    """What is left to do must not run into another side's time."""
+    if settings.new_variants == "off":
+        engine.write_back.wait_for(engine.write_back.pending())
+        engine.store.flush()
+    else:
+        engine.settle()
+
+
+def report_of(engine: Engine, answered: Sequence[Answered]) -> SideReport:
+    """The numbers of one load."""
+    waits = [one.first_s - one.arrival_s for one in answered]
+    found = [sum(chunk.variant_id is not None for chunk in one.stats.chunks) for one in answered]
+    computed = sum(one.stats.tokens_computed + one.stats.tokens_recomputed for one in answered)
+    variants: Counter[str] = Counter()
+    while page := engine.store.rows(offset=variants.total(), limit=1000):
+        variants.update(row.variant.key.chunk_id for row in page)
+    del variants[engine.prompts.system.segment_id]
+    return SideReport(
+        throughput=len(answered) / (max(one.ended_s for one in answered) - answered[0].arrival_s),
+        p50_ttft_s=float(np.percentile(waits, 50)),
+        p99_ttft_s=float(np.percentile(waits, 99)),
+        mean_queue_s=statistics.mean(one.stats.queue_s for one in answered),
+        hits=tuple(float(part.mean()) for part in np.array_split(np.array(found), _PARTS)),
+        computed_share=computed / sum(one.stats.tokens_prompt for one in answered),
+        variants=dict(sorted(Counter(variants.values()).items())),
     )
