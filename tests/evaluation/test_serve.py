@@ -78,7 +78,7 @@ def test_reuse_computes_each_chunk_once_and_prefix_caching_again_and_again(
         assert last[name].variants_per_chunk == 1.0
         assert last[name].hits == (3.0,) * 4
     assert last[PREFIX_CACHE].variants_per_chunk > 1.5
-    assert sum(last[PREFIX_CACHE].hits) < 8.0
+    assert sum(last[PREFIX_CACHE].hits) < 11.0  # of 12
     assert last["reuse@0"].computed_share < last["reuse@0.15"].computed_share < last[PREFIX_CACHE].computed_share
 
 
