@@ -21,7 +21,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.metrics import EngineCollector, serve_metrics
 from cachecraft_rag.engine.request_log import JsonFormatter
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.errors import BusyError, ConfigError, ContextLengthError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
@@ -119,6 +119,29 @@ def mixture(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ContextLengthError):
         engine.stream(QUESTION * 200, CHUNKS[:3], sampling=SHORT)
     assert engine.settle(400)  # what the cancelled request computed is dropped in the background
+
+
+def test_requests_that_wait_and_that_are_turned_away(decoder: Decoder, tmp_path: Path) -> None:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(decoder, store, new_variants="off", max_waiting=1) as engine,
+        serve_metrics(engine, 0) as server,
+    ):
+        with engine.queue.enter():  # somebody has the turn
+            place = engine.queue.enter()
+            with pytest.raises(BusyError):
+                ask(engine, *CHUNKS[:3])
+            engine._background.wait()
+            found = scrape(server.port)
+            place.leave()
+        assert by(found["cachecraft_turned_away_total"], "reason") == {"full": 1}
+        assert [sample.value for sample in found["cachecraft_waiting_requests"]] == [1]
+        assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1}
+        assert by(found["cachecraft_chunks_total"], "outcome", "reason") == {("failed", "failed"): 3}
+        ask(engine, *CHUNKS[:3])
+        found = scrape(server.port)
+    assert [sample.value for sample in found["cachecraft_waiting_requests"]] == [0]
+    assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1, "length": 1}
 
 
 def test_sums_over_reasons_are_the_requests_and_their_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
