@@ -268,9 +268,8 @@ def print_sources(stream: AnswerStream) -> None:
 
 def print_calibration(rag: CacheCraft) -> None:
     """One line if a calibrated α decides how much is recomputed."""
-    config, found = rag.engine.config, rag.engine.calibration
-    decides = config.reuse and config.recompute_ratio is None and config.alpha is None
-    if decides and found is not None and found.fits(config):
+    found = rag.engine.calibration_for(rag.engine.config)
+    if rag.engine.config.reuse and found is not None:
         out.print(str(found), style="dim", highlight=False)
 
 

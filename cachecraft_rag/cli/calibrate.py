@@ -176,6 +176,7 @@ def _measure(
     with ExitStack() as opened:
         with waiting("Loading the model"):
             engine = opened.enter_context(open_engine(model, store, dtype=compute.dtype, device=compute.device))
+            engine.use_correction(store)  # as the engines that will be opened on this store
         with progress_bar("Calibrating", remaining=True) as show:
             found = calibrating.calibrate(engine, parts[0], settings, progress=show)
         save_calibration(store, engine.decoder.fingerprint, found.calibration)

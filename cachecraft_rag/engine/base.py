@@ -33,6 +33,7 @@ from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
 
 if TYPE_CHECKING:
+    from cachecraft_rag.compute.correction import Correction
     from cachecraft_rag.engine.priming import Primer
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
@@ -149,6 +150,7 @@ class AnswerEngine(Closeable):
         namespace: the tenant; chunk-caches never cross it.
         config: how caches are reused; a call may bring its own.
         calibration: α as `cachecraft calibrate` found it, or None.
+        correction: of chunk-caches captured alone, as `cachecraft calibrate` fitted it, or None.
         prompts: lays out prompts.
         tally: counts the requests of `stream`.
     """
@@ -157,6 +159,7 @@ class AnswerEngine(Closeable):
         self.decoder, self.store = decoder, store
         self.namespace, self.config = config.namespace, config.reuse
         self.calibration: Calibration | None = None
+        self.correction: Correction | None = None
         self.prompts = PromptBuilder(
             decoder.tokenizer,
             context_length=decoder.context_length,
@@ -298,8 +301,11 @@ class AnswerEngine(Closeable):
         """The request as `_pieces` takes it; an engine that sends texts instead of tokens adds them here."""
         return request
 
+    def calibration_for(self, config: ReuseConfig) -> Calibration | None:
+        """The calibration that decides how much is recomputed with these settings, or None."""
+        found, decides = self.calibration, config.recompute_ratio is None and config.alpha is None
+        return found if decides and found and found.fits(config, corrects=self.correction is not None) else None
+
     def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        decides = config.recompute_ratio is None and config.alpha is None
-        if decides and self.calibration is not None and self.calibration.fits(config):
-            return replace(config, alpha=self.calibration.alpha)
-        return config
+        found = self.calibration_for(config)
+        return config if found is None else replace(config, alpha=found.alpha)

@@ -28,7 +28,7 @@ from cachecraft_rag.checks import (
     check_whole,
     listed,
 )
-from cachecraft_rag.compute.correction import Correction, load_correction
+from cachecraft_rag.compute.correction import load_correction
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
@@ -100,9 +100,6 @@ class Engine(AnswerEngine):
         best_last: see `PromptBuilder`.
         new_variants: when new variants are computed, and how many, see `EngineConfig`.
         max_waiting, wait_timeout_s: of the queue, see `EngineConfig`.
-
-    Attributes:
-        correction: of chunk-caches captured alone, as `cachecraft calibrate` fitted it, or None.
     """
 
     decoder: Decoder
@@ -141,7 +138,6 @@ class Engine(AnswerEngine):
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self.queue = RequestQueue(max_waiting, wait_timeout_s)
         self._announcements = Announcements()
-        self.correction: Correction | None = None
         self._opened = ExitStack()  # what `close` closes besides the captures
         self.write_back = WriteBackQueue(
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take

@@ -34,6 +34,7 @@ class Calibration:
     dataset, questions        on which it was found
     origin                    what the chunks were captured behind, a name of `evaluation.quality.conditions`
     selector, budget_scope, drift  with which it was found
+    corrected                 whether a learned correction was on (`compute.correction`)
     """
 
     alpha: float
@@ -48,9 +49,15 @@ class Calibration:
     selector: str
     budget_scope: str
     drift: float
+    corrected: bool = False
 
-    def fits(self, config: ReuseConfig) -> bool:
-        """Whether it was found with this way of choosing tokens, and nothing else makes quality another."""
+    def fits(self, config: ReuseConfig, *, corrects: bool) -> bool:
+        """Whether it was found with this way of choosing tokens, and nothing else makes quality lower.
+
+        `corrects`: whether the engine has a learned correction. What was found without one holds with it as well.
+        """
+        if self.corrected and not (corrects and config.correction == "learned"):
+            return False
         plain = config.early_termination == "off" and config.scope == "anywhere" and not config.ablate
         return plain and (self.selector, self.budget_scope, self.drift) == (
             config.selector,

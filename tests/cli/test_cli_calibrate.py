@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from cachecraft_rag.cli.ask import print_calibration
 from cachecraft_rag.cli.calibrate import calibrate
 from cachecraft_rag.cli.fit_correction import Fitted
 from cachecraft_rag.cli.options import out
+from cachecraft_rag.compute.correction import Correction, correction_path
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.evaluation.quality.correction import Gain, GainInAnswers
@@ -235,6 +237,27 @@ def test_without_a_quality_a_correction_is_fitted_and_the_next_engine_uses_it(ho
     file.write_bytes(file.read_bytes()[:-7])
     with Engine.from_pretrained(str(home / "model"), store=store) as engine:  # broken: as if there were none
         assert engine.correction is None
+
+
+def test_a_quality_is_looked_for_with_the_correction_of_the_store(home: Path) -> None:
+    """One that spoils all it corrects: were it left out, both stores would give the same."""
+    spoilt = home / "spoilt"
+    decoder = Decoder.load(str(home / "model"), dtype="auto")
+    layers, _, _, heads, dim = decoder.layout.shape(1)
+    width = 2 * heads * dim
+    shape = {"down": (layers, width, 1), "offset": (layers, 1), "up": (layers, 1, width)}
+    shift = torch.randn(layers, width, generator=torch.Generator().manual_seed(0))
+    Correction(
+        decoder.fingerprint, **{name: torch.zeros(size) for name, size in shape.items()}, shift=20 * shift, limit=4.0
+    ).write(correction_path(spoilt, decoder.fingerprint))
+    arguments = ("--quality", "0", "--metric", "top1", "--origin", "alone", "--json")
+    plain, corrected = (last_json(run(home, "--store", store, *arguments)) for store in (home / "unspoilt", spoilt))
+    assert (plain["corrected"], corrected["corrected"]) == (False, True)
+    assert corrected["curve"][0]["alpha"] == plain["curve"][0]["alpha"]
+    assert corrected["reached"] < plain["reached"]
+    with Engine.from_pretrained(str(home / "model"), store=spoilt) as engine:
+        assert engine.calibration_for(ReuseConfig()) is not None
+        assert engine.calibration_for(ReuseConfig(correction="off")) is None
 
 
 def test_it_says_what_the_correction_brings() -> None:

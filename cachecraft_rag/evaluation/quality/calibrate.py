@@ -169,7 +169,8 @@ def calibrate(
     α, so a bisection tries about four of the ten. Full prefill answers each question once.
 
     Args:
-        engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
+        engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected, and a learned
+            correction is used if it has one.
 
     Raises:
         ConfigError: see `CalibrationSettings.require`; or this data cannot provide the origin condition; or full
@@ -193,6 +194,7 @@ def calibrate(
         selector=config.selector,
         budget_scope=config.budget_scope,
         drift=config.drift,
+        corrected=engine.correction is not None and config.correction == "learned",
     )
     validation.finish()
     return Calibrated(calibration, validation.curve)
