@@ -60,7 +60,7 @@ class EngineCollector(Collector):
         """The metrics now."""
         yield from self._of_requests()
         try:
-            stats = self._engine.store.stats(ask_remote=False)
+            stats = self._stats()
         except StoreError:  # closed, or its catalog cannot be read: what was counted of requests is told all the same
             stats = None
         readable = "1 while the store's catalog can be read"
@@ -71,6 +71,10 @@ class EngineCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """The families without samples, so that registering asks for no numbers."""
         return [GaugeMetricFamily("cachecraft_store_readable", "1 while the store's catalog can be read")]
+
+    def _stats(self) -> StoreStats:
+        """Of the store. Raises StoreError."""
+        return self._engine.store.stats(ask_remote=False)
 
     def _of_requests(self) -> Iterator[Metric]:
         counts = self._engine.tally.counts()

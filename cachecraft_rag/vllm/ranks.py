@@ -24,6 +24,11 @@ class TensorParallel:
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
 
+    def gather_heads(self, own: Tensor) -> Tensor:
+        """Every rank's `[…, own heads, head_dim]`, joined on the first one; on the others without heads."""
+        joined: Tensor | None = self._group.gather(own.contiguous(), dst=0, dim=-2)
+        return own[..., :0, :] if joined is None else joined
+
     def mean(self, seen: Tensor) -> Tensor:
         """See `Ranks.mean`."""
         total: Tensor = self._group.all_reduce(seen.clone())

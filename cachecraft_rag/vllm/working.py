@@ -13,7 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
@@ -46,7 +49,7 @@ class Workers:
     ) -> None:
         self._stack, self._store, self._block_size = stack, store, block_size
         self._several = isinstance(stack.ranks, TensorParallel)
-        self._first_rank = not isinstance(stack.ranks, TensorParallel) or stack.ranks.rank == 0
+        self.first_rank = not isinstance(stack.ranks, TensorParallel) or stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
         self._loader = Loader(store, stack.layout.layers)
         self._lock = FairLock()
@@ -185,13 +188,8 @@ class Workers:
         blocks = torch.tensor(fill.blocks, device=self._stack.device)
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
         self._stack.write_blocks(result.buffer.kv, slots, fill.first)
-        segments = fill.ask.prompt.segments
-        captured = frozenset(segments[one.segment].segment_id for one in result.recorder.captures)
-        if captured:
-            shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-            context = CaptureContext(segments, fill.ask.prompt.bounds, shares, fill.ask.session, primed=fill.ask.primed)
-            self._write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
-        if self._first_rank and not fill.again:
+        captured = self._capture(filling, result)
+        if self.first_rank and not fill.again:
             for planned in filling.plan.segments:
                 if planned.variant is not None:
                     self._store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
@@ -201,3 +199,24 @@ class Workers:
             self._storing[fill.request_id] = captured
         else:
             self._done.add(fill.request_id)
+
+    def _capture(self, filling: Filling, result: PrefillResult) -> frozenset[str]:
+        """Hand over what was captured; returns the segments that this rank stores.
+
+        Chunk-caches hold all heads, so that any number of ranks can use them. They are gathered here, in the step: a
+        collective in the thread that describes them would meet those of the next forward.
+        """
+        recorder, keys = result.recorder, result.buffer.kv[:, 0]
+        if isinstance(ranks := self._stack.ranks, TensorParallel):
+            for segment in ranks.agree(recorder.missing):
+                recorder.forget(segment)
+            if recorder.captures:
+                keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
+                recorder = recorder.with_all_heads(ranks.gather_heads)
+        if not recorder.captures:
+            return frozenset()
+        ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
+        shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
+        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed)
+        self._write_back.submit(recorder, keys, context)
+        return frozenset(segments[one.segment].segment_id for one in recorder.captures)

@@ -1,0 +1,97 @@
+"""Our metrics at a server's own /metrics: requests are counted in the API server, loads and captures where vLLM runs.
+
+The stores of the scheduler and of the first worker tell their counts with vLLM's own statistics, whenever they have
+changed in a step. They are running totals, so one that is lost on the way is made up for by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.metrics import EngineCollector
+from cachecraft_rag.store import StoreStats
+
+Told = Mapping[Any, Mapping[str, Any]]  # by who told it: `ChunkCacheStore.counts`
+
+
+@dataclass
+class StoreCounts(KVConnectorStats):
+    """What the stores of one vLLM engine have done: `data` is by "scheduler" and "worker"."""
+
+    def reset(self) -> None:
+        """Nothing is told."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """With what another store tells, or with the same one's newer totals."""
+        return StoreCounts(self.data | other.data)
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log."""
+        total = summed(self.data.values())
+        loads, captures = (sum(total.get(name, {}).values()) for name in ("loads", "captures"))
+        return {"chunk-caches loaded so far": loads, "captures so far": captures}
+
+    def is_empty(self) -> bool:
+        """Whether nothing is told."""
+        return not self.data
+
+
+class ToldCounts(KVConnectorPromMetrics):
+    """In the API server: the newest totals of each store.
+
+    Attributes:
+        latest: by number of vLLM's engine and by who told it.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.latest: dict[tuple[int, str], Mapping[str, Any]] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take over what came with a step's statistics."""
+        self.latest.update({(engine_idx, who): counts for who, counts in transfer_stats_data.items()})
+
+
+def told_counts(engine_client: Any) -> Told:
+    """Where the counts of vLLM's processes arrive; always empty where vLLM keeps no statistics."""
+    manager = engine_client.logger_manager
+    for logger in () if manager is None else manager.stat_loggers:
+        found = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
+        if isinstance(found, ToldCounts):
+            return found.latest
+    return {}
+
+
+class ServerCollector(EngineCollector):
+    """As `EngineCollector`, of an API server: with what its vLLM's stores have told."""
+
+    def __init__(self, engine: AnswerEngine, told: Told) -> None:
+        super().__init__(engine)
+        self._told = told
+
+    def _stats(self) -> StoreStats:
+        own = super()._stats()
+        counted = {name: getattr(own, name) for name in self._engine.store.counts()}
+        return replace(own, **summed([counted, *self._told.values()]))
+
+
+def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts of several, added up.
+
+    >>> summed([{"loads": {"disk": 1}, "queued_bytes": 2}, {"loads": {"disk": 2, "host": 1}, "queued_bytes": 3}])
+    {'loads': {'disk': 3, 'host': 1}, 'queued_bytes': 5}
+    """
+    total: dict[str, Any] = {}
+    for one in counts:
+        for name, value in one.items():
+            if isinstance(value, Mapping):
+                total[name] = summed([total.get(name, {}), value])
+            else:
+                total[name] = total.get(name, 0) + value
+    return total
