@@ -74,7 +74,7 @@ class CaptureRecorder:
         """The same of all tensor-parallel ranks on the first one; nothing on the others. All must have the same chunks.
 
         Args:
-            gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first one; it gives the others none.
+            gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first one, and gives others none.
         """
         whole = CaptureRecorder(self._layout, self._like, self._spans)
         whole.settings = self.settings
@@ -82,7 +82,7 @@ class CaptureRecorder:
             kv = gather(one.kv)
             queries = gather(torch.stack([one.queries[layer] for layer in range(self._layout.layers)]))
             if kv.numel():
-                whole._found[one.segment] = replace(one, kv=kv, queries=dict(enumerate(queries)))
+                whole._found[one.segment] = replace(one, kv=kv.contiguous(), queries=dict(enumerate(queries)))
         return whole
 
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:

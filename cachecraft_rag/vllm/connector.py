@@ -171,6 +171,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
         """What the store has done so far, where that has changed; of the workers the first one tells."""
+        return self._safely(None, self._new_counts)
+
+    def _new_counts(self) -> StoreCounts | None:
         if self._workers is not None and not self._workers.first_rank:
             return None
         counts = self._store.counts()
@@ -206,6 +209,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers
 
     def _safely(self, otherwise: T, act: Callable[[], T]) -> T:
+        """What `act` gives, or `otherwise`. The one place that keeps every exception from vLLM.
+
+        What can go wrong with a disk, a remote or a request has its own answers further down. What still comes here is
+        a mistake, of any kind; vLLM would end its engine, and with it every user's request.
+        """
         try:
             return act()
         except Exception:  # see above

@@ -213,7 +213,7 @@ async def _body(raw_request: Request, names: tuple[str, ...]) -> dict[str, Any]:
         body = await raw_request.json()
         check_mapping("the body", body)
         check_names(body, names, what="field")
-    except (ValueError, CacheCraftError) as error:
+    except (ValueError, RecursionError, CacheCraftError) as error:
         raise HTTPException(400, f"the body must be a JSON object: {error}") from error
     return dict(body)
 

@@ -26,8 +26,9 @@ class TensorParallel:
 
     def gather_heads(self, own: Tensor) -> Tensor:
         """Every rank's `[…, own heads, head_dim]`, joined on the first one; on the others without heads."""
-        joined: Tensor | None = self._group.gather(own.contiguous(), dst=0, dim=-2)
-        return own[..., :0, :] if joined is None else joined
+        # Not the group's own `gather`: nothing in vLLM's CPU build uses it, and two ranks hung in it.
+        joined: Tensor = self._group.all_gather(own.contiguous(), dim=-2)
+        return joined if self.rank == 0 else own[..., :0, :]
 
     def mean(self, seen: Tensor) -> Tensor:
         """See `Ranks.mean`."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -112,7 +111,7 @@ class Workers:
     # -- fillings -----------------------------------------------------------------------------------------------------
 
     def _begin(self, fill: Fill) -> None:
-        try:
+        with self._at_their_cost([fill]):
             self._fillings[fill.request_id] = Filling(
                 fill,
                 stack=self._stack,
@@ -121,8 +120,21 @@ class Workers:
                 speed=self._speed,
                 whole=self._several,
             )
-        except Exception:  # noqa: BLE001  # one request's trouble must not end the server
-            self._without_store(fill)
+
+    @contextmanager
+    def _at_their_cost(self, fills: Sequence[Fill]) -> Iterator[None]:
+        """What is raised inside is the trouble of these requests alone: they are computed from nothing instead.
+
+        That is every exception, mistakes of ours too: one that went on to vLLM would end the server for everybody, and
+        after one that was caught further up these requests would wait for their blocks for ever.
+        """
+        try:
+            yield
+        except Exception:  # noqa: BLE001  # see above; `_without_store` logs it with its traceback
+            for fill in fills:
+                if (filling := self._fillings.pop(fill.request_id, None)) is not None:
+                    filling.give_up()
+                self._without_store(fill)
 
     def _without_store(self, fill: Fill) -> None:
         """After a mistake of ours: compute the prompt, from nothing; if that fails too, vLLM fails the request."""
@@ -138,15 +150,10 @@ class Workers:
 
     def _guarded(self, filling: Filling, act: Any) -> None:
         """Do one thing for one filling; whatever it raises is that request's alone."""
-        name = filling.fill.request_id
-        try:
+        with self._at_their_cost([filling.fill]):
             act()
             if filling.result is not None:
                 self._finish(filling)
-        except Exception:  # noqa: BLE001  # see `_begin`
-            del self._fillings[name]
-            filling.give_up()
-            self._without_store(filling.fill)
 
     def _drop(self, name: str) -> None:
         if (filling := self._fillings.pop(name, None)) is not None:
@@ -168,17 +175,12 @@ class Workers:
         passes = [one.row_pass for one in group if one.row_pass is not None]
         for one in group:
             one.begins_layer()
-        try:
-            with self._lock.take():
-                advance(self._stack, passes)
-        except Exception:  # noqa: BLE001  # see `_begin`; which of them is to blame is not known
-            for one in group:
-                del self._fillings[one.fill.request_id]
-                one.give_up()
-                self._without_store(one.fill)
-            return sum(len(one.positions) for one in passes)
         rows = sum(len(one.positions) for one in passes)
-        for one in group:
+        ran = False
+        with self._at_their_cost([one.fill for one in group]), self._lock.take():  # whose fault it is nobody knows
+            advance(self._stack, passes)
+            ran = True
+        for one in group if ran else ():
             self._guarded(one, one.ran_layer)
         return rows
 

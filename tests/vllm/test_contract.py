@@ -127,6 +127,7 @@ def test_ranks_have_one_group() -> None:
 
     assert parameters(GroupCoordinator.broadcast_object)[:3] == ["self", "obj", "src"]
     assert parameters(GroupCoordinator.all_reduce)[:2] == ["self", "input_"]
+    assert parameters(GroupCoordinator.all_gather) == ["self", "input_", "dim"]
     text = inspect.getsource(GroupCoordinator.__init__)
     for name in ("rank_in_group", "world_size", "cpu_group"):
         assert f"self.{name}" in text, name
