@@ -86,7 +86,7 @@ def ratios(reuse: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
 
 
 def measured(client: httpx.Client, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One entry for each concurrency; prefix caching and reuse take turns with equally many requests."""
+    """One entry for each concurrency; both ways are asked equally many requests."""
     dice, chunks = random.Random(chosen.seed), pool(chosen.words)
     dice.shuffle(chunks)
     chunks = chunks[: chosen.pool]
@@ -98,10 +98,11 @@ def measured(client: httpx.Client, chosen: argparse.Namespace) -> Iterator[dict[
         name = f"reuse@{chosen.ratio}"
         for what, ratio in ((PLAIN, None), (name, chosen.ratio)):
             asked = [(f"What does point {n} of the handbook say?", dice.sample(chunks, chosen.chunks))
-                     for n in range(concurrency + chosen.requests)]  # fmt: skip
+                     for n in range(1 + max(concurrency, chosen.requests))]  # fmt: skip
             bodies = [body(one, ratio, chosen.tokens) for one in asked]
-            load(client, bodies[:concurrency], concurrency)  # warm
-            entry[what] = load(client, bodies[concurrency:], concurrency)
+            load(client, bodies[:1], 1)  # the first one finds nothing warm
+            entry[what] = load(client, bodies[1:], concurrency)
+            print(f"concurrency {concurrency}, {what}: {entry[what]}", file=sys.stderr)
         entry["ratio"] = ratios(entry[name], entry[PLAIN])
         yield entry
 

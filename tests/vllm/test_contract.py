@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import defaultdict
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,11 +98,48 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
         "get_finished",
         "get_block_ids_with_load_errors",
         "build_connector_worker_meta",
+        "get_kv_connector_stats",
+        "build_kv_connector_stats",
         "shutdown",
     ):
         ours, base = getattr(CacheCraftConnector, name), getattr(KVConnectorBase_V1, name)
         assert parameters(ours) == parameters(base), name
     assert isinstance(KVConnectorBase_V1.requires_kv_delivery, property)
+
+
+def test_counts_travel_with_vllm_s_statistics() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    from cachecraft_rag.vllm.metrics import StoreCounts, ToldCounts, told_counts
+
+    wanted = ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"]
+    assert parameters(KVConnectorBase_V1.build_prom_metrics) == wanted
+    assert parameters(KVConnectorPromMetrics.__init__) == ["self", *wanted]
+    assert parameters(KVConnectorPromMetrics.observe) == parameters(ToldCounts.observe)
+    assert {"to_dict", "reset", "aggregate", "reduce", "is_empty"} <= set(dir(KVConnectorStats))
+    assert "self.logger_manager" in source("v1.engine.async_llm")
+    assert "self.stat_loggers" in inspect.getsource(StatLoggerManager)
+    text = source("v1.metrics.loggers")
+    assert "self.kv_connector_prom = " in text
+    assert "self.prom_metrics = " in source("distributed.kv_transfer.kv_connector.v1.metrics")
+
+    both = StoreCounts({"worker": {"loads": {"disk": 1}, "captures": {}}}).aggregate(
+        StoreCounts({"worker": {"loads": {"disk": 2}, "captures": {}}, "scheduler": {"lookups": {"found": 3}}})
+    )
+    assert (both.is_empty(), StoreCounts().is_empty()) == (False, True)
+    assert both.reduce() == {"chunk-caches loaded so far": 2, "captures so far": 0}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    kinds: Any = defaultdict(object)
+    told = ToldCounts(config, kinds, [], {})
+    told.observe(both.to_dict(), 0)
+    told.observe({"worker": {"loads": {"disk": 4}}}, 0)
+    assert told.latest == {(0, "worker"): {"loads": {"disk": 4}}, (0, "scheduler"): {"lookups": {"found": 3}}}
+    logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=told))
+    manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
+    assert told_counts(SimpleNamespace(logger_manager=manager)) is told.latest
+    assert told_counts(SimpleNamespace(logger_manager=None)) == {}
 
 
 def test_the_scheduler_hands_over_what_is_read() -> None:

@@ -297,8 +297,8 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
         {"segments": [["chunk", "x", -3, False, True]], "seal": "0" * 32},
     ]  # fmt: skip
     chat = {"messages": [{"role": "user", "content": "x"}], "documents": documents([0]), "max_tokens": 2}
-    further = ["temperature", "cachecraft", "n", "tools", "cache_salt", "stop", "kv_transfer_params", "request_id", "model",
-               "stream", "\ud800"]  # fmt: skip
+    further = ["temperature", "cachecraft", "n", "tools", "cache_salt", "stop", "kv_transfer_params", "request_id",
+               "model", "stream", "\ud800"]  # fmt: skip
     asked: dict[str, tuple[dict[str, Any], list[str]]] = {
         PATHS[0]: (chat, [*chat, *further]),
         PATHS[1]: ({"documents": documents([0])}, ["documents", "estimate", "\ud800"]),
@@ -331,8 +331,9 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
             answer = client.post(f"{server.url}/v1/{path}", content=raw)
             assert answer.status_code in (200, 400, 404, 422), (path, raw[:300], answer.text)
             statuses[answer.status_code] += 1
-            if path == PATHS[0] and answer.status_code in (400, 404):
-                assert answer.json()["error"]["message"]
+            if answer.status_code != 200:
+                told = answer.json()  # FastAPI says in its own way that a body is no JSON at all
+                assert told["error"]["message"] if "error" in told else told["detail"]
         for path in PATHS[1:]:
             for raw in (b"", b"[]", b"{", b'{"documents": 3}', b'{"chunk_ids": [7]}', b'{"more": 1}'):
                 answer = client.post(f"{server.url}/v1/{path}", content=raw)
