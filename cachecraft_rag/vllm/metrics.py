@@ -25,7 +25,7 @@ class StoreCounts(KVConnectorStats):
 
     def reset(self) -> None:
         """Nothing is told."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """With what another store tells, or with the same one's newer totals."""
