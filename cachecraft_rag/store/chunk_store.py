@@ -34,7 +34,7 @@ from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
+from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import (
     Capture,
@@ -315,9 +315,13 @@ class ChunkCacheStore(Closeable):
             disk_budget=self.limits.disk_bytes,
             host_budget=self.config.host_bytes,
             device_budget=self._memory.device.budget_bytes,
-            remote=self._remote.stats(ask=ask_remote) if self._remote is not None else None,
+            remote=self.remote_stats(ask=ask_remote),
             **self.counts(),
         )
+
+    def remote_stats(self, *, ask: bool) -> RemoteStats | None:
+        """Of the remote: what this process did there, and its sizes if it is asked; None without one."""
+        return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
         """What this process holds in memory and has done: fields of `StoreStats` that ask no catalog and no remote."""

@@ -23,7 +23,7 @@ from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import Fill, News
-from cachecraft_rag.vllm.metrics import StoreCounts, ToldCounts
+from cachecraft_rag.vllm.metrics import StoreCounts, ToldCounts, counts_of
 from cachecraft_rag.vllm.models import model_of
 from cachecraft_rag.vllm.ranks import ranks_of_worker
 from cachecraft_rag.vllm.refusals import start_up_refusal
@@ -176,7 +176,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def _new_counts(self) -> StoreCounts | None:
         if self._workers is not None and not self._workers.first_rank:
             return None
-        counts = self._store.counts()
+        counts = counts_of(self._store)
         if counts == self._told_counts:
             return None
         self._told_counts = counts

@@ -14,9 +14,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.metrics import EngineCollector
-from cachecraft_rag.store import StoreStats
+from cachecraft_rag.store import ChunkCacheStore, StoreStats
+from cachecraft_rag.store.remote.breaker import State
 
-Told = Mapping[Any, Mapping[str, Any]]  # by who told it: `ChunkCacheStore.counts`
+Told = Mapping[Any, Mapping[str, Any]]  # by who told it, see `counts_of`
+_BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
+_OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
+
+
+def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
+    """What this process's store has done, as plain numbers: `ChunkCacheStore.counts`, and the same of its remote."""
+    counts, remote = store.counts(), store.remote_stats(ask=False)
+    if remote is not None:
+        counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {"breakers": {remote.breaker: 1}}
+    return counts
 
 
 @dataclass
@@ -77,8 +88,13 @@ class ServerCollector(EngineCollector):
 
     def _stats(self) -> StoreStats:
         own = super()._stats()
-        counted = {name: getattr(own, name) for name in self._engine.store.counts()}
-        return replace(own, **summed([counted, *self._told.values()]))
+        total = summed([counts_of(self._engine.store), *self._told.values()])
+        remote = total.pop("remote", None)
+        if own.remote is not None and remote is not None:
+            breakers = remote.pop("breakers")
+            breaker = next(state for state in _BREAKERS if breakers.get(state))
+            own = replace(own, remote=replace(own.remote, breaker=breaker, **remote))
+        return replace(own, **total)
 
 
 def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

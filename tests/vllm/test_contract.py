@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections import defaultdict
 from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +142,31 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
     assert told_counts(SimpleNamespace(logger_manager=manager)) is told.latest
     assert told_counts(SimpleNamespace(logger_manager=None)) == {}
+
+
+def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
+    from cachecraft_rag.engine.tally import Tally
+    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.vllm.metrics import ServerCollector, counts_of
+
+    with ChunkCacheStore.open(tmp_path / "caches", remote=f"file://{tmp_path / 'remote'}") as store:
+        told = counts_of(store)
+        worker = told | {"loads": {"remote": 2}, "captures": {"stored": 3}, "remote": told["remote"] | {
+            "captures": {"sent": 3}, "breakers": {"probing": 1}}}  # fmt: skip
+        scheduler = told | {"lookups": {"found": 5}}
+        assert json.loads(json.dumps([worker, scheduler])) == [worker, scheduler]  # vLLM's processes send plain values
+        engine: Any = SimpleNamespace(store=store, tally=Tally())
+        collector = ServerCollector(engine, {(0, "worker"): worker, (0, "scheduler"): scheduler})
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in collector.collect()
+            for sample in family.samples
+        }
+    assert samples["cachecraft_loads_total", "remote"] == 2
+    assert samples["cachecraft_captures_total", "stored", ""] == 3
+    assert samples["cachecraft_lookups_total", "found"] == 5
+    assert samples["cachecraft_remote_captures_total", "sent"] == 3
+    assert [samples["cachecraft_remote_breaker", state] for state in ("probing", "closed", "open")] == [1, 0, 0]
 
 
 def test_the_scheduler_hands_over_what_is_read() -> None:
