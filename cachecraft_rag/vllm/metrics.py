@@ -98,11 +98,7 @@ class ServerCollector(EngineCollector):
 
 
 def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of several, added up.
-
-    >>> summed([{"loads": {"disk": 1}, "queued_bytes": 2}, {"loads": {"disk": 2, "host": 1}, "queued_bytes": 3}])
-    {'loads': {'disk': 3, 'host': 1}, 'queued_bytes': 5}
-    """
+    """Counts of several, added up, those below a name too."""
     total: dict[str, Any] = {}
     for one in counts:
         for name, value in one.items():
