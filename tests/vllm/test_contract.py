@@ -150,6 +150,7 @@ def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
     from cachecraft_rag.vllm.metrics import ServerCollector, counts_of, summed
 
     assert summed([{"a": {"b": 1}, "c": 2}, {"a": {"b": 2, "d": 1}, "c": 3}]) == {"a": {"b": 3, "d": 1}, "c": 5}
+    (tmp_path / "remote").mkdir()
     with ChunkCacheStore.open(tmp_path / "caches", remote=f"file://{tmp_path / 'remote'}") as store:
         told = counts_of(store)
         worker = told | {"loads": {"remote": 2}, "captures": {"stored": 3}, "remote": told["remote"] | {
