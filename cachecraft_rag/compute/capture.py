@@ -8,8 +8,8 @@ answer is out. Rejected: explicit softmax inside the pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,26 @@ class CaptureRecorder:
     def forget(self, segment: int) -> None:
         """This one need not be kept."""
         self._found.pop(segment, None)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The segments that were to be kept and of which there is no capture."""
+        return frozenset(segment for segment, *_ in self._spans) - {one.segment for one in self.captures}
+
+    def with_all_heads(self, gather: Callable[[Tensor], Tensor]) -> CaptureRecorder:
+        """The same of all tensor-parallel ranks on the first one; nothing on the others. All must have the same chunks.
+
+        Args:
+            gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first one, and gives others none.
+        """
+        whole = CaptureRecorder(self._layout, self._like, self._spans)
+        whole.settings = self.settings
+        for one in self.captures:  # ascending: in the same order on every rank
+            kv = gather(one.kv)
+            queries = gather(torch.stack([one.queries[layer] for layer in range(self._layout.layers)]))
+            if kv.numel():
+                whole._found[one.segment] = replace(one, kv=kv.contiguous(), queries=dict(enumerate(queries)))
+        return whole
 
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
         """The captures among the ascending positions `[rows]` of a pass, and their rows.

@@ -64,7 +64,7 @@ class EngineCollector(Collector):
             turned = {"full": queue.rejected, "timeout": queue.timed_out}
             yield _counter("turned_away", "Requests that got no turn, by reason", "reason", turned)
         try:
-            stats = self._engine.store.stats(ask_remote=False)
+            stats = self._stats()
         except StoreError:  # closed, or its catalog cannot be read: what was counted of requests is told all the same
             stats = None
         readable = "1 while the store's catalog can be read"
@@ -75,6 +75,10 @@ class EngineCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """The families without samples, so that registering asks for no numbers."""
         return [GaugeMetricFamily("cachecraft_store_readable", "1 while the store's catalog can be read")]
+
+    def _stats(self) -> StoreStats:
+        """Of the store. Raises StoreError."""
+        return self._engine.store.stats(ask_remote=False)
 
     def _of_requests(self) -> Iterator[Metric]:
         counts = self._engine.tally.counts()

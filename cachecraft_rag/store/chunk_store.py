@@ -34,7 +34,7 @@ from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
+from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
 from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import (
     Capture,
@@ -308,26 +308,35 @@ class ChunkCacheStore(Closeable):
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
-        remote = self._remote.stats(ask=ask_remote) if self._remote is not None else None
+        return StoreStats(
+            variants=totals.variants,
+            chunks=totals.chunks,
+            disk_bytes=totals.file_bytes + totals.reserved_bytes,
+            disk_budget=self.limits.disk_bytes,
+            host_budget=self.config.host_bytes,
+            device_budget=self._memory.device.budget_bytes,
+            remote=self.remote_stats(ask=ask_remote),
+            **self.counts(),
+        )
+
+    def remote_stats(self, *, ask: bool) -> RemoteStats | None:
+        """Of the remote: what this process did there, and its sizes if it is asked; None without one."""
+        return self._remote.stats(ask=ask) if self._remote is not None else None
+
+    def counts(self) -> dict[str, Any]:
+        """What this process holds in memory and has done: fields of `StoreStats` that ask no catalog and no remote."""
         queued_bytes, captures = self._writer.counts()
         with self._lock:
-            return StoreStats(
-                variants=totals.variants,
-                chunks=totals.chunks,
-                disk_bytes=totals.file_bytes + totals.reserved_bytes,
-                disk_budget=self.limits.disk_bytes,
-                host_bytes=self._memory.host.used_bytes,
-                host_budget=self.config.host_bytes,
-                device_bytes=self._memory.device.used_bytes,
-                device_budget=self._memory.device.budget_bytes,
-                queued_bytes=queued_bytes,
-                lookups=dict(self._lookups),
-                loads={str(tier): count for tier, count in self._loads.items()},
-                load_failures=_by_tier(self._load_failures),
-                captures=captures,
-                evictions=self._evictions(),
-                remote=remote,
-            )
+            return {
+                "host_bytes": self._memory.host.used_bytes,
+                "device_bytes": self._memory.device.used_bytes,
+                "queued_bytes": queued_bytes,
+                "lookups": dict(self._lookups),
+                "loads": {str(tier): count for tier, count in self._loads.items()},
+                "load_failures": _by_tier(self._load_failures),
+                "captures": {str(outcome): count for outcome, count in captures.items()},
+                "evictions": self._evictions(),
+            }
 
     def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of what is stored, private variants included, highest eviction score first. Raises StoreError."""

@@ -23,6 +23,7 @@ from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import Fill, News
+from cachecraft_rag.vllm.metrics import StoreCounts, ToldCounts, counts_of
 from cachecraft_rag.vllm.models import model_of
 from cachecraft_rag.vllm.ranks import ranks_of_worker
 from cachecraft_rag.vllm.refusals import start_up_refusal
@@ -86,6 +87,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         stack = None if model is None else WorkerStack(model, ranks_of_worker())
         self._store = ChunkCacheStore.open(self._settings.store, self._settings.store_config)
+        self._told_counts: dict[str, Any] = {}
         if stack is None:
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
             self._scheduling = Scheduling(
@@ -165,6 +167,31 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         news = self._safely(None, lambda: self._worker().news())
         return None if news is None else StepNews(news)
 
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> StoreCounts | None:
+        """What the store has done so far, where that has changed; of the workers the first one tells."""
+        return self._safely(None, self._new_counts)
+
+    def _new_counts(self) -> StoreCounts | None:
+        if self._workers is not None and not self._workers.first_rank:
+            return None
+        counts = counts_of(self._store)
+        if counts == self._told_counts:
+            return None
+        self._told_counts = counts
+        return StoreCounts({"scheduler" if self._workers is None else "worker": counts})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreCounts:
+        """What was told, on its arrival in the API server."""
+        return StoreCounts(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> ToldCounts:
+        """Where it arrives for /metrics, see `metrics.ServerCollector`."""
+        return ToldCounts(*arguments)
+
     def shutdown(self) -> None:
         """Finish the captures, and close the store."""
         for part in (self._workers, self._scheduling, self._store):
@@ -182,6 +209,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers
 
     def _safely(self, otherwise: T, act: Callable[[], T]) -> T:
+        """What `act` gives, or `otherwise`. The one place that keeps every exception from vLLM.
+
+        What can go wrong with a disk, a remote or a request has its own answers further down. What still comes here is
+        a mistake, of any kind; vLLM would end its engine, and with it every user's request.
+        """
         try:
             return act()
         except Exception:  # see above

@@ -92,6 +92,16 @@ def check_documents(documents: object) -> None:
             raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
         if wrong := [name for name, value in one.items() if not isinstance(value, str)]:
             raise ConfigError(f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text")
+        _check_characters(one["text"], f"documents[{place}]")
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raises ConfigError for half a surrogate pair, which JSON can name and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        why = f"{where}: the character at {error.start} is half a surrogate pair; leave it out"
+        raise ConfigError(why) from error
 
 
 def _conversation(messages: Sequence[Any]) -> tuple[str | None, list[Turn]]:
@@ -121,12 +131,13 @@ def _text(content: object, place: int) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
+        _check_characters(content, f"messages[{place}]")
         return content
     parts = list(content) if isinstance(content, Sequence) else [content]
     texts = [one.get("text") for one in parts if isinstance(one, Mapping) and one.get("type") == "text"]
     if len(texts) < len(parts) or not all(isinstance(one, str) for one in texts):
         raise ConfigError(f"messages[{place}]: together with documents, messages hold text only")
-    return "".join(map(str, texts))
+    return _text("".join(map(str, texts)), place)
 
 
 def _config(given: object, default: ReuseConfig) -> ReuseConfig | None:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
+import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
@@ -28,6 +29,7 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm.documents import Asked, check_documents
 from cachecraft_rag.vllm.front import ServerEngine
+from cachecraft_rag.vllm.metrics import ServerCollector, told_counts
 from cachecraft_rag.vllm.records import Record, RecordingClient, Records
 from cachecraft_rag.vllm.serving import Calls
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -61,13 +63,14 @@ class ChatWithDocuments:
         engine = await loop.run_in_executor(None, opened)
         await loop.run_in_executor(None, engine.check_reuse)
         state.cachecraft = Endpoint(engine)
+        prometheus_client.REGISTRY.register(ServerCollector(engine, told_counts(engine_client)))
 
 
 class Endpoint:
     """What the routes share: the engine, threads for what blocks, and the records of requests."""
 
     def __init__(self, engine: ServerEngine) -> None:
-        self.engine, self.records = engine, Records()
+        self.engine, self.records = engine, Records(engine.ended)
         self._layouts = ThreadPoolExecutor(_THREADS, "cachecraft-prompts")
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
@@ -124,13 +127,21 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
         record = Record(prepared, engine.decoder.layout.layers)
         return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
 
-    record, transfer, salt = await endpoint.in_thread(prepare)
+    try:
+        record, transfer, salt = await endpoint.in_thread(prepare)
+    except HTTPException:
+        engine.tally.refuse()
+        raise
     request.documents = None
     request.kv_transfer_params, request.cache_salt = transfer, salt
     stock = raw_request.app.state.openai_serving_chat
     handler = copy.copy(stock)
     handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
-    return await _answer(handler, request, raw_request)
+    try:
+        return await _answer(handler, request, raw_request)
+    finally:
+        if not record.begun:  # vLLM's own handler has refused it
+            engine.tally.refuse()
 
 
 async def _answer(handler: Any, request: ChatCompletionRequest, raw_request: Request) -> Any:
@@ -202,7 +213,7 @@ async def _body(raw_request: Request, names: tuple[str, ...]) -> dict[str, Any]:
         body = await raw_request.json()
         check_mapping("the body", body)
         check_names(body, names, what="field")
-    except (ValueError, CacheCraftError) as error:
+    except (ValueError, RecursionError, CacheCraftError) as error:
         raise HTTPException(400, f"the body must be a JSON object: {error}") from error
     return dict(body)
 

@@ -36,7 +36,7 @@ class Filling:
 
         Args:
             whole: one rank of several. Everything is loaded before computing, because ranks read at different speeds
-                and must do the same passes; and nothing is captured, because each rank has only its own heads.
+                and must do the same passes.
         """
         self.fill, self._stack, self._loader = fill, stack, loader
         self._began = time.perf_counter()
@@ -48,7 +48,7 @@ class Filling:
         self.result: PrefillResult | None = None
         job = self._resolved.job
         captures = job.captures if fill.ask.captures is None else fill.ask.captures
-        job = replace(job, rows=job.rows.finish([fill.last]), captures=() if fill.again or whole else captures)
+        job = replace(job, rows=job.rows.finish([fill.last]), captures=() if fill.again else captures)
         self._loads = loader.begin(self._resolved.to_load)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0

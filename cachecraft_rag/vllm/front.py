@@ -14,7 +14,9 @@ from cachecraft_rag import __version__
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.request import Request, check_asked
+from cachecraft_rag.engine.request_log import log_request
 from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -73,6 +75,11 @@ class ServerEngine(VLLMEngine):
         config = self._calibrated(asked.config or self.config)
         request = Request(prompt, config, SamplingParams(), session, started)
         return request, Ask(prompt, config, session, client_salt=asked.client_salt)
+
+    def ended(self, stats: RequestStats) -> None:
+        """Count and log a request that has ended."""
+        self.tally.add(stats)
+        log_request(stats)
 
     def transfer(self, ask: Ask) -> dict[str, Any]:
         """vLLM's `kv_transfer_params` of a request."""

@@ -24,6 +24,12 @@ class TensorParallel:
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
 
+    def gather_heads(self, own: Tensor) -> Tensor:
+        """Every rank's `[…, own heads, head_dim]`, joined on the first one; on the others without heads."""
+        # Not the group's own `gather`: nothing in vLLM's CPU build uses it, and two ranks hung in it.
+        joined: Tensor = self._group.all_gather(own.contiguous(), dim=-2)
+        return joined if self.rank == 0 else own[..., :0, :]
+
     def mean(self, seen: Tensor) -> Tensor:
         """See `Ranks.mean`."""
         total: Tensor = self._group.all_reduce(seen.clone())

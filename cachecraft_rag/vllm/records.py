@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from cachecraft_rag.engine.request import Request, SegmentReport, stats_of
+from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.vllm.messages import FIELD
 
 REMEMBERED = 1000  # requests: a few kilobytes each
@@ -31,11 +32,14 @@ class Record:
     """One request of an API server, as far as it has come.
 
     told  what the connector said at its end, see `working.Filling.report`
+    begun, counted  it was handed to vLLM; its end is told
     """
 
     request: Request
     layers: int
     told: dict[str, Any] = field(default_factory=dict)
+    begun: bool = False
+    counted: bool = False
 
     def note(self, output: Any) -> None:
         """One of vLLM's outputs: new tokens, or all of them at once where the answer is not streamed."""
@@ -73,8 +77,9 @@ class Record:
 class Records:
     """The last requests of an API server. Used in its event loop only."""
 
-    def __init__(self, most: int = REMEMBERED) -> None:
-        self._most = most
+    def __init__(self, ended: Callable[[RequestStats], None], most: int = REMEMBERED) -> None:
+        """`ended` is told of each request once, when it has ended."""
+        self._most, self._told_ended = most, ended
         self._under_way: dict[str, Record] = {}
         self._ended: OrderedDict[str, tuple[str | None, dict[str, Any]]] = OrderedDict()
 
@@ -85,6 +90,9 @@ class Records:
     def end(self, name: str, record: Record) -> None:
         """It has ended; its prompt is forgotten, its numbers are kept."""
         record.end()
+        if not record.counted:
+            record.counted = True
+            self._told_ended(stats_of(record.request, record.layers))
         if self._under_way.get(name) is record:  # a client may give two requests one name
             del self._under_way[name]
         self._ended[name] = (record.request.session, record.as_dict())
@@ -110,8 +118,13 @@ class RecordingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
         """As vLLM's; the last output carries the whole record."""
+        self._record.begun = True
+        self._record.request.request_id = request_id
+        return self._generate(prompt, params, request_id, **options)
+
+    async def _generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
         self._records.begin(request_id, self._record)
         try:
             async with aclosing(self._client.generate(prompt, params, request_id, **options)) as outputs:
@@ -122,5 +135,8 @@ class RecordingClient:
                         output.kv_transfer_params = {FIELD: self._record.as_dict()}
                         self._records.end(request_id, self._record)
                     yield output
+        except Exception:  # whatever it is: it is raised again
+            self._record.request.finish = "failed"
+            raise
         finally:
             self._records.end(request_id, self._record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +16,8 @@ from cachecraft_rag.vllm.engine import changed_settings, require_vllm
 from cachecraft_rag.vllm.plugin import CONNECTOR, ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.served import ServedModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
+
+logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Set here, so they cannot be given as further arguments.
 _OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
@@ -42,6 +45,9 @@ def serve(
     """
     check_arguments(arguments)
     require_vllm()
+    # One API server, so one process counts: with files that several would share, our own metrics would be left out.
+    if os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None) is not None:
+        logger.warning("PROMETHEUS_MULTIPROC_DIR is not used: one process serves HTTP, and /metrics is its own")
     named = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, PLUGIN, ENDPOINT]))
     served = ServedModel.load(model, dtype=config.dtype)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
@@ -46,7 +48,7 @@ class Workers:
     ) -> None:
         self._stack, self._store, self._block_size = stack, store, block_size
         self._several = isinstance(stack.ranks, TensorParallel)
-        self._first_rank = not isinstance(stack.ranks, TensorParallel) or stack.ranks.rank == 0
+        self.first_rank = not isinstance(stack.ranks, TensorParallel) or stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
         self._loader = Loader(store, stack.layout.layers)
         self._lock = FairLock()
@@ -109,7 +111,7 @@ class Workers:
     # -- fillings -----------------------------------------------------------------------------------------------------
 
     def _begin(self, fill: Fill) -> None:
-        try:
+        with self._at_their_cost([fill]):
             self._fillings[fill.request_id] = Filling(
                 fill,
                 stack=self._stack,
@@ -118,8 +120,21 @@ class Workers:
                 speed=self._speed,
                 whole=self._several,
             )
-        except Exception:  # noqa: BLE001  # one request's trouble must not end the server
-            self._without_store(fill)
+
+    @contextmanager
+    def _at_their_cost(self, fills: Sequence[Fill]) -> Iterator[None]:
+        """What is raised inside is the trouble of these requests alone: they are computed from nothing instead.
+
+        That is every exception, mistakes of ours too: one that went on to vLLM would end the server for everybody, and
+        after one that was caught further up these requests would wait for their blocks for ever.
+        """
+        try:
+            yield
+        except Exception:  # noqa: BLE001  # see above; `_without_store` logs it with its traceback
+            for fill in fills:
+                if (filling := self._fillings.pop(fill.request_id, None)) is not None:
+                    filling.give_up()
+                self._without_store(fill)
 
     def _without_store(self, fill: Fill) -> None:
         """After a mistake of ours: compute the prompt, from nothing; if that fails too, vLLM fails the request."""
@@ -135,15 +150,10 @@ class Workers:
 
     def _guarded(self, filling: Filling, act: Any) -> None:
         """Do one thing for one filling; whatever it raises is that request's alone."""
-        name = filling.fill.request_id
-        try:
+        with self._at_their_cost([filling.fill]):
             act()
             if filling.result is not None:
                 self._finish(filling)
-        except Exception:  # noqa: BLE001  # see `_begin`
-            del self._fillings[name]
-            filling.give_up()
-            self._without_store(filling.fill)
 
     def _drop(self, name: str) -> None:
         if (filling := self._fillings.pop(name, None)) is not None:
@@ -165,17 +175,12 @@ class Workers:
         passes = [one.row_pass for one in group if one.row_pass is not None]
         for one in group:
             one.begins_layer()
-        try:
-            with self._lock.take():
-                advance(self._stack, passes)
-        except Exception:  # noqa: BLE001  # see `_begin`; which of them is to blame is not known
-            for one in group:
-                del self._fillings[one.fill.request_id]
-                one.give_up()
-                self._without_store(one.fill)
-            return sum(len(one.positions) for one in passes)
         rows = sum(len(one.positions) for one in passes)
-        for one in group:
+        ran = False
+        with self._at_their_cost([one.fill for one in group]), self._lock.take():  # whose fault it is nobody knows
+            advance(self._stack, passes)
+            ran = True
+        for one in group if ran else ():
             self._guarded(one, one.ran_layer)
         return rows
 
@@ -185,13 +190,8 @@ class Workers:
         blocks = torch.tensor(fill.blocks, device=self._stack.device)
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
         self._stack.write_blocks(result.buffer.kv, slots, fill.first)
-        segments = fill.ask.prompt.segments
-        captured = frozenset(segments[one.segment].segment_id for one in result.recorder.captures)
-        if captured:
-            shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-            context = CaptureContext(segments, fill.ask.prompt.bounds, shares, fill.ask.session, primed=fill.ask.primed)
-            self._write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
-        if self._first_rank and not fill.again:
+        captured = self._capture(filling, result)
+        if self.first_rank and not fill.again:
             for planned in filling.plan.segments:
                 if planned.variant is not None:
                     self._store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
@@ -201,3 +201,24 @@ class Workers:
             self._storing[fill.request_id] = captured
         else:
             self._done.add(fill.request_id)
+
+    def _capture(self, filling: Filling, result: PrefillResult) -> frozenset[str]:
+        """Hand over what was captured; returns the segments that this rank stores.
+
+        Chunk-caches hold all heads, so that any number of ranks can use them. They are gathered here, in the step: a
+        collective in the thread that describes them would meet those of the next forward.
+        """
+        recorder, keys = result.recorder, result.buffer.kv[:, 0]
+        if isinstance(ranks := self._stack.ranks, TensorParallel):
+            for segment in ranks.agree(recorder.missing):
+                recorder.forget(segment)
+            if recorder.captures:
+                keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
+                recorder = recorder.with_all_heads(ranks.gather_heads)
+        if not recorder.captures:
+            return frozenset()
+        ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
+        shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
+        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed)
+        self._write_back.submit(recorder, keys, context)
+        return frozenset(segments[one.segment].segment_id for one in recorder.captures)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 START_S = 900.0  # two busy cores take a minute and more
 
@@ -23,7 +24,7 @@ class ServerProcess:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.url, self._log = f"http://127.0.0.1:{port}", log
+        self.url, self.store, self._log = f"http://127.0.0.1:{port}", store, log
         command = [str(Path(sys.executable).with_name("cachecraft")), "serve", str(model), "--store", str(store)]
         command += ["--port", str(port), *options]
         if "--" not in options:
@@ -63,6 +64,16 @@ class ServerProcess:
         values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
         assert values, name
         return sum(values)
+
+    def counts(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """Our own metrics by name and values of labels, from a scrape."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        return {
+            (sample.name, tuple(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("cachecraft_")
+        }
 
     def settles(self) -> None:
         """Wait until no request runs or waits, and no block is in use."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+from collections import defaultdict
 from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,11 +100,75 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
         "get_finished",
         "get_block_ids_with_load_errors",
         "build_connector_worker_meta",
+        "get_kv_connector_stats",
+        "build_kv_connector_stats",
         "shutdown",
     ):
         ours, base = getattr(CacheCraftConnector, name), getattr(KVConnectorBase_V1, name)
         assert parameters(ours) == parameters(base), name
     assert isinstance(KVConnectorBase_V1.requires_kv_delivery, property)
+
+
+def test_counts_travel_with_vllm_s_statistics() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    from cachecraft_rag.vllm.metrics import StoreCounts, ToldCounts, told_counts
+
+    wanted = ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"]
+    assert parameters(KVConnectorBase_V1.build_prom_metrics) == wanted
+    assert parameters(KVConnectorPromMetrics.__init__) == ["self", *wanted]
+    assert parameters(KVConnectorPromMetrics.observe) == parameters(ToldCounts.observe)
+    assert {"to_dict", "reset", "aggregate", "reduce", "is_empty"} <= set(dir(KVConnectorStats))
+    assert "self.logger_manager" in source("v1.engine.async_llm")
+    assert "self.stat_loggers" in inspect.getsource(StatLoggerManager)
+    text = source("v1.metrics.loggers")
+    assert "self.kv_connector_prom = " in text
+    assert "self.prom_metrics = " in source("distributed.kv_transfer.kv_connector.v1.metrics")
+
+    both = StoreCounts({"worker": {"loads": {"disk": 1}, "captures": {}}}).aggregate(
+        StoreCounts({"worker": {"loads": {"disk": 2}, "captures": {}}, "scheduler": {"lookups": {"found": 3}}})
+    )
+    assert (both.is_empty(), StoreCounts().is_empty()) == (False, True)
+    assert both.reduce() == {"chunk-caches loaded so far": 2, "captures so far": 0}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    kinds: Any = defaultdict(object)
+    told = ToldCounts(config, kinds, [], {})
+    told.observe(both.to_dict(), 0)
+    told.observe({"worker": {"loads": {"disk": 4}}}, 0)
+    assert told.latest == {(0, "worker"): {"loads": {"disk": 4}}, (0, "scheduler"): {"lookups": {"found": 3}}}
+    logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=told))
+    manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
+    assert told_counts(SimpleNamespace(logger_manager=manager)) is told.latest
+    assert told_counts(SimpleNamespace(logger_manager=None)) == {}
+
+
+def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
+    from cachecraft_rag.engine.tally import Tally
+    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.vllm.metrics import ServerCollector, counts_of, summed
+
+    assert summed([{"a": {"b": 1}, "c": 2}, {"a": {"b": 2, "d": 1}, "c": 3}]) == {"a": {"b": 3, "d": 1}, "c": 5}
+    (tmp_path / "remote").mkdir()
+    with ChunkCacheStore.open(tmp_path / "caches", remote=f"file://{tmp_path / 'remote'}") as store:
+        told = counts_of(store)
+        worker = told | {"loads": {"remote": 2}, "captures": {"stored": 3}, "remote": told["remote"] | {
+            "captures": {"sent": 3}, "breakers": {"probing": 1}}}  # fmt: skip
+        scheduler = told | {"lookups": {"found": 5}}
+        assert json.loads(json.dumps([worker, scheduler])) == [worker, scheduler]  # vLLM's processes send plain values
+        engine: Any = SimpleNamespace(store=store, tally=Tally())
+        collector = ServerCollector(engine, {(0, "worker"): worker, (0, "scheduler"): scheduler})
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in collector.collect()
+            for sample in family.samples
+        }
+    assert samples["cachecraft_loads_total", "remote"] == 2
+    assert samples["cachecraft_captures_total", "stored", ""] == 3
+    assert samples["cachecraft_lookups_total", "found"] == 5
+    assert samples["cachecraft_remote_captures_total", "sent"] == 3
+    assert [samples["cachecraft_remote_breaker", state] for state in ("probing", "closed", "open")] == [1, 0, 0]
 
 
 def test_the_scheduler_hands_over_what_is_read() -> None:
@@ -127,6 +195,7 @@ def test_ranks_have_one_group() -> None:
 
     assert parameters(GroupCoordinator.broadcast_object)[:3] == ["self", "obj", "src"]
     assert parameters(GroupCoordinator.all_reduce)[:2] == ["self", "input_"]
+    assert parameters(GroupCoordinator.all_gather) == ["self", "input_", "dim"]
     text = inspect.getsource(GroupCoordinator.__init__)
     for name in ("rank_in_group", "world_size", "cpu_group"):
         assert f"self.{name}" in text, name

@@ -66,6 +66,8 @@ def test_chunks_history_and_question() -> None:
         ({"documents": [{"text": "a", "page": 3}]}, "'page' must be a string; leave it out"),
         ({"documents": [{"text": "a"}] * (MOST_DOCUMENTS + 1)}, "send at most"),
         ({"documents": [{"text": "a" * 6500}]}, "send at most 6400: the best"),
+        ({"documents": [{"text": "half \ud83e"}]}, r"documents\[0\]: the character at 5 is half a surrogate"),
+        ({"messages": [{"role": "user", "content": "\udd16"}]}, r"messages\[0\]: the character at 0 is half"),
         ({"n": 2}, "ask again"),
         ({"echo": True}, "leave it out"),
         ({"prompt_logprobs": 0}, "leave it out"),

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types import Chunk, LoadedVariant, Variant
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
-from tests.vllm.test_equality import BASE, asks_of, assert_equal, expected_cases
+from tests.vllm.test_equality import BASE, asks_of, assert_equal, expected_cases, greedy
 
 
 @pytest.mark.slow
@@ -32,7 +33,28 @@ def test_two_ranks_answer_as_one(
     with ChunkCacheStore.open(root) as store, Engine(Decoder.load(str(folder)), store, config=BASE) as engine:
         fresh = [Chunk("A new " + text) for text in TEXTS[:2]]
         prompt = engine.prompts.build("What is new?", fresh)
-        (cold,) = server.ask([Ask(prompt, BASE, captures=(1, 2), when_stored=True)])
+        (cold,) = server.ask([Ask(prompt, BASE, captures=(0, 1, 2), when_stored=True, details=True)])
         assert [one["outcome"] for one in cold.told["segments"]] == ["exact", "computed", "computed", "computed"]
         found = engine.look_up(prompt.segments[:-1]).variants
-        assert [len(some) for some in found.values()] == [1, 0, 0]  # a rank has only its own heads
+        assert [len(some) for some in found.values()] == [1, 1, 1]
+        with ChunkCacheStore.open(tmp_path / "alone") as alone, Engine(engine.decoder, alone, config=BASE) as other:
+            other.capture(prompt, (0, 1, 2), primed=False)
+            expected = other.look_up(prompt.segments[:-1]).variants
+            for segment in prompt.segments[1:-1]:
+                assert_same_capture(store, found[segment.segment_id][0], alone, expected[segment.segment_id][0])
+        moved = greedy(engine, "What is new?", [fresh[1], fresh[0]], BASE)
+        ask = Ask(moved.prompt, BASE, captures=(), details=True)
+        assert_equal(server.ask([ask])[0], moved, layers)
+        assert moved.outcomes == ["exact", "reused", "reused", "computed"]
+
+
+def assert_same_capture(store: ChunkCacheStore, one: Variant, alone: ChunkCacheStore, other: Variant) -> None:
+    loaded, expected = store.load(one), alone.load(other)
+    assert isinstance(loaded, LoadedVariant)
+    assert isinstance(expected, LoadedVariant)
+    torch.testing.assert_close(loaded.kv, expected.kv, rtol=0, atol=1e-4)
+    assert one.inter == pytest.approx(other.inter, abs=1e-3)
+    assert (one.intra, one.cci) == pytest.approx((other.intra, other.cci), abs=1e-3)
+    scores, wanted = (found.token_scores([row.variant_id])[row.variant_id] for found, row in
+                      ((store, one), (alone, other)))  # fmt: skip
+    assert scores.received == pytest.approx(wanted.received, abs=1e-3)

@@ -1,0 +1,109 @@
+"""Our metrics at a server's own /metrics: requests are counted in the API server, loads and captures where vLLM runs.
+
+The stores of the scheduler and of the first worker tell their counts with vLLM's own statistics, whenever they have
+changed in a step. They are running totals, so one that is lost on the way is made up for by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.metrics import EngineCollector
+from cachecraft_rag.store import ChunkCacheStore, StoreStats
+from cachecraft_rag.store.remote.breaker import State
+
+Told = Mapping[Any, Mapping[str, Any]]  # by who told it, see `counts_of`
+_BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
+_OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
+
+
+def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
+    """What this process's store has done, as plain numbers: `ChunkCacheStore.counts`, and the same of its remote."""
+    counts, remote = store.counts(), store.remote_stats(ask=False)
+    if remote is not None:
+        counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {"breakers": {remote.breaker: 1}}
+    return counts
+
+
+@dataclass
+class StoreCounts(KVConnectorStats):
+    """What the stores of one vLLM engine have done: `data` is by "scheduler" and "worker"."""
+
+    def reset(self) -> None:
+        """Nothing is told."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """With what another store tells, or with the same one's newer totals."""
+        return StoreCounts(self.data | other.data)
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log."""
+        total = summed(self.data.values())
+        loads, captures = (sum(total.get(name, {}).values()) for name in ("loads", "captures"))
+        return {"chunk-caches loaded so far": loads, "captures so far": captures}
+
+    def is_empty(self) -> bool:
+        """Whether nothing is told."""
+        return not self.data
+
+
+class ToldCounts(KVConnectorPromMetrics):
+    """In the API server: the newest totals of each store.
+
+    Attributes:
+        latest: by number of vLLM's engine and by who told it.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.latest: dict[tuple[int, str], Mapping[str, Any]] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take over what came with a step's statistics."""
+        self.latest.update({(engine_idx, who): counts for who, counts in transfer_stats_data.items()})
+
+
+def told_counts(engine_client: Any) -> Told:
+    """Where the counts of vLLM's processes arrive; always empty where vLLM keeps no statistics."""
+    manager = engine_client.logger_manager
+    for logger in () if manager is None else manager.stat_loggers:
+        found = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
+        if isinstance(found, ToldCounts):
+            return found.latest
+    return {}
+
+
+class ServerCollector(EngineCollector):
+    """As `EngineCollector`, of an API server: with what its vLLM's stores have told."""
+
+    def __init__(self, engine: AnswerEngine, told: Told) -> None:
+        super().__init__(engine)
+        self._told = told
+
+    def _stats(self) -> StoreStats:
+        own = super()._stats()
+        total = summed([counts_of(self._engine.store), *self._told.values()])
+        remote = total.pop("remote", None)
+        if own.remote is not None and remote is not None:
+            breakers = remote.pop("breakers")
+            breaker = next(state for state in _BREAKERS if breakers.get(state))
+            own = replace(own, remote=replace(own.remote, breaker=breaker, **remote))
+        return replace(own, **total)
+
+
+def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts of several, added up, those below a name too."""
+    total: dict[str, Any] = {}
+    for one in counts:
+        for name, value in one.items():
+            if isinstance(value, Mapping):
+                total[name] = summed([total.get(name, {}), value])
+            else:
+                total[name] = total.get(name, 0) + value
+    return total

@@ -1,0 +1,65 @@
+"""Two servers with nothing in common but a Redis: what the first has captured, the second reuses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.store import ChunkCacheStore
+from tests.store.remote.conftest import Server, make_redis
+from tests.vllm.conftest import TEXTS
+from tests.vllm.http_server import START_S, ServerProcess
+
+__all__ = ["make_redis"]  # a fixture
+LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
+
+
+@pytest.mark.slow
+def test_a_second_replica_reuses_what_the_first_has_captured(
+    model_folder: Callable[[str], Path], make_redis: Callable[..., Server], tmp_path: Path
+) -> None:
+    url = f"redis://127.0.0.1:{make_redis().port}/0"
+    options = ("--max-model-len", "2048", "--remote", url)
+    servers = []
+    try:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            log = tmp_path / name / "log"
+            servers.append(ServerProcess(model_folder("Llama"), tmp_path / name / "store", log, *options))
+        first, second = servers
+        documents = [{"text": text} for text in TEXTS[:3]]
+        assert first.chat(documents).status_code == 200
+        await_sent(first, 3)
+        answers = [one.chat(documents[::-1], cachecraft=LOOSE).json() for one in servers]
+        here, there = (one["kv_transfer_params"]["cachecraft"]["stats"] for one in answers)
+        assert {chunk["tier"] for chunk in here["chunks"]} <= {"host", "disk"}
+        assert {chunk["tier"] for chunk in there["chunks"]} == {"remote"}
+        fields = ("chunk_id", "outcome", "variant_id", "recomputed")
+        assert [[one[name] for name in fields] for one in there["chunks"]] == [
+            [one[name] for name in fields] for one in here["chunks"]
+        ]
+        assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]
+        first.kill()  # what it has sent outlives it
+        again = second.chat(documents[1:], cachecraft=LOOSE | {"recompute_ratio": 0.3}).json()
+        again = again["kv_transfer_params"]["cachecraft"]["stats"]
+        assert {chunk["outcome"] for chunk in again["chunks"]} <= {"exact", "reused"}
+    finally:
+        for one in servers:
+            one.stop()
+
+
+def await_sent(server: ServerProcess, chunks: int) -> None:
+    """Captures are stored, and sent, in the background."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        server.chat(None, max_tokens=1)  # counts are told with a step
+        if server.counts().get(("cachecraft_remote_captures_total", ("sent",)), 0) >= chunks:
+            return
+        time.sleep(0.2)
+    with ChunkCacheStore.open(server.store / "caches") as caches:
+        raise AssertionError(caches.stats())
