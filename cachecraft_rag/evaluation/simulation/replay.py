@@ -25,7 +25,7 @@ from cachecraft_rag.store.catalog_records import FileRef, Limits
 from cachecraft_rag.store.config import DEFAULT_LIMITS
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.types import LoadedVariant, Prompt, Segment, TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 NewVariants = Literal["computed", "always"]
 _WRITER, _NAMESPACE, _MODEL = "simulation", "simulation", "2-" + "0" * 32
@@ -117,6 +117,7 @@ class _Replay:
         self._chunk_of: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._segments: dict[int, Segment] = {}
+        self._tensors: dict[int, torch.Tensor] = {}  # by size: nobody looks inside
         self._disk_bytes = 0
         self._clock = 0.0
         self._evicted = 0
@@ -194,8 +195,7 @@ class _Replay:
         return plan
 
     def _load(self, variant: Variant) -> None:
-        held = self._host.read(variant)
-        if isinstance(held, LoadedVariant):
+        if variant in self._host:
             self._loads["host"] += 1
         else:
             self._loads["disk"] += 1
@@ -203,7 +203,10 @@ class _Replay:
 
     def _keep(self, variant: Variant) -> None:
         if self._host.budget_bytes:
-            self._host.add(variant, torch.empty(variant.nbytes, dtype=torch.uint8, device="meta"))
+            kv = self._tensors.get(variant.nbytes)
+            if kv is None:
+                kv = self._tensors[variant.nbytes] = torch.empty(variant.nbytes, dtype=torch.uint8, device="meta")
+            self._host.add(variant, kv)
 
     def _capture(self, before: tuple[int, ...], chunk: int, *, exact_share: float) -> None:
         variant = self._variant(before, chunk, exact_share)
