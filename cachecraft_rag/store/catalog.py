@@ -32,6 +32,7 @@ from cachecraft_rag.store.catalog_eviction import (
     adopt,
     crowd,
     file_of,
+    forget,
     lowest_scored,
     lowest_scored_over,
     make_leave,
@@ -245,12 +246,20 @@ class Catalog:
             return _remove(connection, victims, writer, EvictionReason.BUDGET)
 
     def commit(
-        self, variant: Variant, token_scores: TokenScores, *, file_bytes: int, writer: str, limits: Limits
-    ) -> list[FileRef]:
+        self,
+        variant: Variant,
+        token_scores: TokenScores,
+        *,
+        file_bytes: int,
+        writer: str,
+        limits: Limits,
+        another: bool = False,
+    ) -> list[FileRef] | None:
         """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
 
         Returns the files whose rows gave way (the older one, and what exceeds the number of variants); the caller
-        deletes them and tells `settle`.
+        deletes them and tells `settle`. None, with nothing changed, for `another` variant of a chunk that was removed:
+        of which there is none, nor did the last one have to leave for others.
         """
         with self._db.writing() as connection:
             scope = self._scope_of(connection, variant)
@@ -259,7 +268,10 @@ class Catalog:
             stored = variants_of(connection, scope, variant.key.chunk_id)
             used = sound_use(*uses) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
             if variant_id is None:
-                used += remembered(connection, scope, variant.key.chunk_id, first=not stored)
+                known = remembered(connection, scope, variant.key.chunk_id, first=not stored)
+                if another and not stored and known is None:
+                    return None
+                used += known or Use(0.0, 0.0)
             older = [] if variant_id is None else [file_of((variant_id, old, nbytes))]
             gone = _remove(connection, older, writer, EvictionReason.REPLACED)
             others = [file for file in stored if file.variant_id != variant.variant_id]
@@ -310,6 +322,8 @@ class Catalog:
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
             leaving = until(connection.execute(query, parameters), excess)
+            if chosen.chunk_ids is not None:
+                forget(connection, chosen.chunk_ids)
             return _remove(connection, [file_of(row) for row in leaving], writer, EvictionReason.ADMINISTRATOR)
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:

@@ -145,17 +145,26 @@ def _set_clock(connection: sqlite3.Connection, before: float, now: float) -> Non
         connection.execute("UPDATE eviction SET clock = ?", (now,))
 
 
-def remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool) -> Use:
-    """The uses of a chunk that had to leave, and is stored again: once, and for its `first` variant. The clock moves."""
+def remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool) -> Use | None:
+    """The uses of a chunk that had to leave, and is stored again: once, and for its `first` variant. The clock moves.
+
+    None where it did not have to leave, as far as is known.
+    """
     query = "DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING reuse_frequency, saved"
     found = connection.execute(query, (scope, chunk_id)).fetchall()
     if not found or not first:
-        return Use(0.0, 0.0)
+        return None
     before = state_of(connection).clock
     lowest = connection.execute("SELECT score FROM variants ORDER BY score, created LIMIT 1").fetchone()
     if lowest is not None and isinstance(lowest[0], float) and lowest[0] < MOST_USES:
         _set_clock(connection, before, ticked_by_return(before, lowest[0]))
     return sound_use(*found[0]) or Use(0.0, 0.0)
+
+
+def forget(connection: sqlite3.Connection, chunk_ids: Sequence[str]) -> None:
+    """These chunks were removed: that some had to leave before is no reason to have them back."""
+    query = "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
+    connection.execute(query, (json.dumps(list(chunk_ids)),))
 
 
 def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[Leaving]:

@@ -1,6 +1,7 @@
 """A long stream of repeated questions with tiny budgets: reuse does not decay, nothing grows, nothing is mixed up.
 
-TESTS_REPLAY_REQUESTS  so many requests instead of 200
+TESTS_REPLAY_REQUESTS  so many requests instead of 200; 3,000 take ten minutes, on a busy machine more: then add
+                       `-o faulthandler_timeout=0`
 TESTS_REPLAY_REMOTE    the URL of an empty remote, with room for half as much again as the disk; unset: none
 """
 
