@@ -67,10 +67,9 @@ def file_of(row: Sequence[Any]) -> FileRef:
 
 def sound_use(frequency: object, saved: object) -> Use | None:
     """Uses as they lie in a row; None for what no uses can be."""
-    values = (frequency, saved)
-    if all(isinstance(value, float) and 0.0 <= value <= MOST_USES for value in values):
-        return Use(*values)  # type: ignore[arg-type]
-    return None
+    if not isinstance(frequency, float) or not isinstance(saved, float):
+        return None
+    return Use(frequency, saved) if 0.0 <= frequency <= MOST_USES and 0.0 <= saved <= MOST_USES else None
 
 
 def policy_in_use(connection: sqlite3.Connection) -> Policy:

@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -117,6 +117,7 @@ class _Replay:
         self._chunk_of: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._segments: dict[int, Segment] = {}
+        self._made: dict[tuple[tuple[int, ...], int], Variant] = {}
         self._tensors: dict[int, torch.Tensor] = {}  # by size: nobody looks inside
         self._disk_bytes = 0
         self._clock = 0.0
@@ -273,6 +274,16 @@ class _Replay:
         return found
 
     def _variant(self, before: tuple[int, ...], chunk: int, exact_share: float) -> Variant:
+        """A new capture; but for its time and exactness, the same as any other of this chunk behind these."""
+        self._clock += 1.0
+        made = self._made.get((before, chunk))
+        if made is None:
+            if len(self._made) >= _MOST_PLANS:
+                self._made.clear()
+            made = self._made[before, chunk] = self._described(before, chunk)
+        return replace(made, exact_share=exact_share, created=self._clock)
+
+    def _described(self, before: tuple[int, ...], chunk: int) -> Variant:
         segment, tokens = self._segment(chunk), self._length(chunk)
         prefix = (_SYSTEM.segment_id, *(self._segment(other).segment_id for other in before))
         key = VariantKey(namespace=_NAMESPACE, fingerprint=_MODEL, chunk_id=segment.segment_id, origin_prefix=prefix)
@@ -280,7 +291,6 @@ class _Replay:
         intra = tokens / (1.0 + sum(weights))  # a token's attention is 1 in all
         inter = tuple(intra * weight for weight in weights)
         lengths = [self._length(other) for other in before]
-        self._clock += 1.0
         return Variant(
             key=key,
             variant_id=key.variant_id,
@@ -289,12 +299,12 @@ class _Replay:
             inter=(0.0, *inter),
             intra=intra,
             cci=context_impact(inter=inter, prefix_tokens=lengths, intra=intra, tokens=tokens),
-            exact_share=exact_share,
+            exact_share=1.0,
             session=None,
             codec="raw",
             nbytes=tokens * self._setting.bytes_per_token,
             reuse_frequency=0.0,
-            created=self._clock,
+            created=0.0,
         )
 
 
