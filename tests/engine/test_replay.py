@@ -145,7 +145,18 @@ def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Deco
             assert engine.new_variants.stats.waiting <= 16
             sizes.append((tensors(), len(os.listdir("/proc/self/fd")), threading.active_count()))
             resident.append(resident_bytes())
-            print(number, reused[-1], sizes[-1], resident[-1] >> 10, len(gc.get_objects()), stats.variants, stats.evictions, stats.loads, stats.remote, flush=True)
+            print(
+                number,
+                reused[-1],
+                sizes[-1],
+                resident[-1] >> 10,
+                len(gc.get_objects()),
+                stats.variants,
+                stats.evictions,
+                stats.loads,
+                stats.remote,
+                flush=True,
+            )
         made = engine.new_variants.stats
         assert engine.compared == REQUESTS // 50
     assert made.captured > 0
