@@ -145,22 +145,11 @@ def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Deco
             assert engine.new_variants.stats.waiting <= 16
             sizes.append((tensors(), len(os.listdir("/proc/self/fd")), threading.active_count()))
             resident.append(resident_bytes())
-            print(
-                number,
-                reused[-1],
-                sizes[-1],
-                resident[-1] >> 10,
-                len(gc.get_objects()),
-                stats.variants,
-                stats.evictions,
-                stats.loads,
-                stats.remote,
-                flush=True,
-            )
         made = engine.new_variants.stats
         assert engine.compared == REQUESTS // 50
     assert made.captured > 0
     assert "failed" not in made.dropped
     assert reused[-1] >= 0.98 * reused[2], reused
     for now, then in zip(sizes[-1], sizes[2], strict=True):
-        assert now <= then + 10, sizes  # tensors in memory, which is full at both times; descriptors
+        assert now <= then + 10, sizes  # tensors in memory, which is full at both times; descriptors; threads
+    assert resident[-1] <= 1.05 * resident[2], resident
