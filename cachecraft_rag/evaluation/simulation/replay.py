@@ -225,7 +225,8 @@ class _Replay:
         self._sizes[variant.variant_id], self._chunk_of[variant.variant_id] = nbytes, chunk
         self._disk_bytes += nbytes
         self._keep(variant)
-        self._gone(self.catalog.commit(variant, TokenScores(), file_bytes=nbytes, writer=_WRITER, limits=self._limits))
+        over = self.catalog.commit(variant, TokenScores(), file_bytes=nbytes, writer=_WRITER, limits=self._limits)
+        self._gone(over or [])
         self._forget(chunk)
 
     def _files(self, variant_ids: list[str]) -> list[FileRef]:
