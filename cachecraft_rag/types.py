@@ -282,7 +282,8 @@ class TokenScores:
 class Capture:
     """A newly computed chunk-cache on its way into the store.
 
-    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU.
+    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `another`: it was
+    begun as one more variant of a stored chunk, so it is dropped where that was removed meanwhile, by whatever process.
     """
 
     key: VariantKey
@@ -296,6 +297,7 @@ class Capture:
     exact_share: float
     session: str | None = None
     primed: bool = False
+    another: bool = False
 
 
 TierName = Literal["device", "host", "disk", "remote"]
@@ -344,6 +346,7 @@ class CaptureDrop(StrEnum):
     PRIVATE = "private"  # behind something private, without a session that could be served it
     WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
     FAILED = "failed"  # while it was described
+    REMOVED = "removed"  # another variant of a chunk that was removed meanwhile
 
 
 class EvictionReason(StrEnum):

@@ -31,6 +31,7 @@ class CaptureContext:
     exact_shares      per segment, see `planner.exact_shares`
     session           whose they are if something private stood before them
     primed            see `types.Variant`
+    another           see `types.Capture`
     """
 
     segments: Sequence[Segment]
@@ -38,6 +39,7 @@ class CaptureContext:
     exact_shares: Sequence[float]
     session: str | None
     primed: bool = False
+    another: bool = False
 
 
 class WriteBackQueue:
@@ -134,6 +136,7 @@ class WriteBackQueue:
                 exact_share=context.exact_shares[capture.segment],
                 session=context.session if _private(capture, context) else None,
                 primed=context.primed,
+                another=context.another,
             )
         )
         return stored.result()

@@ -31,7 +31,7 @@ from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.types import Prompt, Segment, Unavailable
+from cachecraft_rag.types import CaptureDrop, Prompt, Segment, Unavailable
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
 
@@ -307,14 +307,17 @@ class VariantMaker:
         with self._changed:
             self._tokens += spent
             self._allowance -= math.ldexp(spent, min(self._refusals, _MOST_DOUBLINGS))
-        context = CaptureContext(prompt.segments, prompt.bounds, [1.0] * len(prompt.segments), candidate.session)
+        exact_shares = [1.0] * len(prompt.segments)
+        context = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session, another=True)
         refused = None
         for capture in result.recorder.captures:
             stored = self._write_back.store_now(
                 capture, result.recorder, result.buffer.kv[:, 0], context=context, take_turn=self._turn
             )
             with self._changed:
-                if isinstance(stored, Unavailable):  # a full disk, say: each one in a row costs twice as much
+                if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
+                    refused = refused or Dropped.REMOVED
+                elif isinstance(stored, Unavailable):  # a full disk, say: each one in a row costs twice as much
                     refused = Dropped.REFUSED
                     self._refusals += 1
                 else:

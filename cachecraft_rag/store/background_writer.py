@@ -173,16 +173,20 @@ class BackgroundWriter:
         return stored
 
     def _write(self, variant: Variant, capture: Capture, encoded: Encoded) -> Variant | Unavailable:
-        if (refused := self._written(variant, encoded, capture.token_scores)) is not None:
+        # What was removed here may lie on a remote still, and then the chunk is as good as stored.
+        another = capture.another and self._remote is None
+        if (refused := self._written(variant, encoded, capture.token_scores, another=another)) is not None:
             return self._drop(variant, refused)
         with self._lock:
             self._captures["stored"] += 1
         return variant
 
-    def _written(self, variant: Variant, encoded: Encoded, scores: TokenScores) -> Unavailable | None:
+    def _written(
+        self, variant: Variant, encoded: Encoded, scores: TokenScores, *, another: bool = False
+    ) -> Unavailable | None:
         """Write a variant; None, or why it cannot be written."""
         try:
-            return self._durable.write(variant, encoded, scores)
+            return self._durable.write(variant, encoded, scores, another=another)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             code, words = (

@@ -22,7 +22,7 @@ import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from cachecraft_rag.store.catalog_eviction import (
     FILES,
     adopt,
     crowd,
-    excess_bytes,
     file_of,
+    forget,
     lowest_scored,
     lowest_scored_over,
     make_leave,
@@ -41,7 +41,9 @@ from cachecraft_rag.store.catalog_eviction import (
     remembered,
     score_of_new,
     sound_use,
+    state_of,
     until,
+    variants_of,
 )
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, OlderRow, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import (
@@ -70,7 +72,7 @@ _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
 _INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
-_INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join(f':{name}' for name in _INSERTED)})"
+_INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
 _OLDER = """SELECT chunk_id, session, variant_id, created, file_bytes FROM variants
   WHERE scope IN (SELECT value FROM json_each(?1)) AND chunk_id IN (SELECT value FROM json_each(?2))"""
 _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM json_each(?) AS asked
@@ -92,6 +94,7 @@ class Catalog:
         should have the same.
         """
         self.path = path
+        self._scopes: dict[tuple[str, str], int] = {}  # those that are in the file; none ever leaves it
         self._db = Database(path, kind=kind_of_cache(MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
         try:
             with self._db.reading() as connection:
@@ -231,48 +234,66 @@ class Catalog:
         nothing changed, when even an empty catalog would leave no room because of other writers.
         """
         with self._db.writing() as connection:
-            excess = excess_bytes(connection, file_bytes, limits)
-            victims = lowest_scored(connection, excess=excess)
-            if sum(victim.file_bytes for victim in victims) < excess:
+            state = state_of(connection)
+            excess = state.excess(file_bytes, limits)
+            lowest = lowest_scored(connection, excess=excess)
+            if sum(row.file.file_bytes for row in lowest) < excess:
                 return None
-            make_leave(connection, victims)
-            victims = _remove(connection, victims, writer, EvictionReason.BUDGET)
+            victims = make_leave(connection, lowest, state)
             if not victims:
-                connection.execute(
-                    "INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)",
-                    (variant.variant_id, variant.created, writer, file_bytes),
-                )
-        return victims
+                announced = (variant.variant_id, variant.created, writer, file_bytes)
+                connection.execute("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
+            return _remove(connection, victims, writer, EvictionReason.BUDGET)
 
     def commit(
-        self, variant: Variant, token_scores: TokenScores, *, file_bytes: int, writer: str, limits: Limits
-    ) -> list[FileRef]:
+        self,
+        variant: Variant,
+        token_scores: TokenScores,
+        *,
+        file_bytes: int,
+        writer: str,
+        limits: Limits,
+        another: bool = False,
+    ) -> list[FileRef] | None:
         """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
 
         Returns the files whose rows gave way (the older one, and what exceeds the number of variants); the caller
-        deletes them and tells `settle`.
+        deletes them and tells `settle`. None, with nothing changed, for `another` variant of a chunk that was removed:
+        of which there is none, nor did the last one have to leave for others.
         """
         with self._db.writing() as connection:
-            scope = _scope_of(connection, variant)
+            scope = self._scope_of(connection, variant)
             query = "SELECT reuse_frequency, saved, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
             *uses, variant_id, old, nbytes = connection.execute(query, (variant.variant_id,)).fetchone() or [None] * 5
+            stored = variants_of(connection, scope, variant.key.chunk_id)
             used = sound_use(*uses) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
             if variant_id is None:
-                used += remembered(connection, scope, variant.key.chunk_id)
+                known = remembered(connection, scope, variant.key.chunk_id, first=not stored)
+                if another and not stored and known is None:
+                    return None
+                used += known or Use(0.0, 0.0)
             older = [] if variant_id is None else [file_of((variant_id, old, nbytes))]
             gone = _remove(connection, older, writer, EvictionReason.REPLACED)
+            others = [file for file in stored if file.variant_id != variant.variant_id]
+            gone += _remove(connection, crowd(others, limits), writer, EvictionReason.CHUNK_CAP)
+            state = state_of(connection)
+            state = state._replace(variants=state.variants + 1)
+            over = lowest_scored_over(connection, state.variants - limits.max_variants, spared=variant.variant_id)
             scores = (packed(token_scores.inter), packed(token_scores.received))
-            sizes = {"scope": scope, "file_bytes": file_bytes}
-            score = score_of_new(connection, variant, **sizes, used=used, policy=self.policy)
-            _insert(connection, variant, **sizes, used=used, scores_sum=sum_of_scores(*scores), score=score)
+            score = score_of_new(variant, file_bytes=file_bytes, used=used, policy=self.policy, clock=state.clock)
+            _insert(
+                connection,
+                variant,
+                scope=scope,
+                file_bytes=file_bytes,
+                used=used,
+                scores_sum=sum_of_scores(*scores),
+                score=score,
+            )
             for table, given in zip(("token_scores", "token_received"), scores, strict=True):
                 if given is not None:
                     connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?,?)", (variant.variant_id, given))
-            crowded = crowd(connection, variant, scope, limits)
-            gone += _remove(connection, crowded, writer, EvictionReason.CHUNK_CAP)
-            over = lowest_scored_over(connection, limits, spared=variant.variant_id)
-            make_leave(connection, over)
-            gone += _remove(connection, over, writer, EvictionReason.COUNT_CAP)
+            gone += _remove(connection, make_leave(connection, over, state), writer, EvictionReason.COUNT_CAP)
             connection.execute(_SETTLE, (variant.variant_id, variant.created))
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
         return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
@@ -300,8 +321,10 @@ class Catalog:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            chosen_files = until(connection.execute(query, parameters), excess)
-            return _remove(connection, chosen_files, writer, EvictionReason.ADMINISTRATOR)
+            leaving = until(connection.execute(query, parameters), excess)
+            if chosen.chunk_ids is not None:
+                forget(connection, chosen.chunk_ids)
+            return _remove(connection, [file_of(row) for row in leaving], writer, EvictionReason.ADMINISTRATOR)
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
@@ -314,16 +337,27 @@ class Catalog:
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
         with self._db.writing() as connection:
-            excess = excess_bytes(connection, 0, limits)
-            gone = _remove(connection, lowest_scored(connection, excess=excess), writer, EvictionReason.BUDGET)
-            over = lowest_scored_over(connection, limits, spared="")
-            gone += _remove(connection, over, writer, EvictionReason.COUNT_CAP)
+            lowest = lowest_scored(connection, excess=state_of(connection).excess(0, limits))
+            gone = _remove(connection, [row.file for row in lowest], writer, EvictionReason.BUDGET)
+            over = lowest_scored_over(connection, state_of(connection).variants - limits.max_variants, spared="")
+            gone += _remove(connection, [row.file for row in over], writer, EvictionReason.COUNT_CAP)
         return gone
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
         """Add to the uses of each variant id, which raises its score; ids that are gone are passed over."""
         with self._db.writing() as connection:
             record_uses(connection, uses, self.policy)
+
+    def _scope_of(self, connection: sqlite3.Connection, variant: Variant) -> int:
+        """As the function; asked of the file only until it is there."""
+        names = (variant.key.namespace, variant.key.fingerprint)
+        if (known := self._scopes.get(names)) is not None:
+            return known
+        new = connection.total_changes
+        scope = _scope_of(connection, variant)
+        if connection.total_changes == new:  # else the transaction may still be rolled back
+            self._scopes[names] = scope
+        return scope
 
     def _add_sums(self, page: int = 1000) -> None:
         """Add the checksums that rows of before lack, where their fields are sound; what is not is a miss anyhow."""
@@ -347,8 +381,12 @@ class Catalog:
     @contextmanager
     def one_transaction(self) -> Iterator[None]:
         """All calls of this thread in the block are one transaction, for those who make many and share with nobody."""
-        with self._db.one_transaction():
-            yield
+        try:
+            with self._db.one_transaction():
+                yield
+        except BaseException:
+            self._scopes.clear()  # what was added to the file in the block is not in it
+            raise
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
@@ -365,7 +403,7 @@ def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str, w
     connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
     announced = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
     connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
-    return [replace(file, evicted=why) for file in files]
+    return [FileRef(file.variant_id, file.created, file.file_bytes, why) for file in files]
 
 
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
@@ -389,8 +427,7 @@ def _insert(
     scores_sum: int | None,
 ) -> None:
     row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
-    more = {"scope": scope, "scores_sum": scores_sum, "saved": used.saved, "score": score}
-    connection.execute(_INSERT, row._asdict() | more)
+    connection.execute(_INSERT, (scope, *row, scores_sum, used.saved, score))
 
 
 def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant | DamagedRow:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachecraft_rag.store.catalog_records import FileRef, Limits
 from cachecraft_rag.store.eviction import POLICIES, Policy, Saving, Standing, Use, ticked, ticked_by_return
@@ -12,9 +13,49 @@ from cachecraft_rag.types import Variant
 
 MOST_USES = 1e15
 FILES = "SELECT variant_id, created, file_bytes FROM variants"
-_STANDING = """SELECT chunk_id, variant_id, tokens, file_bytes, exact_share, reuse_frequency, saved, scope
-    FROM variants WHERE variant_id = ?"""
+_LEAVING = "SELECT variant_id, created, file_bytes, score, scope, chunk_id, reuse_frequency, saved FROM variants"
+_STANDING = """SELECT chunk_id, variant_id, tokens, file_bytes, exact_share, reuse_frequency, saved
+    FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
+_STATE = """SELECT clock, variants, file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
+    FROM eviction, totals"""
 _LEAST_REMEMBERED = 1000
+
+
+class State(NamedTuple):
+    """What every decision starts from.
+
+    clock           what scores are counted from, see `eviction.ticked`
+    variants        rows
+    file_bytes      of the files of all rows
+    reserved_bytes  of files that are being written or deleted; they count against the budget too
+    """
+
+    clock: float
+    variants: int
+    file_bytes: int
+    reserved_bytes: int
+
+    def excess(self, incoming: int, limits: Limits) -> int:
+        """By how much the byte budget would be exceeded."""
+        return self.file_bytes + self.reserved_bytes + incoming - limits.disk_bytes
+
+
+class Leaving(NamedTuple):
+    """A row that may have to leave, its columns as they lie there."""
+
+    variant_id: Any
+    created: Any
+    file_bytes: Any
+    score: Any
+    scope: Any
+    chunk_id: Any
+    reuse_frequency: Any
+    saved: Any
+
+    @property
+    def file(self) -> FileRef:
+        """Its file."""
+        return file_of(self[:3])
 
 
 def file_of(row: Sequence[Any]) -> FileRef:
@@ -26,10 +67,9 @@ def file_of(row: Sequence[Any]) -> FileRef:
 
 def sound_use(frequency: object, saved: object) -> Use | None:
     """Uses as they lie in a row; None for what no uses can be."""
-    values = (frequency, saved)
-    if all(isinstance(value, float) and 0.0 <= value <= MOST_USES for value in values):
-        return Use(*values)  # type: ignore[arg-type]
-    return None
+    if not isinstance(frequency, float) or not isinstance(saved, float):
+        return None
+    return Use(frequency, saved) if 0.0 <= frequency <= MOST_USES and 0.0 <= saved <= MOST_USES else None
 
 
 def policy_in_use(connection: sqlite3.Connection) -> Policy:
@@ -47,14 +87,19 @@ def adopt(connection: sqlite3.Connection, policy: Policy) -> None:
     record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids}, policy)
 
 
+def state_of(connection: sqlite3.Connection) -> State:
+    """The state at this moment of the transaction."""
+    clock, *sizes = connection.execute(_STATE).fetchone()
+    return State(clock if isinstance(clock, float) else 0.0, *sizes)
+
+
 def record_uses(connection: sqlite3.Connection, uses: Mapping[str, Use], policy: Policy) -> None:
     """Add uses, by variant id, and raise the scores; ids that are gone, and damaged rows, are passed over."""
-    now = clock(connection)
+    now = state_of(connection).clock
+    rows = {row[1]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
     changed = []
     for variant_id, use in uses.items():
-        chunk_id, _, tokens, nbytes, share, *known, _ = connection.execute(_STANDING, (variant_id,)).fetchone() or (
-            [None] * 8
-        )
+        chunk_id, _, tokens, nbytes, share, *known = rows.get(variant_id) or [None] * 7
         before = sound_use(*known)
         if before is None or not isinstance(share, float) or type(tokens) is not int or type(nbytes) is not int:
             continue
@@ -66,38 +111,32 @@ def record_uses(connection: sqlite3.Connection, uses: Mapping[str, Use], policy:
     )
 
 
-def clock(connection: sqlite3.Connection) -> float:
-    """What scores are counted from, see `eviction.ticked`."""
-    (found,) = connection.execute("SELECT clock FROM eviction").fetchone()
-    return found if isinstance(found, float) else 0.0
-
-
-def score_of_new(
-    connection: sqlite3.Connection, variant: Variant, *, scope: int, file_bytes: int, used: Use, policy: Policy
-) -> float:
+def score_of_new(variant: Variant, *, file_bytes: int, used: Use, policy: Policy, clock: float) -> float:
     """The score of a row that is about to be added."""
     facts = (variant.key.chunk_id, variant.variant_id, variant.tokens, file_bytes, variant.exact_share)
-    return policy.score(Standing(*facts, used), clock(connection))
+    return policy.score(Standing(*facts, used), clock)
 
 
-def make_leave(connection: sqlite3.Connection, files: Sequence[FileRef]) -> None:
-    """Move the clock to the scores of rows that are about to leave for others, and remember their uses by chunk."""
-    if not files:
-        return
-    before = now = clock(connection)
-    for file in files:
-        query = "SELECT score, scope, chunk_id, reuse_frequency, saved FROM variants WHERE variant_id = ?"
-        score, scope, chunk_id, *uses = connection.execute(query, (file.variant_id,)).fetchone()
-        used = sound_use(*uses)
-        if isinstance(score, float) and score < MOST_USES:
-            now = ticked(now, score, used=used is not None and used.saved > 0.0)
-        if used is not None and isinstance(chunk_id, str):
-            query = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
-            connection.execute(query, (scope, chunk_id, used.frequency, used.saved + 1.0))
-    _set_clock(connection, before, now)
-    query = """DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed)
-        - (SELECT max(?, variants) FROM totals)"""
-    connection.execute(query, (_LEAST_REMEMBERED,))
+def make_leave(connection: sqlite3.Connection, rows: Sequence[Leaving], state: State) -> list[FileRef]:
+    """Move the clock to the scores of rows that are about to leave for others, and remember their uses by chunk.
+
+    Returns their files; the caller removes the rows.
+    """
+    if not rows:
+        return []
+    now, departing = state.clock, []
+    for row in rows:
+        used = sound_use(row.reuse_frequency, row.saved)
+        if isinstance(row.score, float) and row.score < MOST_USES:
+            now = ticked(now, row.score, used=used is not None and used.saved > 0.0)
+        if used is not None and isinstance(row.chunk_id, str):
+            departing.append((row.scope, row.chunk_id, used.frequency, used.saved + 1.0))
+    _set_clock(connection, state.clock, now)
+    query = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
+    connection.executemany(query, departing)
+    query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
+    connection.execute(query, (max(_LEAST_REMEMBERED, state.variants),))
+    return [row.file for row in rows]
 
 
 def _set_clock(connection: sqlite3.Connection, before: float, now: float) -> None:
@@ -105,59 +144,63 @@ def _set_clock(connection: sqlite3.Connection, before: float, now: float) -> Non
         connection.execute("UPDATE eviction SET clock = ?", (now,))
 
 
-def remembered(connection: sqlite3.Connection, scope: int, chunk_id: str) -> Use:
-    """The uses of a chunk that had to leave, and is stored again: once, and for its first variant. The clock moves."""
-    identity = (scope, chunk_id)
+def remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool) -> Use | None:
+    """The uses of a chunk that had to leave, and is stored again: once, and for its `first` variant. The clock moves.
+
+    None where it did not have to leave, as far as is known.
+    """
     query = "DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING reuse_frequency, saved"
-    found = connection.execute(query, identity).fetchall()
-    if (
-        not found
-        or connection.execute("SELECT 1 FROM variants WHERE scope = ? AND chunk_id = ? LIMIT 1", identity).fetchone()
-    ):
-        return Use(0.0, 0.0)
-    before = clock(connection)
+    found = connection.execute(query, (scope, chunk_id)).fetchall()
+    if not found or not first:
+        return None
+    before = state_of(connection).clock
     lowest = connection.execute("SELECT score FROM variants ORDER BY score, created LIMIT 1").fetchone()
     if lowest is not None and isinstance(lowest[0], float) and lowest[0] < MOST_USES:
         _set_clock(connection, before, ticked_by_return(before, lowest[0]))
     return sound_use(*found[0]) or Use(0.0, 0.0)
 
 
-def excess_bytes(connection: sqlite3.Connection, incoming: int, limits: Limits) -> int:
-    """By how much the byte budget would be exceeded; files at risk count."""
-    query = "SELECT file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"
-    return int(connection.execute(query).fetchone()[0]) + incoming - limits.disk_bytes
+def forget(connection: sqlite3.Connection, chunk_ids: Sequence[str]) -> None:
+    """These chunks were removed: that some had to leave before is no reason to have them back."""
+    query = "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
+    connection.execute(query, (json.dumps(list(chunk_ids)),))
 
 
-def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[FileRef]:
-    """The rows to remove, lowest score first, so that at least `excess` bytes are freed."""
+def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[Leaving]:
+    """The rows to remove, lowest score first, so that at least `excess` bytes are freed (all if they do not)."""
     if excess <= 0:
         return []
-    return until(connection.execute(f"{FILES} ORDER BY score, created"), excess)
+    return [Leaving(*row) for row in until(connection.execute(f"{_LEAVING} ORDER BY score, created"), excess)]
 
 
-def until(rows: sqlite3.Cursor, excess: float) -> list[FileRef]:
-    """The first rows whose files together free at least `excess` bytes (all of them if they do not)."""
-    taken: list[FileRef] = []
+def until(rows: sqlite3.Cursor, excess: float) -> list[Sequence[Any]]:
+    """The first rows whose files, their first columns, together free at least `excess` bytes (all if they do not)."""
+    taken: list[Sequence[Any]] = []
     while excess > 0 and (row := rows.fetchone()) is not None:
-        taken.append(file_of(row))
-        excess -= taken[-1].file_bytes
+        taken.append(row)
+        excess -= file_of(row[:3]).file_bytes
     rows.close()  # an open cursor would see the deletions that follow
     return taken
 
 
-def lowest_scored_over(connection: sqlite3.Connection, limits: Limits, *, spared: str) -> list[FileRef]:
-    """The rows that exceed the number of variants in all, lowest score first."""
-    over = int(connection.execute("SELECT variants FROM totals").fetchone()[0]) - limits.max_variants
-    query = f"{FILES} WHERE variant_id != ? ORDER BY score, created LIMIT ?"
-    return [file_of(row) for row in connection.execute(query, (spared, max(0, over)))]
+def lowest_scored_over(connection: sqlite3.Connection, over: int, *, spared: str) -> list[Leaving]:
+    """The rows to remove where there are so many too many, lowest score first."""
+    if over <= 0:
+        return []
+    query = f"{_LEAVING} WHERE variant_id != ? ORDER BY score, created LIMIT ?"
+    return [Leaving(*row) for row in connection.execute(query, (spared, over))]
 
 
-def crowd(connection: sqlite3.Connection, newest: Variant, scope: int, limits: Limits) -> list[FileRef]:
-    """The variants of the newest one's chunk that are too many, lowest eviction score first.
+def variants_of(connection: sqlite3.Connection, scope: int, chunk_id: str) -> list[FileRef]:
+    """The files of a chunk's variants, lowest eviction score first."""
+    query = f"{FILES} WHERE scope = ? AND chunk_id = ? ORDER BY score, created"
+    return [file_of(row) for row in connection.execute(query, (scope, chunk_id))]
+
+
+def crowd(others: Sequence[FileRef], limits: Limits) -> list[FileRef]:
+    """Which of the `others` are too many beside a new variant of their chunk.
 
     The newest is spared although it is unused and so scores lowest: otherwise a full store would never learn anything
     new.
     """
-    query = f"{FILES} WHERE scope = ? AND chunk_id = ? AND variant_id != ? ORDER BY score, created"
-    rows = connection.execute(query, (scope, newest.key.chunk_id, newest.variant_id)).fetchall()
-    return [file_of(row) for row in rows[: max(0, len(rows) + 1 - limits.variants_per_chunk)]]
+    return list(others[: max(0, len(others) + 1 - limits.variants_per_chunk)])

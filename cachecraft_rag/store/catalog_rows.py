@@ -93,7 +93,7 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
         primed=int(variant.primed),
         file_bytes=file_bytes,
     )
-    return row._replace(row_sum=sum_of(key.namespace, key.fingerprint, row))
+    return CatalogRow(*row[:-1], row_sum=sum_of(key.namespace, key.fingerprint, row))
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:

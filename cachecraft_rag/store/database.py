@@ -268,11 +268,12 @@ def kind_of_cache(migrations: Sequence[Sequence[str]]) -> Kind:
 
     `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
     entry and never gives it a wrong one. 8 KiB pages: a row of the catalog has some 600 bytes, and a page should hold
-    more than a handful of them.
+    more than a handful of them. Up to 32 MiB of pages are kept by the connection that writes: of SQLite's own 2 MiB,
+    a catalog of some thousand rows runs out at every eviction.
     """
     return Kind(
         migrations=migrations,
-        pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216"),
+        pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768"),
         error=StoreError,
         what=str,
         message=_message,

@@ -151,8 +151,10 @@ class DurableVariants:
         with self._lock:
             return dict(self._evictions)
 
-    def write(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> Unavailable | None:
-        """Store a variant, evicting others for it; returns None, or why it cannot be stored.
+    def write(
+        self, variant: Variant, encoded: Encoded, token_scores: TokenScores, *, another: bool = False
+    ) -> Unavailable | None:
+        """Store a variant, evicting others for it; returns None, or why it cannot be stored (`another`: see `Capture`).
 
         Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
         """
@@ -173,10 +175,15 @@ class DurableVariants:
             return Unavailable(variant.variant_id, CaptureDrop.NO_ROOM, why)
         try:
             self.disk.write(variant, encoded, writer=writer)
-            gone = self.catalog.commit(variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits)
+            gone = self.catalog.commit(
+                variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits, another=another
+            )
         except (OSError, StoreError):
             self.delete([FileRef(variant.variant_id, variant.created)])
             raise
+        if gone is None:
+            self.delete([FileRef(variant.variant_id, variant.created)])
+            return Unavailable(variant.variant_id, CaptureDrop.REMOVED, "its chunk was removed meanwhile")
         self.delete(gone)
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachecraft_rag.errors import ConfigError
 
@@ -44,9 +44,8 @@ class Use:
         return Use(self.frequency + other.frequency, self.saved + other.saved)
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a policy may look at.
+class Standing(NamedTuple):
+    """What a policy may look at. A tuple: one is made at every use of every variant.
 
     chunk_id, variant_id  whose standing it is
     tokens, nbytes        of the chunk; and what it takes where it lies

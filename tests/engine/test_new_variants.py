@@ -327,6 +327,38 @@ def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> N
     assert engine.store.rows(RowFilter(chunk_ids=tuple(removed))) != []
 
 
+REMOVE = """
+import sys
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+
+with ChunkCacheStore.open(sys.argv[1]) as store:
+    print(store.evict(RowFilter(chunk_ids=(sys.argv[2],))).variants)
+"""
+
+
+@pytest.mark.slow  # it imports torch once more
+def test_what_another_process_removed_is_not_served_and_does_not_come_back(engine: Engine, layers: Layers) -> None:
+    ask(engine, ORDERS[0])
+    with engine.activity.during():
+        for order in ORDERS[1:]:
+            ask(engine, order, settle=False)
+        layers.hold()
+    assert layers.reached.wait(60)
+    removed, root = CHUNKS[0].chunk_id, str(engine.store.root)
+    done = subprocess.run([sys.executable, "-c", REMOVE, root, removed], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    layers.release()
+    assert engine.settle(60)
+    assert engine.store.rows(RowFilter(chunk_ids=(removed,))) == []
+    stats = engine.new_variants.stats
+    assert stats.captured > 0  # the others are captured, behind it too
+    assert set(stats.dropped) == {"removed"}
+    assert stats.waiting == 0
+    answer = ask(engine, ORDERS[0])  # memory still has the tensor, and whoever brings the chunk again has it again
+    assert {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}[removed] == "computed"
+    assert len(engine.store.rows(RowFilter(chunk_ids=(removed,)))) == 1
+
+
 def test_a_capture_that_cannot_be_computed_is_dropped(
     engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,6 +76,28 @@ def test_every_outcome_adds_up_and_no_budget_is_exceeded(policy: str) -> None:
     assert replay(trace, setting) == outcome
 
 
+@pytest.mark.parametrize(
+    ("policy", "counts"),
+    [
+        ("saving", (681699, 24733, 986101, 251425, 3400, 2858)),
+        ("f_r", (825717, 21907, 873316, 220192, 3762, 2875)),
+        ("lru", (808216, 24178, 866193, 244816, 3751, 2780)),
+        ("s3-fifo", (708974, 22860, 978692, 231559, 3395, 2865)),
+        ("oracle", (848889, 27438, 783244, 287092, 2468, 2982)),
+    ],
+)
+def test_a_faster_store_evicts_the_same(policy: str, counts: tuple[int, ...]) -> None:
+    """Numbers of before the catalog was made faster; a change of the rules changes them, one of the statements must
+    not.
+    """
+    trace = draw_trace(Traffic(requests=1500, questions=120, drift=0.1, seed=5))
+    budget = int(0.2 * sum(trace.tokens) * PER_TOKEN)
+    how = {"host_bytes": budget // 4, "bytes_per_token": PER_TOKEN}
+    outcome = replay(trace, Setting(policy, budget, new_variants="always", **how))
+    tokens = (outcome.computed, outcome.recomputed, outcome.exact, outcome.reused)
+    assert (*tokens, outcome.evicted, outcome.loads["host"]) == counts
+
+
 def test_nothing_can_be_kept_in_a_budget_below_one_chunk() -> None:
     outcome = simulated([(0, 1), (0, 1)], chunks=0.5)
     assert (outcome.saved, outcome.disk_bytes, outcome.evicted) == (0.0, 0, 0)

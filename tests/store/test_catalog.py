@@ -315,6 +315,32 @@ def test_reservations_count_towards_the_budget(catalog: Catalog) -> None:
     assert catalog.reserve(make("d"), file_bytes=1000, writer="three", limits=limits) == []
 
 
+def test_another_variant_of_a_chunk_is_stored_unless_the_chunk_was_removed(catalog: Catalog) -> None:
+    limits = replace(ROOMY, disk_bytes=1000)
+
+    def another(chunk: str) -> list[FileRef] | None:
+        variant = make(chunk, ("system", "other"), created=2.0)
+        while gone := catalog.reserve(variant, file_bytes=1000, writer="me", limits=limits):
+            catalog.settle(gone)
+        over = catalog.commit(
+            variant, TokenScores(), file_bytes=1000, writer="me", limits=replace(limits, max_variants=1), another=True
+        )
+        catalog.settle([FileRef(variant.variant_id, variant.created)])
+        return over
+
+    assert another("a") is None  # nor was it ever there
+    add(catalog, make("a"), limits=limits)
+    assert another("a") == []  # it took the place of the first variant
+    add(catalog, make("b"), limits=limits)
+    assert another("a") == []  # it had to leave for b
+    add(catalog, make("b"), limits=limits)
+    catalog.settle(catalog.evict(RowFilter(chunk_ids=("a",)), writer="me"))
+    assert another("a") is None  # removed for good, though it had to leave before
+    catalog.settle(catalog.evict(RowFilter(chunk_ids=("b",)), writer="me"))
+    assert another("b") is None
+    assert chunks_in(catalog) == set()
+
+
 def test_a_removed_row_leaves_its_file_announced(catalog: Catalog) -> None:
     variant = make()
     file = FileRef(variant.variant_id, variant.created)

@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,7 @@ from cachecraft_rag.store.catalog_records import FileRef, Limits
 from cachecraft_rag.store.config import DEFAULT_LIMITS
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.types import LoadedVariant, Prompt, Segment, TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 NewVariants = Literal["computed", "always"]
 _WRITER, _NAMESPACE, _MODEL = "simulation", "simulation", "2-" + "0" * 32
@@ -117,6 +117,8 @@ class _Replay:
         self._chunk_of: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._segments: dict[int, Segment] = {}
+        self._made: dict[tuple[tuple[int, ...], int], Variant] = {}
+        self._tensors: dict[int, torch.Tensor] = {}  # by size: nobody looks inside
         self._disk_bytes = 0
         self._clock = 0.0
         self._evicted = 0
@@ -194,8 +196,7 @@ class _Replay:
         return plan
 
     def _load(self, variant: Variant) -> None:
-        held = self._host.read(variant)
-        if isinstance(held, LoadedVariant):
+        if variant in self._host:
             self._loads["host"] += 1
         else:
             self._loads["disk"] += 1
@@ -203,7 +204,10 @@ class _Replay:
 
     def _keep(self, variant: Variant) -> None:
         if self._host.budget_bytes:
-            self._host.add(variant, torch.empty(variant.nbytes, dtype=torch.uint8, device="meta"))
+            kv = self._tensors.get(variant.nbytes)
+            if kv is None:
+                kv = self._tensors[variant.nbytes] = torch.empty(variant.nbytes, dtype=torch.uint8, device="meta")
+            self._host.add(variant, kv)
 
     def _capture(self, before: tuple[int, ...], chunk: int, *, exact_share: float) -> None:
         variant = self._variant(before, chunk, exact_share)
@@ -221,7 +225,8 @@ class _Replay:
         self._sizes[variant.variant_id], self._chunk_of[variant.variant_id] = nbytes, chunk
         self._disk_bytes += nbytes
         self._keep(variant)
-        self._gone(self.catalog.commit(variant, TokenScores(), file_bytes=nbytes, writer=_WRITER, limits=self._limits))
+        over = self.catalog.commit(variant, TokenScores(), file_bytes=nbytes, writer=_WRITER, limits=self._limits)
+        self._gone(over or [])
         self._forget(chunk)
 
     def _files(self, variant_ids: list[str]) -> list[FileRef]:
@@ -270,6 +275,16 @@ class _Replay:
         return found
 
     def _variant(self, before: tuple[int, ...], chunk: int, exact_share: float) -> Variant:
+        """A new capture; but for its time and exactness, the same as any other of this chunk behind these."""
+        self._clock += 1.0
+        made = self._made.get((before, chunk))
+        if made is None:
+            if len(self._made) >= _MOST_PLANS:
+                self._made.clear()
+            made = self._made[before, chunk] = self._described(before, chunk)
+        return replace(made, exact_share=exact_share, created=self._clock)
+
+    def _described(self, before: tuple[int, ...], chunk: int) -> Variant:
         segment, tokens = self._segment(chunk), self._length(chunk)
         prefix = (_SYSTEM.segment_id, *(self._segment(other).segment_id for other in before))
         key = VariantKey(namespace=_NAMESPACE, fingerprint=_MODEL, chunk_id=segment.segment_id, origin_prefix=prefix)
@@ -277,7 +292,6 @@ class _Replay:
         intra = tokens / (1.0 + sum(weights))  # a token's attention is 1 in all
         inter = tuple(intra * weight for weight in weights)
         lengths = [self._length(other) for other in before]
-        self._clock += 1.0
         return Variant(
             key=key,
             variant_id=key.variant_id,
@@ -286,12 +300,12 @@ class _Replay:
             inter=(0.0, *inter),
             intra=intra,
             cci=context_impact(inter=inter, prefix_tokens=lengths, intra=intra, tokens=tokens),
-            exact_share=exact_share,
+            exact_share=1.0,
             session=None,
             codec="raw",
             nbytes=tokens * self._setting.bytes_per_token,
             reuse_frequency=0.0,
-            created=self._clock,
+            created=0.0,
         )
 
 

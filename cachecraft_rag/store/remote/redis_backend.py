@@ -5,6 +5,10 @@ All keys begin with the layout version. `rows/<place>` is a hash of a chunk's ro
 ranks what is there, `sizes` (hash) and `bytes` (counter) say how much that is, `uploads` (sorted set) when an upload
 counts as abandoned. Room is reserved before the first byte is sent, so the budget holds with any number of writers.
 
+Scores age by a `clock`, as in `store.eviction`: what comes starts at it, a use lifts what has fallen behind to it, and
+each eviction moves it towards the score of what left: a tenth of the way, or all of it where that is more than nobody's
+use can have made.
+
 A member of `score` begins with `created`: among equals the oldest gives way first. One server, or a primary with its
 replicas; not a cluster, whose scripts cannot see all keys.
 """
@@ -27,16 +31,18 @@ from cachecraft_rag.store.remote.config import RemoteConfig
 from cachecraft_rag.store.remote.rows import ROOT
 
 T = TypeVar("T")
+_MOST_WORDS = 2000  # of a script's arguments: nobody else is served while it runs
 _FIRST_PIECE = 64 << 10  # holds the header, which has to be there before anything is planned
 # `member` is created:scope/chunk/variant-created, all of fixed width.
-# Numbers are read with `count`: one that somebody else has written must not end all sending.
+# Numbers are read with `real` or `count`: one that somebody else has written must not end all sending.
 _COMMON = """
 local P, call = KEYS[1], redis.call
-local function count(text)
+local function real(text)
   local number = tonumber(text or 0)
   if not number or number ~= number or number < 0 or number > 2^52 then return 0 end
-  return math.floor(number)
+  return number
 end
+local function count(text) return math.floor(real(text)) end
 local function grow(by)
   call('SET', P .. 'bytes', string.format('%.0f', math.max(0, count(call('GET', P .. 'bytes')) + by)))
 end
@@ -71,10 +77,14 @@ if nbytes > budget then return 'no room' end
 local now = tonumber(call('TIME')[1])
 for _, dead in ipairs(call('ZRANGEBYSCORE', P .. 'uploads', '-inf', now)) do abandon(dead) end
 local excess = nbytes + count(call('GET', P .. 'bytes')) - budget
+local clock = real(call('GET', P .. 'clock'))
 while excess > 0 do
-  local least = call('ZRANGE', P .. 'score', 0, 0)[1]
+  local least, score = unpack(call('ZRANGE', P .. 'score', 0, 0, 'WITHSCORES'))
   if not least then return 'no room' end  -- all of it is reserved by other writers
   excess = excess - drop(least)
+  local ahead = math.max(0, real(score) - clock)
+  clock = clock + (ahead > 2 and ahead or ahead / 10)  -- 2: `eviction.worth` of what was never used, at most
+  call('SET', P .. 'clock', string.format('%.17g', clock))
 end
 call('ZADD', P .. 'uploads', now + patience, token)
 call('HSET', P .. 'sizes', token, nbytes)
@@ -95,7 +105,7 @@ call('PERSIST', P .. 'data/' .. member:sub(18))
 call('HSET', P .. 'sizes', member, call('HGET', P .. 'sizes', token))
 call('HDEL', P .. 'sizes', token)
 call('ZREM', P .. 'uploads', token)
-call('ZADD', P .. 'score', score, member)
+call('ZADD', P .. 'score', real(call('GET', P .. 'clock')) + real(score), member)
 local others = call('HGETALL', rows)  -- the newest is spared, or a full chunk would never learn anything new
 call('HSET', rows, variant, row)
 local ranked = {}
@@ -121,6 +131,13 @@ for i = 3, #ARGV do
 end
 return found
 """
+_RAISE = """
+local clock = real(call('GET', P .. 'clock'))
+for i = 1, #ARGV, 2 do
+  local score = call('ZSCORE', P .. 'score', ARGV[i])
+  if score then call('ZADD', P .. 'score', math.max(real(score), clock) + real(ARGV[i + 1]), ARGV[i]) end
+end
+"""
 _ABANDON = "abandon(ARGV[1])"
 _REMOVE = "drop(ARGV[1])"  # also where `score` does not know it: a row of somebody who keeps to no rules
 _REMOVE_ROW = "if call('HGET', KEYS[2], ARGV[1]) == ARGV[2] then call('HDEL', KEYS[2], ARGV[1]) end"
@@ -142,7 +159,7 @@ class RedisBackend:
         self._lookup = script(_LOOKUP)
         self._reserve, self._commit = script(_COMMON + _RESERVE), script(_COMMON + _COMMIT)
         self._abandon, self._remove = script(_COMMON + _ABANDON), script(_COMMON + _REMOVE)
-        self._remove_row = script(_COMMON + _REMOVE_ROW)
+        self._remove_row, self._raise = script(_COMMON + _REMOVE_ROW), script(_COMMON + _RAISE)
 
     async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
         """See `Backend.lookup`; one round trip."""
@@ -191,14 +208,9 @@ class RedisBackend:
 
     async def raise_score(self, gains: Mapping[str, float]) -> None:
         """See `Backend.raise_score`."""
-
-        async def raise_all() -> None:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for name, gain in gains.items():
-                    pipe.zadd(f"{self._prefix}score", {_member(name): gain}, xx=True, incr=True)
-                await pipe.execute()
-
-        await self._told(raise_all())
+        raised = [word for name, gain in gains.items() for word in (_member(name), repr(gain))]
+        for start in range(0, len(raised), _MOST_WORDS):
+            await self._ask(self._raise, *raised[start : start + _MOST_WORDS])
 
     async def remove(self, name: str) -> None:
         """See `Backend.remove`."""

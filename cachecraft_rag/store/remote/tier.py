@@ -233,7 +233,7 @@ class RemoteTier(Closeable):
     def record_use(self, variant_id: str, saved: float) -> None:
         """Add a use there too, in the background, if this process has seen the variant there.
 
-        A remote only adds to scores: they have no clock there.
+        A remote only adds to scores, from a clock of its own where it has one.
         """
         with self._lock:
             row = self._rows.get(variant_id)

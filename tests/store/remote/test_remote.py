@@ -347,6 +347,27 @@ def test_a_chunk_keeps_so_many_variants(url: str, make_tier: MakeTier) -> None:
     assert tier.stats().nbytes == contents(url)
 
 
+def test_what_was_popular_once_leaves_redis_and_what_is_popular_stays(redis_url: str, make_tier: MakeTier) -> None:
+    size = encoded_of(variant_of("chunk 000")).nbytes + 2000
+    tier = make_tier(redis_url, budget_bytes=8 * size)
+    once, now = variant_of("once"), variant_of("now")
+    send(tier, once, now)
+    for _ in range(15):
+        tier.record_use(once.variant_id, 1.0)
+    for n in range(400):
+        send(tier, variant_of(f"chunk {n:03}"))
+        if n % 5 == 0:
+            tier.record_use(now.variant_id, 1.0)
+        if n == 50:  # a run of chunks that nobody asks for again evicts its own
+            assert found(tier, "once")
+            assert found(tier, "now")
+    assert not found(tier, "once")
+    assert found(tier, "now")
+    tier.record_use(once.variant_id, 1.0)  # it does not come back by a use
+    assert tier.flush(60)
+    assert not found(tier, "once")
+
+
 def test_what_is_larger_than_the_budget_is_not_sent(url: str, make_tier: MakeTier) -> None:
     tier = make_tier(url, budget_bytes=NBYTES - 1)
     send(tier, variant_of())
