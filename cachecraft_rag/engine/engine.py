@@ -38,6 +38,7 @@ from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import as_it_went, resolve
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.activity import Activity
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
@@ -130,6 +131,7 @@ class Engine(AnswerEngine):
         )
         super().__init__(decoder, store, own if config is None else replace(own, reuse=config))
         self.speed = ComputeSpeed(decoder.keys_per_row)
+        self.timer: Timer = UNTIMED  # of prefills
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self.correction: Correction | None = None
@@ -305,24 +307,24 @@ class Engine(AnswerEngine):
         """Look up, resolve, and prefill while what is not in memory is being loaded."""
         self._home.require()
         prompt, config, found = request.prompt, request.config, Found({})
-        if config.reuse:
-            self._background.wait()
-            self.write_back.wait_for([segment.segment_id for segment in prompt.segments[:-1]])
-            found = self.look_up(prompt.segments[:-1], session=request.session)
-            request.remote = found.remote
-        answer_tokens = request.sampling.max_new_tokens
-        resolved = resolve(
-            prompt,
-            found,
-            config,
-            store=self.store,
-            ranks=self.decoder.ranks,
-            answer_tokens=answer_tokens,
-            correction=self.correction,
-        )
+        with self.timer("planning"):
+            if config.reuse:
+                self._background.wait()
+                self.write_back.wait_for([segment.segment_id for segment in prompt.segments[:-1]])
+                found = self.look_up(prompt.segments[:-1], session=request.session)
+                request.remote = found.remote
+            resolved = resolve(
+                prompt,
+                found,
+                config,
+                store=self.store,
+                ranks=self.decoder.ranks,
+                answer_tokens=request.sampling.max_new_tokens,
+                correction=self.correction,
+            )
         request.plan, request.tiers, request.planned_s = resolved.plan, resolved.tiers, request.clock()
         with closing(resolved), self.loader.loading(resolved.to_load) as loads:
-            steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed).steps()
+            steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed, timer=self.timer).steps()
             result = run(self.decoder, steps, self.lock.take)
         request.plan = as_it_went(resolved, loads, result)
         request.waited_s, request.row_layers, request.focus_layer = (
@@ -330,7 +332,9 @@ class Engine(AnswerEngine):
             result.row_layers,
             result.focus_layer,
         )
-        return Prefilled(self.decoder.next_logits(result.hidden), result.buffer, result.recorder)
+        with self.timer("logits"):
+            logits = self.decoder.next_logits(result.hidden)
+        return Prefilled(logits, result.buffer, result.recorder)
 
     def _target_logits(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
         """`[answer, vocabulary]`: what is predicted for each token of an answer that is given."""
