@@ -24,7 +24,7 @@ from cachecraft_rag.kernels.visibility import Visibility
 logger = logging.getLogger("cachecraft_rag")
 
 FILE_NAME = "attention-paths.json"
-_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (192, 1280), "front": (512, 512)}
+_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (192, 1280), "front": (1280, 1280)}
 _ROUNDS = 3
 _WORTH = 0.9  # of the time of the first path, or that one stays: measuring is not exact
 
