@@ -16,48 +16,56 @@ BLOCK_ROWS = 96  # a block skips the keys behind its last row: smaller wastes le
 class RowBlock:
     """Rows `start:stop` and the keys `first_key:last_key` within their reach.
 
-    mask        bool `[rows of the block, last_key - first_key]`, True = visible; None where every row sees every key
-    hidden      the reverse, bool `[rows of the block, last_key - masked_from]`; all see the keys before `masked_from`
+    hidden      bool `[rows of the block, last_key - masked_from]`, True = not visible; all see the keys before
+                `masked_from`; None where every row sees every key
     """
 
     start: int
     stop: int
     first_key: int
     last_key: int
-    mask: Tensor | None = None
     masked_from: int = 0
     hidden: Tensor | None = None
 
 
-def row_blocks(visible: Visibility) -> tuple[RowBlock, ...]:
+def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBlock, ...]:
     """Cut sorted rows into blocks and prepare their masks, once per pass and shared by all its layers.
 
-    >>> [(b.start, b.stop, b.last_key, b.mask is None) for b in row_blocks(Visibility(torch.tensor([4])))]
-    [(0, 1, 5, True)]
-    >>> row_blocks(Visibility(torch.tensor([0, 2])))[0].mask.tolist()
-    [[True, False, False], [True, True, True]]
+    >>> [(b.start, b.stop, b.last_key, b.hidden) for b in row_blocks(Visibility(torch.tensor([4])))]
+    [(0, 1, 5, None)]
+    >>> block = row_blocks(Visibility(torch.tensor([0, 2])))[0]
+    >>> block.masked_from, block.hidden.tolist()  # both see key 0
+    (1, [[True, True], [False, False]])
     """
     positions, window, absent = visible.positions, visible.window, visible.absent
     blocks = []
     edges = positions.cpu()
-    for start in range(0, len(positions), BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, len(positions))
+    for start in range(0, len(positions), block_rows):
+        stop = min(start + block_rows, len(positions))
         lowest, highest = int(edges[start]), int(edges[stop - 1])
         first = 0 if window is None else max(0, lowest - window + 1)
         if stop - start == 1 and absent is None:  # a decode step: everything in reach is visible
             blocks.append(RowBlock(start, stop, first, highest + 1))
             continue
-        keys = torch.arange(first, highest + 1, device=positions.device)[None, :]
-        own = positions[start:stop, None]
-        mask = keys <= own
-        if window is not None:
-            mask &= keys > own - window
-        if absent is not None:
-            mask &= ~torch.isin(keys, absent)
         masked_from = lowest + 1 if window is None and absent is None else first
-        hidden = ~mask[:, masked_from - first :]
-        blocks.append(RowBlock(start, stop, first, highest + 1, mask, masked_from, hidden))
+        keys = torch.arange(masked_from, highest + 1, device=positions.device)[None, :]
+        own = positions[start:stop, None]
+        hidden = keys > own
+        if window is not None:
+            hidden |= keys <= own - window
+        if absent is not None:
+            hidden |= torch.isin(keys, absent)
+        blocks.append(RowBlock(start, stop, first, highest + 1, masked_from, hidden))
     return tuple(blocks)
+
+
+def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor | None:
+    """What is added to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None where every row sees every key."""
+    if block.hidden is None:
+        return None
+    mask = block.hidden.new_zeros((len(block.hidden), block.last_key - block.first_key), dtype=dtype)
+    mask[:, block.masked_from - block.first_key :].masked_fill_(block.hidden, float("-inf"))
+    return mask.repeat(repeats, 1) if repeats > 1 else mask
 
 
 def masked_scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:

@@ -19,8 +19,8 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.kernels.attention_paths import AttentionPaths, paths_for
 from cachecraft_rag.kernels.rope import rotate
-from cachecraft_rag.kernels.row_blocks import RowBlock
 
 pytestmark = pytest.mark.gate
 
@@ -125,16 +125,25 @@ def layers_are_as_exact_as_the_models_own(half: Decoder, layers: list[Layers]) -
     return passed
 
 
+@pytest.mark.parametrize(
+    ("scattered", "front"),
+    [
+        *((name, "causal") for name in paths_for("some")),
+        *((paths_for("some")[0], name) for name in paths_for("front")[1:]),
+    ],
+)
 def test_no_layer_in_bf16_is_further_from_fp32_than_the_models_own(
-    precisions: HalfPrecision, layers: list[Layers]
+    scattered: str, front: str, precisions: HalfPrecision, layers: list[Layers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    paths = AttentionPaths({"few": scattered, "some": scattered, "front": front})
+    monkeypatch.setattr(precisions.half, "attention_paths", paths)
     assert layers_are_as_exact_as_the_models_own(precisions.half, layers)
 
 
-def rounded_scores(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float) -> Tensor:
+def rounded_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attention by plain products in the dtype of `q`: every score is rounded."""
-    assert block.mask is not None
-    scores = torch.einsum("kgrd,nkd->kgrn", q * scale, k).masked_fill(~block.mask, -torch.inf)
+    assert mask is not None
+    scores = torch.einsum("kgrd,nkd->kgrn", q * scale, k) + mask
     return torch.einsum("kgrn,nkd->kgrd", scores.softmax(-1), v)
 
 
@@ -147,7 +156,7 @@ def rotated_there_and_back(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor |
 @pytest.mark.parametrize("precisions", ["demo"], indirect=True)
 @pytest.mark.parametrize(
     ("where", "worse"),
-    [("kernels.attention._fused", rounded_scores), ("kernels.gather.rotate", rotated_there_and_back)],
+    [("kernels.attention_paths.fused", rounded_scores), ("kernels.gather.rotate", rotated_there_and_back)],
 )
 def test_the_gate_of_layers_notices_one_rounding_more(
     where: str,
@@ -157,6 +166,7 @@ def test_the_gate_of_layers_notices_one_rounding_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"cachecraft_rag.{where}", worse)
+    monkeypatch.setattr(precisions.half, "attention_paths", AttentionPaths({"front": "blocks"}))
     assert not layers_are_as_exact_as_the_models_own(precisions.half, layers[:2])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, paths_for, shape_class
 from cachecraft_rag.kernels.gather import place, scatter_rows
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.row_blocks import BLOCK_ROWS, RowBlock, row_blocks
@@ -137,11 +138,16 @@ def tensors(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_a_plain_softmax(name: str, dtype: torch.dtype) -> None:
+def test_attention_is_a_plain_softmax(name: str, path: str, dtype: torch.dtype) -> None:
     q, k, v, positions, how = tensors(CASES[name], dtype)
     window = CASES[name].get("window")
-    found = attention(q, k, v, Visibility(positions, window=window), **how)
+    visible = Visibility(positions, window=window)
+    if PATHS[path].kind == "causal" and shape_class(visible) != "front":
+        pytest.skip("a prompt's first tokens only")
+    paths = AttentionPaths({"few": path, "some": path, "front": path})
+    found = attention(q, k, v, visible, paths=paths, **how)
     shares = probabilities(q, k, positions, window=window, **how)
     values = v.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     expected = torch.einsum("hrk,khd->rhd", shares, values)
@@ -253,8 +259,11 @@ def test_absent_keys_are_seen_by_no_row() -> None:
     capped = attention(q, k, v, present, scale=0.3, softcap=5.0)
     assert torch.allclose(capped, attention(q, k[there], v[there], moved, scale=0.3, softcap=5.0), atol=1e-5)
     one = row_blocks(Visibility(torch.tensor([19]), absent=absent))[0]
-    assert one.mask is not None
-    assert one.mask.sum() == 17
+    assert one.hidden is not None
+    assert one.hidden.sum() == 3
+    for path in paths_for("some"):
+        found = attention(q, k, v, present, scale=0.3, paths=AttentionPaths({"few": path}))
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 # -- visibility -------------------------------------------------------------------------------------------------------
@@ -280,7 +289,7 @@ def test_kernels_of_one_pass_share_their_blocks(monkeypatch: pytest.MonkeyPatch)
         calls.append(visible)
         return row_blocks(visible)
 
-    for module in ("attention", "attention_mass"):
+    for module in ("attention_paths", "attention_mass"):
         monkeypatch.setattr(f"cachecraft_rag.kernels.{module}.row_blocks", counted)
     q, k, v, positions, how = tensors(CASES["several blocks"], torch.float32)
     visible = Visibility(positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,10 @@ from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, w
 from cachecraft_rag.cli.stream import stream
 
 if TYPE_CHECKING:
+    from cachecraft_rag.compute.timing import Part
     from cachecraft_rag.evaluation.latency.ttft import TtftReport
+
+_LEAST_S = 1e-3  # a part that takes less has no ratio worth reading
 
 app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 app.command()(stream)
@@ -42,6 +46,7 @@ def ttft(
         int | None,
         typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of torch; the prompt is always the same."),
     ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time goes, part by part.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Time to the first token: reuse against the model's own prefill, side by side.
@@ -60,7 +65,7 @@ def ttft(
         if seed is not None:
             torch.manual_seed(seed)
         options.quiet_libraries()
-        reports = run(model, shapes, dtype=dtype, ratio=recompute_ratio, pairs=pairs, progress=show)
+        reports = run(model, shapes, dtype=dtype, ratio=recompute_ratio, pairs=pairs, profile=profile, progress=show)
     if as_json:
         alone = asdict(reports[0]) if len(reports) == 1 else {}
         print_json(alone | {"lengths": [asdict(report) for report in reports]})
@@ -87,6 +92,18 @@ def print_ttft(report: TtftReport) -> None:
         f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, "
         f"{report.pairs} pairs"
     )
+    if report.parts is not None and report.parts_all_recomputed is not None:
+        print_parts(report.parts, report.parts_all_recomputed)
+
+
+def print_parts(reused: Mapping[Part, float], full: Mapping[Part, float]) -> None:
+    """Where the time goes with reuse from memory, and when everything is computed."""
+    table = Table("part", "reuse", "everything", "ratio")
+    rows: list[tuple[str, float, float]] = [(part, seconds, full[part]) for part, seconds in reused.items()]
+    for part, seconds, whole in [*rows, ("together", sum(reused.values()), sum(full.values()))]:
+        ratio = f"{seconds / whole:.3f}" if whole > _LEAST_S else "–"
+        table.add_row(part, f"{1000 * seconds:.1f} ms", f"{1000 * whole:.1f} ms", ratio)
+    out.print(table)
 
 
 @app.command()

@@ -30,6 +30,7 @@ from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan
@@ -40,6 +41,7 @@ _FIRST_PIECE = 64  # on a machine that has measured nothing yet
 _FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
 _PATIENCE_S = 0.005  # a layer that is late by less is waited for
 _LEAST_SAVING_S = 0.01  # what taking over late tokens must save
+_LEAST_SHARE = 0.1  # of loading, that computing a front must spare
 _STALL_S = 0.25  # what is late and has not moved for this long will not come
 
 
@@ -75,10 +77,13 @@ class OverlappedPrefill:
         job: what is computed and what is taken over.
         loads: what is to come; its readers are running.
         speed: of computing; learns from what is measured here.
+        timer: told of each part.
     """
 
-    def __init__(self, stack: Stack, job: PrefillJob, loads: PendingLoads, speed: ComputeSpeed) -> None:
-        self._stack, self._job, self._loads, self._speed = stack, job, loads, speed
+    def __init__(
+        self, stack: Stack, job: PrefillJob, loads: PendingLoads, speed: ComputeSpeed, *, timer: Timer = UNTIMED
+    ) -> None:
+        self._stack, self._job, self._loads, self._speed, self._timer = stack, job, loads, speed, timer
         self._layers = stack.layout.layers
         self._ids = torch.tensor(list(job.token_ids), device=stack.device)
         bounds = job.rows.bounds
@@ -106,9 +111,11 @@ class OverlappedPrefill:
         loads, cake = self._loads, self._job.loading == "cake"
         loads.layer_first = not cake
         if cake and not loads.meter.warm:  # nothing is known: see whether it comes at once
-            yield Wait(loads, lambda: not loads.incomplete(), _FIRST_LOOK_S)
+            with self._timer("loading"):
+                yield Wait(loads, lambda: not loads.incomplete(), _FIRST_LOOK_S)
         while True:
-            yield self._ahead()
+            with self._timer("loading"):
+                yield self._ahead()
             tokens, last = self._stack.ranks.lead(self._decide())  # only now: in the meantime more has come
             loads.layer_first = last
             taken = loads.take(tokens)
@@ -168,7 +175,11 @@ class OverlappedPrefill:
             load_token_s=load_s / len(waiting) * layers_left,
             compute_token_s=token_s,
         )
-        return min(max(share, 0.0), float(len(waiting)))
+        # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
+        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared.
+        if share < _LEAST_SHARE * len(waiting):
+            return 0.0
+        return min(share, float(len(waiting)))
 
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
         """Positions that are faster computed, from the first layer on, than waited for in the layers still to come."""
@@ -202,7 +213,8 @@ class OverlappedPrefill:
         """Compute what is left, the question among it, while the rest comes in layer by layer."""
         plan, placed_layers = None, 0
         if self._job.probe is not None:
-            plan, placed_layers = yield from self._look(self._job.probe)
+            with self._timer("probe"):
+                plan, placed_layers = yield from self._look(self._job.probe)
         monitor = self._monitor()
         focus = None if monitor is None else FocusObserver(monitor, self._rows.bounds, self._stack.device)
         positions, joined = self._rows.open(), 0
@@ -241,7 +253,7 @@ class OverlappedPrefill:
             The new plan, and in how many first layers all chunk-caches are placed now.
         """
         probe = PROBES[request.kind](self._rows, request.question, self._buffer, self._layers)
-        run = self._pass(probe.positions, observer=probe, absent=probe.absent)
+        run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=self._timer.within("probe"))
         for layer in range(probe.layers):
             late = yield from self._arrive(layer, run, take_over=False)
             self._place(layer, self._resident)
@@ -289,6 +301,7 @@ class OverlappedPrefill:
         observer: Observer | None = None,
         drift: DriftCorrection | None = None,
         absent: NDArray[np.int64] | None = None,
+        timer: Timer | None = None,
     ) -> RowPass:
         ids = self._ids[torch.from_numpy(positions).to(self._ids.device)]
         return RowPass(
@@ -301,6 +314,7 @@ class OverlappedPrefill:
             observer=observer,
             drift=drift,
             absent=absent,
+            timer=timer or self._timer,
         )
 
     def _run_layer(self, run: RowPass) -> Generator[Step, bool, None]:
@@ -319,7 +333,9 @@ class OverlappedPrefill:
         loads, late = self._loads, self._loads.failed()
         reads, moved = loads.reads, time.perf_counter()
         while loads.depth() <= layer:
-            if (yield Wait(loads, lambda: loads.depth() > layer, _PATIENCE_S, in_pass=True)):
+            with self._timer("loading"):
+                came = yield Wait(loads, lambda: loads.depth() > layer, _PATIENCE_S, in_pass=True)
+            if came:
                 break
             late += loads.failed()
             if self._job.loading != "cake":
@@ -341,15 +357,16 @@ class OverlappedPrefill:
         """Bring late positions up to the layer that `run` stands before, and in among its rows."""
         if not len(late):
             return
-        more = self._pass(late, recorder=run.recorder, absent=run.absent)
+        more = self._pass(late, recorder=run.recorder, absent=run.absent, timer=run.timer)
         while more.layer < run.layer:
             yield from self._run_layer(more)
         run.join(more)
 
     def _place(self, layer: int, resident: Sequence[ResidentKV], *, below: int | None = None) -> None:
-        for one in resident:
-            self._buffer.place_resident(layer, one)
-        self._loads.place(layer, self._buffer, below=below)
+        with self._timer("placing"):
+            for one in resident:
+                self._buffer.place_resident(layer, one)
+            self._loads.place(layer, self._buffer, below=below)
 
     def _compute_instead(self, positions: Iterable[int]) -> None:
         self._rows = self._rows.mark(positions, RowReason.NOT_LOADED)

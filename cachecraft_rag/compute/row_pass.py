@@ -15,6 +15,7 @@ from cachecraft_rag.compute.drift_correction import DriftCorrection
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import AttentionSettings, Stack
+from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.gather import scatter_rows
 from cachecraft_rag.kernels.rope import rotate
@@ -36,7 +37,7 @@ class RowPass:
         layer: the next one to run.
         positions, where: of the rows, ascending; int64 `[rows]` on the host and on the device.
         hidden: `[streams, rows, hidden]`, what goes into `layer`.
-        recorder, absent: as they were given.
+        recorder, absent, timer: as they were given.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RowPass:
         observer: Observer | None = None,
         drift: DriftCorrection | None = None,
         absent: NDArray[np.int64] | None = None,
+        timer: Timer = UNTIMED,
     ) -> None:
         """Begin a pass.
 
@@ -61,10 +63,11 @@ class RowPass:
             recorder: keeps what is computed of new chunks.
             drift: how tokens that are not computed follow those that are.
             absent: int64, positions that hold nothing yet: no row sees them.
+            timer: told of each part.
         """
-        self._device, self._buffer = stack.device, buffer
+        self._device, self._buffer, self._paths = stack.device, buffer, stack.attention_paths
         self._rows, self._observer, self._drift = rows, observer, drift
-        self.recorder, self.absent = recorder, absent
+        self.recorder, self.absent, self.timer = recorder, absent, timer
         self._hidden_keys = None if absent is None else self._on_device(absent)
         self.layer = 0
         self._go_on_with(positions)
@@ -110,16 +113,28 @@ class RowPass:
         if settings.window not in self._visible:
             self._visible[settings.window] = Visibility(self.where, window=settings.window, absent=self._hidden_keys)
         merged = self._buffer.kv[layer]
-        queries, keys = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
+        with self.timer("placing"):
+            queries, keys = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
         if self._drift is not None:
-            self._drift.correct(merged, keys, v)
-        scatter_rows(merged, keys, v, self.where)
+            with self.timer("drift"):
+                self._drift.correct(merged, keys, v)
+        with self.timer("placing"):
+            scatter_rows(merged, keys, v, self.where)
         if self.recorder is not None:
             self.recorder.record(layer, self._captures, (queries, k, v), settings)
         if self._observer is not None:
             self._observer.observe(layer, queries, merged[0], settings)
         visible = self._visible[settings.window]
-        return attention(queries, merged[0], merged[1], visible, scale=settings.scale, softcap=settings.softcap)
+        with self.timer("attention"):
+            return attention(
+                queries,
+                merged[0],
+                merged[1],
+                visible,
+                scale=settings.scale,
+                softcap=settings.softcap,
+                paths=self._paths,
+            )
 
 
 class _Together:
@@ -143,7 +158,8 @@ def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
         hidden = stack.layer(first.layer, hidden, positions=where, layer_pass=_Together(passes))
         parts = torch.split(hidden, [len(one.positions) for one in passes], dim=1)
     else:
-        parts = (stack.layer(first.layer, first.hidden, positions=first.where, layer_pass=first),)
+        with first.timer("layers"):
+            parts = (stack.layer(first.layer, first.hidden, positions=first.where, layer_pass=first),)
     for one, part in zip(passes, parts, strict=True):
         one.hidden = part
         one.layer += 1

@@ -21,7 +21,8 @@ class ComputeSpeed:
     def __init__(self, keys_per_row: float) -> None:
         self._keys_per_row = keys_per_row
         self._row_s: float | None = None
-        self._pass_s = 0.0
+        self._step_s = 0.0
+        self._few_s: float | None = None  # of a pass of few rows, apart from them
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
         """Rows at these positions, in rows that attend to nothing."""
@@ -37,13 +38,20 @@ class ComputeSpeed:
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._pass_s + rows * self._row_s
 
+    @property
+    def _pass_s(self) -> float:
+        """The fixed part. A question's pass also places what is reused, and packs weights that a step does not."""
+        return self._step_s if self._few_s is None else self._few_s
+
     def measured(self, rows: float, seconds: float) -> None:
-        """Take note of a pass; of one with few rows, most of the time goes elsewhere."""
-        if rows < _FEW_ROWS and self.known:
+        """Take note of a pass; of one with few rows, most of the time goes elsewhere: it tells the fixed part."""
+        if rows < _FEW_ROWS and self._row_s is not None:
+            fixed = max(seconds - rows * self._row_s, 0.0)
+            self._few_s = fixed if self._few_s is None else _WEIGHT * fixed + (1.0 - _WEIGHT) * self._few_s
             return
         row_s = max(seconds - self._pass_s, 0.2 * seconds) / rows
         self._row_s = row_s if self._row_s is None else _WEIGHT * row_s + (1.0 - _WEIGHT) * self._row_s
 
     def stepped(self, seconds: float) -> None:
         """Take note of a decoding step: one row, so nearly all of it is the fixed part. The fastest tells most."""
-        self._pass_s = min(seconds, 0.98 * self._pass_s + 0.02 * seconds) if self._pass_s else seconds
+        self._step_s = min(seconds, 0.98 * self._step_s + 0.02 * seconds) if self._step_s else seconds

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.types import KVLayout
 
 T = TypeVar("T")
@@ -111,6 +112,11 @@ class Stack(Protocol):
     @property
     def keys_per_row(self) -> float:
         """Attending to this many keys costs as much as the rest of a row. From the config: weights may be packed."""
+        ...
+
+    @property
+    def attention_paths(self) -> AttentionPaths:
+        """The fastest ways to attend on this CPU."""
         ...
 
     @property

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
+from cachecraft_rag.engine.attention_choice import measured_paths
 from cachecraft_rag.engine.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.engine.demo_model import demo_model_folder
 from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
 from cachecraft_rag.engine.hub import require_hub
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.types import KVLayout
 
@@ -74,6 +76,7 @@ class Decoder:
         layout: shape and dtype of its chunk-caches.
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
         context_length: most tokens of prompt and answer together.
+        attention_paths: the fastest ways to attend on this CPU, measured by `load`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str | None = None) -> None:
@@ -90,6 +93,7 @@ class Decoder:
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.tokenizer = tokenizer
         self.ranks: Ranks = Alone()
+        self.attention_paths = UNMEASURED
         config = model.config
         self._base = model.model
         self._layers = self._base.layers
@@ -137,7 +141,13 @@ class Decoder:
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         except (OSError, ValueError) as error:
             raise _not_found(name, error) from error
-        return cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)
+        decoder = cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)
+        if place.type == "cpu":
+            heads, own = config.num_attention_heads, decoder.layout
+            decoder.attention_paths = measured_paths(
+                decoder.dtype, heads=heads, kv_heads=own.kv_heads, head_dim=own.head_dim
+            )
+        return decoder
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:

@@ -37,6 +37,7 @@ from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.activity import Activity
 from cachecraft_rag.engine.announced import Announcement, Announcements
@@ -134,6 +135,7 @@ class Engine(AnswerEngine):
         )
         super().__init__(decoder, store, own if config is None else replace(own, reuse=config))
         self.speed = ComputeSpeed(decoder.keys_per_row)
+        self.timer: Timer = UNTIMED  # of prefills
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self.queue = RequestQueue(max_waiting, wait_timeout_s)
@@ -357,18 +359,19 @@ class Engine(AnswerEngine):
     def _resolve(self, request: Request) -> Resolved:
         """Look up and plan."""
         prompt, config, found = request.prompt, request.config, Found({})
-        if config.reuse:
-            found = self.look_up(prompt.segments[:-1], session=request.session)
-            request.remote = found.remote
-        return resolve(
-            prompt,
-            found,
-            config,
-            store=self.store,
-            ranks=self.decoder.ranks,
-            answer_tokens=request.sampling.max_new_tokens,
-            correction=self.correction,
-        )
+        with self.timer("planning"):
+            if config.reuse:
+                found = self.look_up(prompt.segments[:-1], session=request.session)
+                request.remote = found.remote
+            return resolve(
+                prompt,
+                found,
+                config,
+                store=self.store,
+                ranks=self.decoder.ranks,
+                answer_tokens=request.sampling.max_new_tokens,
+                correction=self.correction,
+            )
 
     def _run(self, request: Request, prepared: Prepared, place: Place) -> Prefilled:
         """Prefill as planned, with the captures announced."""
@@ -378,7 +381,7 @@ class Engine(AnswerEngine):
             if request.config.capture:
                 self._announcements.announce(announcement, request.prompt, resolved.plan, session=request.session)
             with closing(prepared):
-                steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed).steps()
+                steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.speed, timer=self.timer).steps()
                 result = run(self.decoder, steps, self.lock.take, give_way=place.end_turn)
             request.plan = as_it_went(resolved, loads, result)
             announcement.computed(partial(self._submit, request, result))
@@ -387,7 +390,9 @@ class Engine(AnswerEngine):
             result.row_layers,
             result.focus_layer,
         )
-        return Prefilled(self.decoder.next_logits(result.hidden), result.buffer, announcement)
+        with self.timer("logits"):
+            logits = self.decoder.next_logits(result.hidden)
+        return Prefilled(logits, result.buffer, announcement)
 
     def _submit(self, request: Request, result: PrefillResult) -> None:
         """Hand the captures of a request to write-back."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Ranks, keys_per_row_of
 from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.types import KVLayout
 
 
@@ -48,6 +49,7 @@ class WorkerStack:
         )
         # From the config: the CPU build packs the weights and leaves empty tensors in their place.
         self.keys_per_row = keys_per_row_of(model.config)
+        self.attention_paths = UNMEASURED
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to `[2, rows, hidden]`: a residual of zeros counts as none."""

@@ -333,6 +333,7 @@ def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> N
         "64",
         "--dtype",
         "float32",
+        "--profile",
         "--json",
         cwd=tmp_path,
     )
@@ -341,6 +342,11 @@ def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path) -> N
     assert 0.15 < report["token_ratio"] < 0.5
     assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))
     assert report["lengths"] == [{name: value for name, value in report.items() if name != "lengths"}]
+    reused, full = report["parts"], report["parts_all_recomputed"]
+    assert reused.keys() == full.keys()
+    ran = {part for part, seconds in reused.items() if seconds > 0}
+    assert {"planning", "placing", "drift", "attention", "layers", "logits", "other"} <= ran
+    assert full["drift"] == full["probe"] == 0
 
 
 def test_bench_ttft_of_several_lengths(demo_model: Path, tmp_path: Path) -> None:

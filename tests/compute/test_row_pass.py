@@ -19,6 +19,7 @@ from cachecraft_rag.compute.row_pass import Observer, RowPass, advance
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -198,9 +199,11 @@ def test_what_is_visible_is_prepared_once_per_pass_and_window(
         calls.append(visible.window)
         return row_blocks(visible)
 
-    monkeypatch.setattr("cachecraft_rag.kernels.attention.row_blocks", counted)
+    monkeypatch.setattr("cachecraft_rag.kernels.attention_paths.row_blocks", counted)
     job = PrefillJob(token_ids(1), Rows.of(BOUNDS, new=range(75)))
-    prefill(tiny_decoder("Llama"), job)
+    llama = tiny_decoder("Llama")
+    monkeypatch.setattr(llama, "attention_paths", AttentionPaths({"front": "blocks"}))
+    prefill(llama, job)
     assert calls == [None]
     calls.clear()
     prefill(tiny_decoder("Gemma2", sliding_window=24), job)  # every other layer attends in a window

@@ -15,5 +15,18 @@ def test_compute_speed_separates_the_pass_from_its_rows() -> None:
         speed.stepped(0.02)
     speed.measured(100.0, 0.02 + 0.5)
     assert speed.seconds(10.0) == pytest.approx(0.02 + 0.05)
-    speed.measured(10.0, 5.0)  # few rows tell nothing of a row
-    assert speed.seconds(10.0) == pytest.approx(0.07)
+
+
+def test_a_pass_of_few_rows_tells_the_fixed_part_and_nothing_of_a_row() -> None:
+    speed = ComputeSpeed(keys_per_row=1000.0)
+    speed.measured(100.0, 0.5)
+    speed.stepped(0.02)
+    speed.measured(10.0, 0.3)
+    assert speed.seconds(10.0) == pytest.approx(0.3)
+    assert speed.seconds(10.0, passes=0) == pytest.approx(0.05)
+    speed.stepped(0.01)  # a step packs no weights and places nothing
+    assert speed.seconds(10.0) == pytest.approx(0.3)
+    speed.measured(100.0, 0.75)  # of many rows, what is left belongs to them
+    assert speed.seconds(100.0, passes=0) == pytest.approx(0.5)
+    speed.measured(10.0, 0.01)  # faster than its rows alone would be
+    assert speed.seconds(0.0) == pytest.approx(0.125)

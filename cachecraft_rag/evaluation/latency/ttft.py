@@ -9,14 +9,15 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from cachecraft_rag.compute.timing import UNTIMED, Part, PartTimer
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
@@ -60,6 +61,9 @@ class TtftReport:
     ratio_early_termination  as ratio_host, with early termination (rule "gap")
     ratio_all_recomputed     this package's engine without reuse
     token_ratio              rows computed / prompt tokens: the time ratio if time were proportional to rows
+    parts                    with profile: seconds of each part (`timing.Timer`) of the fastest request with reuse from
+                             memory, from question to answer
+    parts_all_recomputed     the same of the fastest that computes everything
     """
 
     ratio_host: float
@@ -79,6 +83,8 @@ class TtftReport:
     model: str
     dtype: str
     threads: int
+    parts: Mapping[Part, float] | None = None
+    parts_all_recomputed: Mapping[Part, float] | None = None
 
 
 def run(
@@ -88,11 +94,13 @@ def run(
     dtype: str = "auto",
     ratio: float = 0.15,
     pairs: int = 7,
+    profile: bool = False,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[TtftReport]:
     """Measure prompts of each shape.
 
     `dtype="auto"` first finds the dtype in which the model's own prefill of the first one is fastest on this machine.
+    With `profile`, as many requests again are timed part by part, apart from those that are compared.
 
     Raises:
         ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
@@ -109,7 +117,8 @@ def run(
         with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
             bench = _Bench(decoder, Path(folder), shape, ratio=ratio)
             try:
-                reports.append(bench.report(pairs, partial(_tell, progress, number * pairs, total)))
+                report = bench.report(pairs, partial(_tell, progress, number * pairs, total))
+                reports.append(replace(report, **bench.parts(pairs)) if profile else report)
             finally:
                 bench.close()
     return reports
@@ -181,6 +190,19 @@ class _Bench:
             dtype=self.decoder.layout.dtype,
             threads=torch.get_num_threads(),
         )
+
+    def parts(self, rounds: int) -> dict[str, Mapping[Part, float]]:
+        """Fields of the report: where the time goes in the fastest of some requests of each side."""
+        sides = {"parts": self.config, "parts_all_recomputed": ReuseConfig(reuse=False, capture=False)}
+        timers: dict[str, list[PartTimer]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, config in sides.items():
+                timer = self.engine.timer = PartTimer()
+                with timer("other"):
+                    self._ask(self.engine, config)
+                timers[name].append(timer)
+        self.engine.timer = UNTIMED
+        return {name: min(found, key=lambda timer: timer.total).seconds for name, found in timers.items()}
 
     def close(self) -> None:
         """Close the engine and the store."""

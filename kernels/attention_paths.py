@@ -1,0 +1,171 @@
+"""The ways to attend on a CPU: all give the same; which is fastest depends on the machine, the dtype and the shape.
+
+A path is chosen by measuring (`engine/attention_choice.py`), never by what a CPU is called. Masks are made once per
+pass and shared by its layers, as what is added to the scores: torch would make that of a bool mask in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cachecraft_rag.kernels.row_blocks import BLOCK_ROWS, RowBlock, additive, grouped, masked_scores, row_blocks
+from cachecraft_rag.kernels.visibility import Visibility
+
+Kind = Literal["fused", "folded", "explicit", "causal"]
+ShapeClass = Literal["few", "some", "front"]
+MANY_ROWS = 1 << 30
+_FEW = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPath:
+    """One way.
+
+    kind        fused     torch's kernel, keys and values seen once for each query head
+                folded    the same with a group's queries as rows of their common key/value head
+                explicit  two matrix products around a softmax, in float32
+                causal    torch's kernel with its own mask: for a prompt's first tokens only
+    block_rows  rows at once: a block skips the keys behind its last row
+    """
+
+    kind: Kind
+    block_rows: int = BLOCK_ROWS
+
+
+PATHS: Mapping[str, AttentionPath] = MappingProxyType(
+    {
+        "blocks": AttentionPath("fused"),
+        "large blocks": AttentionPath("fused", 256),
+        "one call": AttentionPath("fused", MANY_ROWS),
+        "folded small blocks": AttentionPath("folded", 48),
+        "folded blocks": AttentionPath("folded", 160),
+        "products": AttentionPath("explicit", 48),
+        "causal": AttentionPath("causal", MANY_ROWS),
+    }
+)
+
+
+def paths_for(shape: ShapeClass) -> list[str]:
+    """Names of the paths that can serve a class of shapes; the first is taken where nothing is measured."""
+    if shape == "front":
+        return ["causal", "blocks", "large blocks", "folded blocks"]
+    return [name for name in PATHS if name != "causal"]
+
+
+@dataclass(frozen=True)
+class AttentionPaths:
+    """Which path each class of shapes takes, by names of `PATHS`.
+
+    few, some  scattered rows: up to 64, and more
+    front      the first rows of a prompt, all of them
+    """
+
+    names: Mapping[ShapeClass, str] = field(default_factory=dict)
+
+    def of(self, visible: Visibility) -> AttentionPath:
+        """The path for these rows.
+
+        >>> AttentionPaths().of(Visibility(torch.tensor([0, 1, 2]))).kind
+        'causal'
+        >>> AttentionPaths({"few": "folded blocks"}).of(Visibility(torch.tensor([1, 4])))
+        AttentionPath(kind='folded', block_rows=160)
+        """
+        shape = visible.prepared(shape_class)
+        return PATHS[self.names.get(shape, paths_for(shape)[0])]
+
+
+UNMEASURED = AttentionPaths()
+
+
+def shape_class(visible: Visibility) -> ShapeClass:
+    """The class that rows belong to."""
+    rows = len(visible.positions)
+    if visible.window is None and visible.absent is None and rows and int(visible.positions[-1]) == rows - 1:
+        return "front"  # ascending and without repeats, so they are all of them
+    return "few" if rows <= _FEW else "some"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visibility, path: AttentionPath, *, scale: float, softcap: float | None
+) -> Tensor:
+    """`attention` of more than one row by this path; soft-capped scores take products, whatever the path."""
+    out = torch.empty_like(q)
+    queries, grouped_out = grouped(q, k.shape[1]), grouped(out, k.shape[1])
+    if path.kind == "causal" and softcap is None:
+        rows = len(q)
+        grouped_out.copy_(causal(queries, k[:rows], v[:rows], scale=scale))
+        return out
+    explicit = softcap is not None or path.kind == "explicit"
+    size = BLOCK_ROWS if softcap is not None else path.block_rows
+    for block, mask in visible.prepared(_Prepared(size, path.kind, q.shape[1] // k.shape[1], q.dtype, explicit)):
+        part, span = queries[:, :, block.start : block.stop], slice(block.first_key, block.last_key)
+        if explicit:
+            found = products(part, k[span], v[span], block, scale=scale, softcap=softcap)
+        else:
+            found = (folded if path.kind == "folded" else fused)(part, k[span], v[span], mask, scale=scale)
+        grouped_out[:, :, block.start : block.stop] = found
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Prepares the blocks of a pass and what is added to their scores."""
+
+    block_rows: int
+    kind: Kind
+    group: int
+    dtype: torch.dtype
+    explicit: bool
+
+    def __call__(self, visible: Visibility) -> list[tuple[RowBlock, Tensor | None]]:
+        blocks = visible.prepared(row_blocks) if self.block_rows == BLOCK_ROWS else row_blocks(visible, self.block_rows)
+        if self.explicit:
+            return [(block, None) for block in blocks]
+        repeats = self.group if self.kind == "folded" else 1
+        return [(block, additive(block, self.dtype, repeats=repeats)) for block in blocks]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    """torch's kernel for one block; `q` `[kv_heads, group, rows, head_dim]`, returns alike."""
+    seen = partial(_expanded, group=q.shape[1])
+    return scaled_dot_product_attention(q, seen(k), seen(v), attn_mask=mask, scale=scale)
+
+
+def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    """As `fused`, with the group's heads as rows; the mask is repeated for each."""
+    kv_heads, group, rows, head_dim = q.shape
+    together = q.reshape(1, kv_heads, group * rows, head_dim)
+    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return scaled_dot_product_attention(together, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """As many keys as rows, each row seeing those up to its own; `q` `[kv_heads, group, rows, head_dim]`."""
+    seen = partial(_expanded, group=q.shape[1])
+    return scaled_dot_product_attention(q, seen(k), seen(v), is_causal=True, scale=scale)
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
+    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns float32.
+
+    Rejected: products in half precision, which round every score.
+    """
+    weights = masked_scores(q, k, block, scale=scale, softcap=softcap).softmax(-1)
+    return torch.bmm(weights, v.transpose(0, 1).float()).view(q.shape)
+
+
+def _expanded(x: Tensor, group: int) -> Tensor:
+    """`[keys, kv_heads, head_dim]` seen as `[kv_heads, group, keys, head_dim]` with stride 0 along the group.
+
+    Grouped-query attention without the copy that repeating keys and values for every query head would cost.
+    """
+    keys, kv_heads, head_dim = x.shape
+    return x.transpose(0, 1)[:, None].expand(kv_heads, group, keys, head_dim)
