@@ -11,7 +11,7 @@ class Zipf:
     """Draws numbers from 0 on; number n - 1 has a probability ∝ n^-exponent.
 
     >>> Zipf(3, exponent=1.0).draw(Random(0))
-    1
+    2
     """
 
     def __init__(self, count: int, *, exponent: float) -> None:

@@ -158,8 +158,8 @@ class Answered:
 def arrivals(count: int, qps: float, *, seed: int) -> list[float]:
     """Times of a Poisson process in seconds from the start, the first at 0; another rate only stretches them.
 
-    >>> [round(at, 2) for at in arrivals(3, 2.0, seed=0)], [round(at, 2) for at in arrivals(3, 4.0, seed=0)]
-    ([0.0, 0.93, 1.64], [0.0, 0.46, 0.82])
+    >>> [round(at, 3) for at in arrivals(3, 2.0, seed=0)], [round(at, 3) for at in arrivals(3, 4.0, seed=0)]
+    ([0.0, 0.93, 1.64], [0.0, 0.465, 0.82])
     """
     dice = random.Random(seed)
     return list(itertools.accumulate((dice.expovariate(1.0) / qps for _ in range(count - 1)), initial=0.0))
