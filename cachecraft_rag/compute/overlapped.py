@@ -41,7 +41,7 @@ _FIRST_PIECE = 64  # on a machine that has measured nothing yet
 _FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
 _PATIENCE_S = 0.005  # a layer that is late by less is waited for
 _LEAST_SAVING_S = 0.01  # what taking over late tokens must save
-_LEAST_SHARE = 0.1  # of loading, that computing a front must spare
+_LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _STALL_S = 0.25  # what is late and has not moved for this long will not come
 
 
@@ -151,6 +151,8 @@ class OverlappedPrefill:
             soon = rate > 0.0 and loads.bytes_left() / rate < 5 * _FIRST_LOOK_S
             return (0, True) if soon else (_FIRST_PIECE, False)
         share = self._share(speed.rows(self._rows.open()))
+        if share and not loads.meter.warm:  # the first reads are slow to start: compute a little, then look again
+            return min(share, _FIRST_PIECE), False
         if share <= _PIECE:
             return share, True
         return min(_PIECE, share / 2), False

@@ -8,6 +8,7 @@ import time
 
 _MEMORY_S = 0.5  # what is longer ago counts for little: a rate that changes is noticed within a part of a second
 _PRIOR_S = 0.05  # an earlier request's rate counts like this much time of measuring
+_ENOUGH_S = 0.1  # of measuring, where there was none
 
 
 class Meter:
@@ -23,14 +24,20 @@ class Meter:
         self._bytes = (expected or 0.0) * self._seconds
         self._at = time.perf_counter()
         self._credit = 0.0  # for what is in flight
-        self._stopped = False
-        self.warm = expected is not None  # whether the rate says something from the first moment on
+        self._stopped, self._known = False, expected is not None
 
     def stop(self) -> None:
         """Nothing more is to come: silence counts no longer."""
         with self._lock:
             self._advance()
             self._stopped = True
+
+    @property
+    def warm(self) -> bool:
+        """Whether the rate can be relied on: it was known before, or has been measured for long enough."""
+        with self._lock:
+            self._advance()
+            return self._known or self._seconds >= _ENOUGH_S
 
     def begin(self, nbytes: float) -> None:
         """This many bytes were asked for."""
