@@ -107,22 +107,31 @@ def measured(client: httpx.Client, chosen: argparse.Namespace) -> Iterator[dict[
         yield entry
 
 
+def answers(url: str) -> bool:
+    """Whether a server is ready."""
+    try:
+        return httpx.get(url).is_success
+    except httpx.HTTPError:
+        return False
+
+
 @contextmanager
-def own_server() -> Iterator[str]:
-    """The demo model, with a store of its own that is removed in the end."""
+def server(url: str | None) -> Iterator[str]:
+    """The address of a server; None starts one of the demo model, with a store that is removed in the end."""
+    if url is not None:
+        yield url
+        return
     with tempfile.TemporaryDirectory() as folder:
         command = [Path(sys.executable).with_name("cachecraft"), "serve", "demo", "--store", folder, "--port", PORT]
-        with subprocess.Popen([*command, "--", "--enforce-eager"], stdout=sys.stderr) as server:
+        with subprocess.Popen([*command, "--", "--enforce-eager"], stdout=sys.stderr) as process:
             try:
-                while server.poll() is None:
-                    try:
-                        httpx.get(f"http://127.0.0.1:{PORT}/health").raise_for_status()
-                        break
-                    except httpx.HTTPError:
-                        time.sleep(1)
+                while not answers(f"http://127.0.0.1:{PORT}/health"):
+                    if process.poll() is not None:
+                        raise SystemExit("the server ended before it was ready; its log is above")
+                    time.sleep(1)
                 yield f"http://127.0.0.1:{PORT}"
             finally:
-                server.terminate()
+                process.terminate()
 
 
 def main() -> None:
@@ -139,15 +148,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the JSON goes; without it: standard output")
     chosen = parser.parse_args()
-    with own_server() if chosen.server is None else httpx.Client(base_url=chosen.server, timeout=None) as opened:
-        client = opened if isinstance(opened, httpx.Client) else httpx.Client(base_url=opened, timeout=None)
+    with server(chosen.server) as url, httpx.Client(base_url=url, timeout=None) as client:
         facts = client.get("/v1/cachecraft").json()
         told = {
             "model": facts["model"],
             "settings": {name: value for name, value in vars(chosen).items() if name != "out"},
         }
         text = json.dumps(told | {"loads": list(measured(client, chosen))}, indent=2)
-        (chosen.out.write_text(text) if chosen.out else print(text))
+    if chosen.out is None:
+        print(text)
+    else:
+        chosen.out.write_text(text)
 
 
 if __name__ == "__main__":
