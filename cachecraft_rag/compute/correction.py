@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import xxhash
 from torch import Tensor
 
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.small_file import replace_file
 from cachecraft_rag.types import KVLayout
 
 CORRECTIONS_FOLDER = "corrections"  # inside the folder that a user names as the store
@@ -119,11 +119,8 @@ class Correction:
             "limit": repr(self.limit),
             "xxh3": _checksum(tensors),
         }
-        scratch = path.with_suffix(f".{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_bytes(save(tensors, metadata=fields))
-            scratch.replace(path)
+            replace_file(path, save(tensors, metadata=fields))
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror}. Name a folder you may write to.") from error
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from cachecraft_rag.engine.demo_model import cache_folder
 from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, ShapeClass, attend, paths_for
 from cachecraft_rag.kernels.visibility import Visibility
+from cachecraft_rag.store.small_file import replace_file
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -112,9 +112,6 @@ def _read(file: Path) -> dict[str, object]:
 def _write(file: Path, content: Mapping[str, object]) -> None:
     """Replace the file at once: other processes read it at any time. Of two that write, the last one wins."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=FILE_NAME, delete=False) as new:
-            json.dump(content, new, indent=1)
-        os.replace(new.name, file)
+        replace_file(file, json.dumps(content, indent=1).encode())
     except OSError as error:  # a read-only home: it is measured again next time
         logger.debug("%s was not written: %s", file, error)

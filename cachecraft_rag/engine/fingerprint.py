@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import xxhash
 
 from cachecraft_rag.engine.demo_model import cache_folder
+from cachecraft_rag.store.small_file import replace_file
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
 
 # Keys of a config that differ from one save to the next and shape no number; the dtype in use is told apart by itself.
@@ -139,15 +139,7 @@ def _check(stamp: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
 def _keep(kept: Path, entry: Mapping[str, Any]) -> None:
     """Write an entry of the cache in one step. A cache that cannot be written costs the next start a moment."""
     with contextlib.suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=kept.parent, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(entry, file)
-            os.replace(name, kept)
-        except OSError:
-            os.unlink(name)
-            raise
+        replace_file(kept, json.dumps(entry).encode())
 
 
 def _read_safetensors(path: Path) -> dict[str, str]:

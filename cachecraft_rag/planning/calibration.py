@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store.small_file import replace_file
 
 CALIBRATION_FILE = "calibration.json"  # inside the folder that a user names as the store
 _OLD_NAMES = {"births": "origin", "sharing": "budget_scope"}  # of fields, as versions before 0.2 wrote them
@@ -75,11 +75,9 @@ class Calibration:
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
     """Keep it for this model, in place of an earlier one; StoreError where the folder cannot be written to."""
     path = store / CALIBRATION_FILE
-    scratch = path.with_suffix(f".{os.getpid()}")
+    content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)
     try:
-        store.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1), encoding="utf-8")
-        scratch.replace(path)
+        replace_file(path, content.encode())
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}. Name a folder you may write to.") from error
 

@@ -1,0 +1,20 @@
+"""Small files that are replaced as a whole."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in one step: whoever reads it sees the old content or the new, and of two writers one wins.
+
+    Its folder is made where it is missing. Raises OSError, and leaves nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
