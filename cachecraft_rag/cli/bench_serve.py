@@ -69,6 +69,11 @@ def serve(
             seed=seed,
         )
         report = run(model, settings, dtype=dtype, progress=show)
+    show_serve(report, plot, as_json=as_json)
+
+
+def show_serve(report: ServeReport, plot: Path | None, *, as_json: bool) -> None:
+    """Draw it where that is asked for, and print it."""
     if plot is not None:
         from cachecraft_rag.evaluation.latency.plots import draw_serve
 

@@ -145,18 +145,21 @@ class Engine(AnswerEngine):
             store, namespace=namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, take_lock=self.lock.take
         )
         self.activity = Activity()
-        assert isinstance(own.new_variants, NewVariants), "EngineConfig makes one of a word"
-        self.new_variants = VariantMaker(
-            own.new_variants,
-            stack=decoder,
-            store=store,
+        self.new_variants = self._variant_maker(own)
+        store.told_of_removals.append(self.new_variants.forget)
+
+    def _variant_maker(self, config: EngineConfig) -> VariantMaker:
+        assert isinstance(config.new_variants, NewVariants), "EngineConfig makes one of a word"
+        return VariantMaker(
+            config.new_variants,
+            stack=self.decoder,
+            store=self.store,
             loader=self.loader,
             write_back=self.write_back,
             look_up=self.look_up,
             take_lock=self.lock.take,
             activity=self.activity,
         )
-        store.told_of_removals.append(self.new_variants.forget)
 
     @classmethod
     def from_pretrained(

@@ -338,12 +338,7 @@ with ChunkCacheStore.open(sys.argv[1]) as store:
 
 @pytest.mark.slow  # it imports torch once more
 def test_what_another_process_removed_is_not_served_and_does_not_come_back(engine: Engine, layers: Layers) -> None:
-    ask(engine, ORDERS[0])
-    with engine.activity.during():
-        for order in ORDERS[1:]:
-            ask(engine, order, settle=False)
-        layers.hold()
-    assert layers.reached.wait(60)
+    stop_in_the_first_capture(engine, layers)
     removed, root = CHUNKS[0].chunk_id, str(engine.store.root)
     done = subprocess.run([sys.executable, "-c", REMOVE, root, removed], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
