@@ -1,6 +1,6 @@
 """Measure a vLLM server with chunk-caches against itself with prefix caching only: the same chunks, moved about.
 
-    python examples/vllm_load.py --concurrency 1,8 --requests 16 --out load.json
+    python examples/vllm_bench.py --concurrency 1,8 --requests 16 --out load.json
 
 starts the demo model and asks it; `--server http://127.0.0.1:8000` asks one that runs. Each request has other chunks
 in another order, so that vLLM's prefix cache has the instruction of it and no more. The output is JSON:
