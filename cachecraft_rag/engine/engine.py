@@ -66,6 +66,12 @@ from cachecraft_rag.types import Chunk, Prompt
 logger = logging.getLogger("cachecraft_rag")
 
 
+# Of `EngineConfig`; parameters of `Engine` have the same names.
+_OWN_FIELDS = (
+    "namespace", "system", "private_system", "best_last", "new_variants", "max_waiting", "wait_timeout_s"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Prefilled:
     """A prompt that is ready to be answered: `logits` `[vocabulary]` of its last token, and what to go on with."""
@@ -146,7 +152,7 @@ class Engine(AnswerEngine):
         )
         self.activity = Activity()
         self.new_variants = self._variant_maker(own)
-        store.told_of_removals.append(self.new_variants.forget)
+        store.told_of_removals.append(self._before_removal)
 
     def _variant_maker(self, config: EngineConfig) -> VariantMaker:
         assert isinstance(config.new_variants, NewVariants), "EngineConfig makes one of a word"
@@ -190,18 +196,8 @@ class Engine(AnswerEngine):
         with ExitStack() as opened:
             folder = Path(store) / CACHE_FOLDER
             caches = opened.enter_context(ChunkCacheStore.open(folder, replace(chosen.store, device=device)))
-            engine = cls(
-                decoder,
-                caches,
-                namespace=chosen.namespace,
-                config=chosen.reuse,
-                system=chosen.system,
-                private_system=chosen.private_system,
-                best_last=chosen.best_last,
-                new_variants=chosen.new_variants,
-                max_waiting=chosen.max_waiting,
-                wait_timeout_s=chosen.wait_timeout_s,
-            )
+            own: dict[str, Any] = {name: getattr(chosen, name) for name in _OWN_FIELDS}
+            engine = cls(decoder, caches, config=chosen.reuse, **own)
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
@@ -291,9 +287,16 @@ class Engine(AnswerEngine):
         with self._opened:
             self._background.close()
             self.new_variants.close()
-            if (forget := self.new_variants.forget) in self.store.told_of_removals:
-                self.store.told_of_removals.remove(forget)
+            if self._before_removal in self.store.told_of_removals:
+                self.store.told_of_removals.remove(self._before_removal)
             self.write_back.close()
+
+    def _before_removal(self, chunk_ids: Sequence[str]) -> None:
+        """What was computed of these chunks is stored first, or it would come after they were removed."""
+        if self._home.here:
+            self._background.wait()
+            self.write_back.wait_for(chunk_ids)
+            self.new_variants.forget(chunk_ids)
 
     def enter(self) -> Place | None:
         """See `AnswerEngine.enter`."""

@@ -69,6 +69,31 @@ def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, question: str = QUESTION, 
     return answer
 
 
+def test_what_is_on_its_way_to_the_store_is_removed_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, go_on, put, wait_for = threading.Event(), threading.Event(), engine.store.put, engine.write_back.wait_for
+
+    def late_put(*given: Any, **options: Any) -> Any:
+        assert go_on.wait(60)
+        return put(*given, **options)
+
+    def seen(*given: Any, **options: Any) -> bool:
+        waiting.set()
+        return wait_for(*given, **options)
+
+    monkeypatch.setattr(engine.store, "put", late_put)
+    assert "".join(engine.stream(QUESTION, CHUNKS, sampling=SHORT))
+    monkeypatch.setattr(engine.write_back, "wait_for", seen)
+    removed = RowFilter(chunk_ids=tuple(chunk.chunk_id for chunk in CHUNKS))
+    removing = threading.Thread(target=engine.store.evict, args=(removed,))
+    removing.start()
+    while removing.is_alive() and not waiting.is_set():
+        removing.join(0.01)
+    go_on.set()
+    removing.join(60)
+    assert engine.settle(60)
+    assert engine.store.rows(removed) == []
+
+
 def outcomes(answer: Generation) -> dict[str, str]:
     """Chunk id → what happened to it."""
     return {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}
