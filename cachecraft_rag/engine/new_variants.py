@@ -25,6 +25,7 @@ from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.activity import Activity
+from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
@@ -42,6 +43,8 @@ _EXACT = ReuseConfig(scope="prefix", loading="whole")
 _LOOK_S = 0.2  # how often it looks whether it is to end, while it waits for its turn
 _MOST_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
 _MOST_DOUBLINGS = 16
+# The disk, the device (torch raises RuntimeError) or memory: the next prompt may do better.
+_TROUBLE = (CacheCraftError, OSError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +238,15 @@ class VariantMaker:
                     self._forget()
                     self._rest()
                 continue
-            except Exception:  # of whatever kind: it must not end the thread, nor come again and again
+            except _TROUBLE:
                 logger.exception("A new variant could not be computed")
                 dropped = Dropped.FAILED
+            except BaseException:  # a mistake of ours: it is raised, and no more variants are made
+                with self._changed:
+                    self._closed, self._thread = True, None
+                    self._forget()
+                    self._rest()
+                raise
             with self._changed:
                 self._candidates.remove(candidate)
                 if dropped is not None:

@@ -374,6 +374,26 @@ def test_a_capture_that_cannot_be_computed_is_dropped(
     assert ask(engine, ORDERS[1]).stats.tokens_recomputed == 0
 
 
+def test_a_mistake_is_raised_and_ends_new_variants_but_no_answer(
+    engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, raised = decoder.layer, list[threading.ExceptHookArgs]()
+
+    def mistaken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if threading.current_thread().name == THREAD:
+            raise KeyError("a mistake")
+        return layer(*args, **kwargs)
+
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(decoder, "layer", mistaken)
+    ask(engine, ORDERS[0])
+    ask(engine, ORDERS[1])
+    assert [one.exc_type for one in raised] == [KeyError]
+    ask(engine, ORDERS[2])
+    stats = engine.new_variants.stats
+    assert (stats.captured, stats.waiting, len(raised)) == (0, 0, 1)
+
+
 def test_a_full_disk_costs_more_and_more_of_the_budget(
     make_engine: MakeEngine, full_disk: Callable[[], AbstractContextManager[None]]
 ) -> None:

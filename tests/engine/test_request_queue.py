@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -30,6 +31,20 @@ def in_threads(*works: Callable[[], object]) -> list[threading.Thread]:
     return threads
 
 
+@contextmanager
+def one_after_the_other(queue: RequestQueue, take: Callable[[int], None], count: int) -> Iterator[None]:
+    """Has the turn in the block, while so many wait in threads that entered in order; all have ended behind it."""
+    threads = []
+    with queue.enter():
+        for number in range(count):
+            threads += in_threads(lambda number=number: take(number))
+            until(lambda number=number: queue.counts().waiting == number + 1)
+        yield
+    queue.hand_on()
+    for thread in threads:
+        thread.join(60)
+
+
 def test_turns_go_in_the_order_of_entering() -> None:
     queue, order = RequestQueue(8), list[int]()
 
@@ -38,15 +53,8 @@ def test_turns_go_in_the_order_of_entering() -> None:
             order.append(number)
         queue.hand_on()
 
-    threads = []
-    with queue.enter():
-        for number in range(8):
-            threads += in_threads(lambda number=number: take(number))
-            until(lambda number=number: queue.counts().waiting == number + 1)
+    with one_after_the_other(queue, take, 8):
         assert order == []
-    queue.hand_on()
-    for thread in threads:
-        thread.join(60)
     assert order == list(range(8))
     assert queue.counts() == QueueCounts(0, 0, 0)
 
@@ -163,15 +171,8 @@ def test_only_the_next_one_prepares_and_only_once() -> None:
             until(lambda: len(prepared) == min(number + 2, 3))  # while this one has the turn, the next prepares
         queue.hand_on()
 
-    threads = []
-    with queue.enter():
-        for number in range(3):
-            threads += in_threads(lambda number=number: take(number))
-            until(lambda number=number: queue.counts().waiting == number + 1)
+    with one_after_the_other(queue, take, 3):
         until(lambda: prepared == [0])
-    queue.hand_on()
-    for thread in threads:
-        thread.join(60)
     assert (prepared, order) == ([0, 1, 2], [0, 1, 2])
 
 

@@ -12,7 +12,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,7 @@ from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of
 from cachecraft_rag.evaluation.simulation.trace import Traffic, draw_trace
+from cachecraft_rag.evaluation.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress
@@ -113,7 +113,7 @@ class SideReport:
     @property
     def variants_per_chunk(self) -> float:
         """The mean."""
-        return sum(n * chunks for n, chunks in self.variants.items()) / max(sum(self.variants.values()), 1)
+        return variants_per_chunk(self.variants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +315,6 @@ def report_of(engine: Engine, answered: Sequence[Answered]) -> SideReport:
     waits = [one.first_s - one.arrival_s for one in answered]
     found = [sum(chunk.variant_id is not None for chunk in one.stats.chunks) for one in answered]
     computed = sum(one.stats.tokens_computed + one.stats.tokens_recomputed for one in answered)
-    variants: Counter[str] = Counter()
-    while page := engine.store.rows(offset=variants.total(), limit=1000):
-        variants.update(row.variant.key.chunk_id for row in page)
-    del variants[engine.prompts.system.segment_id]
     return SideReport(
         throughput=len(answered) / (max(one.ended_s for one in answered) - answered[0].arrival_s),
         p50_ttft_s=float(np.percentile(waits, 50)),
@@ -326,5 +322,5 @@ def report_of(engine: Engine, answered: Sequence[Answered]) -> SideReport:
         mean_queue_s=statistics.mean(one.stats.queue_s for one in answered),
         hits=tuple(float(part.mean()) for part in np.array_split(np.array(found), _PARTS)),
         computed_share=computed / sum(one.stats.tokens_prompt for one in answered),
-        variants=dict(sorted(Counter(variants.values()).items())),
+        variants=variant_counts(engine),
     )

@@ -18,6 +18,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats.dataset import Question, handbook_dataset, load_dataset
 from cachecraft_rag.evaluation.quality.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.quality.metrics import divergence
+from cachecraft_rag.evaluation.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.evaluation.zipf import Zipf
 from cachecraft_rag.types import Progress
 
@@ -77,7 +78,7 @@ class Window:
     @property
     def variants_per_chunk(self) -> float:
         """The mean."""
-        return sum(n * chunks for n, chunks in self.variants.items()) / max(sum(self.variants.values()), 1)
+        return variants_per_chunk(self.variants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +183,8 @@ class _Counts:
                 self._overlaps.append(chunk.beta_prime)
 
     def window(self, engine: Engine) -> Window:
-        stats, system = engine.new_variants.stats, engine.prompts.system.segment_id
+        stats = engine.new_variants.stats
         engine.store.flush()
-        variants: Counter[str] = Counter()
-        while page := engine.store.rows(offset=variants.total(), limit=1000):
-            variants.update(row.variant.key.chunk_id for row in page)
-        del variants[system]
         return Window(
             requests=len(self._kl),
             reused=self._tokens["reused"],
@@ -197,5 +194,5 @@ class _Counts:
             kl=sum(self._kl) / len(self._kl),
             new_variants=stats.captured,
             idle_tokens=stats.tokens,
-            variants=dict(sorted(Counter(variants.values()).items())),
+            variants=variant_counts(engine),
         )
