@@ -229,7 +229,8 @@ def test_interruptions_at_any_moment_lose_no_turn(count: int) -> None:
     dice, interval = random.Random(1), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for _ in range(3000):
+        deadline = time.monotonic() + 300  # a busy machine takes its time; a turn that is lost stops the count
+        while caught < 500 and time.monotonic() < deadline:
             if (victim := threads[dice.randrange(count)].ident) is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(victim), ctypes.py_object(Interruption))
             time.sleep(dice.random() * 2e-4)
@@ -241,7 +242,7 @@ def test_interruptions_at_any_moment_lose_no_turn(count: int) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert caught > 500
+    assert caught >= 500
     assert queue.counts() == QueueCounts(0, 0, 0)
     with queue.enter():
         pass

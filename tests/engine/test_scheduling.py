@@ -202,7 +202,8 @@ def test_interruptions_at_any_moment_lose_no_turn(contended: bool) -> None:
         thread.start()
     dice, interval = random.Random(1), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    for _ in range(5000):
+    deadline = time.monotonic() + 300  # a busy machine takes its time; a turn that is lost stops the count
+    while caught < 1000 and time.monotonic() < deadline:
         if (victim := threads[dice.randrange(len(threads))].ident) is not None:
             interrupt(victim)
         time.sleep(dice.random() * 2e-4)
@@ -213,7 +214,7 @@ def test_interruptions_at_any_moment_lose_no_turn(contended: bool) -> None:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-    assert caught > 1000
+    assert caught >= 1000
     assert not held(lock)
     with lock.take():
         assert held(lock)
