@@ -33,7 +33,8 @@ class AttentionPath:
                 folded    the same with a group's queries as rows of their common key/value head
                 explicit  two matrix products around a softmax, in float32
                 causal    torch's kernel with its own mask: for a prompt's first tokens only
-    block_rows  rows at once: a block skips the keys behind its last row
+    block_rows  rows at once, folded ones counted once for each query head of a group; a block skips the keys behind its
+                last row, and torch's kernel takes larger tiles from 192 rows on
     """
 
     kind: Kind
@@ -45,8 +46,8 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
         "blocks": AttentionPath("fused"),
         "large blocks": AttentionPath("fused", 256),
         "one call": AttentionPath("fused", MANY_ROWS),
-        "folded small blocks": AttentionPath("folded", 48),
-        "folded blocks": AttentionPath("folded", 160),
+        "folded blocks of 192": AttentionPath("folded", 192),
+        "folded blocks of 288": AttentionPath("folded", 288),
         "products": AttentionPath("explicit", 48),
         "causal": AttentionPath("causal", MANY_ROWS),
     }
@@ -56,7 +57,7 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
 def paths_for(shape: ShapeClass) -> list[str]:
     """Names of the paths that can serve a class of shapes; the first is taken where nothing is measured."""
     if shape == "front":
-        return ["causal", "blocks", "large blocks", "folded blocks"]
+        return ["causal", "blocks", "large blocks", "folded blocks of 288"]
     return [name for name in PATHS if name != "causal"]
 
 
@@ -75,8 +76,8 @@ class AttentionPaths:
 
         >>> AttentionPaths().of(Visibility(torch.tensor([0, 1, 2]))).kind
         'causal'
-        >>> AttentionPaths({"few": "folded blocks"}).of(Visibility(torch.tensor([1, 4])))
-        AttentionPath(kind='folded', block_rows=160)
+        >>> AttentionPaths({"few": "folded blocks of 288"}).of(Visibility(torch.tensor([1, 4])))
+        AttentionPath(kind='folded', block_rows=288)
         """
         shape = visible.prepared(shape_class)
         return PATHS[self.names.get(shape, paths_for(shape)[0])]
@@ -104,8 +105,11 @@ def attend(
         grouped_out.copy_(causal(queries, k[:rows], v[:rows], scale=scale))
         return out
     explicit = softcap is not None or path.kind == "explicit"
+    group = queries.shape[1]
     size = BLOCK_ROWS if softcap is not None else path.block_rows
-    for block, mask in visible.prepared(_Prepared(size, path.kind, q.shape[1] // k.shape[1], q.dtype, explicit)):
+    if path.kind == "folded":
+        size = max(1, size // group)
+    for block, mask in visible.prepared(_Prepared(size, path.kind, group, q.dtype, explicit)):
         part, span = queries[:, :, block.start : block.stop], slice(block.first_key, block.last_key)
         if explicit:
             found = products(part, k[span], v[span], block, scale=scale, softcap=softcap)

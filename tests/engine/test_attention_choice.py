@@ -42,9 +42,9 @@ def choose(folder: Path, clock: Callable[[], float], dtype: torch.dtype = torch.
 
 
 def test_the_fastest_is_taken_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SlowPaths(monkeypatch, {"folded blocks": 1.0})
+    clock = SlowPaths(monkeypatch, {"folded blocks of 288": 1.0})
     found = choose(tmp_path, clock)
-    assert set(found.names.values()) == {"folded blocks"}
+    assert set(found.names.values()) == {"folded blocks of 288"}
     runs = clock.runs
     assert choose(tmp_path, clock) == found
     assert clock.runs == runs  # nothing is measured again
@@ -55,7 +55,7 @@ def test_the_fastest_is_taken_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_path_that_is_hardly_faster_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = choose(tmp_path, SlowPaths(monkeypatch, {"folded blocks": 9.2}))
+    found = choose(tmp_path, SlowPaths(monkeypatch, {"folded blocks of 288": 9.6}))
     assert found.names == {shape: paths_for(shape)[0] for shape in ("few", "some", "front")}
 
 
