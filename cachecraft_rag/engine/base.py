@@ -34,6 +34,7 @@ from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
 
 if TYPE_CHECKING:
     from cachecraft_rag.compute.correction import Correction
+    from cachecraft_rag.engine.decode_steps import DecodeCounts
     from cachecraft_rag.engine.priming import Primer
 
 CACHE_FOLDER = "caches"  # below the folder a user names as the store
@@ -214,6 +215,10 @@ class AnswerEngine(Closeable):
 
     def queue_counts(self) -> QueueCounts | None:
         """Who waits for a turn, and who was turned away; None where the engine has no queue."""
+        return None
+
+    def decode_counts(self) -> DecodeCounts | None:
+        """How many answers each decode step computed together; None where another process decodes."""
         return None
 
     def _counted(self, request: Request, stats: Callable[[], RequestStats]) -> Generator[str]:

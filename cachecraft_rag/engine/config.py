@@ -33,9 +33,10 @@ class EngineConfig:
     new_variants    when chunks that were reused and fixed are captured behind the prefix they had: "idle" (while nobody
                     is being answered), "always", "off"; or a whole `NewVariants`, with a budget. An engine in a server
                     makes none
+    decode_rows     how many answers a decode step computes together at most; 1 = each on its own
     max_waiting     most requests that wait while another one has its turn; one more is refused with BusyError
-    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. Neither
-                    holds for an engine in a server, which has its own queue
+    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. None of
+                    these three holds for an engine in a server, which has its own queue and batches
     store           budgets, codec and remote of the chunk-caches
     """
 
@@ -47,6 +48,7 @@ class EngineConfig:
     best_last: bool = True
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     new_variants: NewVariants | When = "idle"
+    decode_rows: int = 8
     max_waiting: int = 256
     wait_timeout_s: float | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -61,6 +63,7 @@ class EngineConfig:
         check_kind("new_variants", self.new_variants, (NewVariants, str), advice='write "idle" or NewVariants(share=…)')
         if isinstance(self.new_variants, str):
             object.__setattr__(self, "new_variants", NewVariants(self.new_variants))
+        check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("max_waiting", self.max_waiting)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")

@@ -1,8 +1,8 @@
 """The engine: chunks and a question in, an answer out, token by token.
 
 One request: prompt → look-up → resolve → prefill while the rest is loaded → decode; captures go to the store in the
-background once the answer is out. Concurrent requests compute one pass at a time, in the order of asking; each owns its
-buffer, so none sees another's state.
+background once the answer is out. Concurrent requests compute one pass at a time, in the order of asking, and what they
+decode at the same time in one; each owns its buffer, so none sees another's state.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from cachecraft_rag.engine.activity import Activity
 from cachecraft_rag.engine.announced import Announcement, Announcements
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.decode_steps import DecodeCounts, DecodeSteps
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.new_variants import NewVariants, VariantMaker, When
 from cachecraft_rag.engine.prepared import Prepared
@@ -68,7 +69,8 @@ logger = logging.getLogger("cachecraft_rag")
 
 # Of `EngineConfig`; parameters of `Engine` have the same names.
 _OWN_FIELDS = (
-    "namespace", "system", "private_system", "best_last", "new_variants", "max_waiting", "wait_timeout_s"
+    "namespace", "system", "private_system", "best_last", "new_variants", "decode_rows", "max_waiting",
+    "wait_timeout_s",
 )  # fmt: skip
 
 
@@ -106,6 +108,7 @@ class Engine(AnswerEngine):
         system: the instruction in front of every prompt; `private_system` where it holds one user's text.
         best_last: see `PromptBuilder`.
         new_variants: when new variants are computed, and how many, see `EngineConfig`.
+        decode_rows: how many answers a decode step computes together at most.
         max_waiting, wait_timeout_s: of the queue, see `EngineConfig`.
     """
 
@@ -122,6 +125,7 @@ class Engine(AnswerEngine):
         private_system: bool = False,
         best_last: bool = True,
         new_variants: NewVariants | When = "idle",
+        decode_rows: int = 8,
         max_waiting: int = 256,
         wait_timeout_s: float | None = None,
     ) -> None:
@@ -136,6 +140,7 @@ class Engine(AnswerEngine):
             private_system=private_system,
             best_last=best_last,
             new_variants=new_variants,
+            decode_rows=decode_rows,
             max_waiting=max_waiting,
             wait_timeout_s=wait_timeout_s,
         )
@@ -145,6 +150,7 @@ class Engine(AnswerEngine):
         self.loader = Loader(store, decoder.layout.layers)
         self.lock = FairLock()  # one pass at a time: two at once would only halve each other's cores
         self.queue = RequestQueue(max_waiting, wait_timeout_s)
+        self.decode_steps = DecodeSteps(decoder, self.lock.take, self.speed, most=decode_rows)
         self._announcements = Announcements()
         self._opened = ExitStack()  # what `close` closes besides the captures
         self.write_back = WriteBackQueue(
@@ -307,6 +313,10 @@ class Engine(AnswerEngine):
         """See `AnswerEngine.queue_counts`."""
         return self.queue.counts()
 
+    def decode_counts(self) -> DecodeCounts | None:
+        """See `AnswerEngine.decode_counts`."""
+        return self.decode_steps.counts()
+
     def _pieces(self, request: Request) -> Generator[str]:
         answer = self.activity.begin()
         try:
@@ -431,12 +441,8 @@ class Engine(AnswerEngine):
         while True:
             yield token
             self._home.require()
-            with self.lock.take():
-                started = time.perf_counter()
-                logits = self.decoder.next_logits(extend(self.decoder, output.buffer, [token], position))
-                self.speed.stepped(time.perf_counter() - started)
+            token = sampler.draw(self.decode_steps.next_logits(output.buffer, token, position))
             position += 1
-            token = sampler.draw(logits)
 
     def _finish(self, request: Request, output: Prefilled) -> None:
         """After the answer: count the uses and hand over the captures; returns at once."""

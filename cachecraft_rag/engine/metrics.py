@@ -63,6 +63,8 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily("cachecraft_waiting_requests", "Requests that wait for a turn", value=queue.waiting)
             turned = {"full": queue.rejected, "timeout": queue.timed_out}
             yield _counter("turned_away", "Requests that got no turn, by reason", "reason", turned)
+        if (decoding := self._engine.decode_counts()) is not None:
+            yield _histogram("decode_rows", "Answers that a decode step computed together", decoding.rows)
         try:
             stats = self._stats()
         except StoreError:  # closed, or its catalog cannot be read: what was counted of requests is told all the same

@@ -22,7 +22,7 @@ TOTAL_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Times in seconds.
+    """How often which numbers were seen: times in seconds, or rows.
 
     bounds  upper ends of the buckets but for the last, which has none
     counts  how many were in each bucket; one more than bounds
@@ -38,15 +38,15 @@ class Histogram:
         """An empty one."""
         return cls(bounds, (0,) * (len(bounds) + 1))
 
-    def plus(self, seconds: float) -> Histogram:
-        """With one time more.
+    def plus(self, seen: float) -> Histogram:
+        """With one number more.
 
         >>> Histogram.of((1.0, 2.0)).plus(1.5).plus(9.0)
         Histogram(bounds=(1.0, 2.0), counts=(0, 1, 1), total=10.5)
         """
-        place = bisect_left(self.bounds, seconds)
+        place = bisect_left(self.bounds, seen)
         counts = (*self.counts[:place], self.counts[place] + 1, *self.counts[place + 1 :])
-        return Histogram(self.bounds, counts, self.total + seconds)
+        return Histogram(self.bounds, counts, self.total + seen)
 
     @property
     def cumulative(self) -> tuple[int, ...]:
