@@ -16,9 +16,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from cachecraft_rag.engine.tally import Histogram
 logger = logging.getLogger("cachecraft_rag")
 
 ROW_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+# After a pass, the next one waits for those who were just served, for this part of the pass's time at most. Without that,
+# whoever came while it ran would go on at once, the others would come while theirs runs, and two groups took turns for ever.
+_PAUSE = 0.05
 _MOST_FAILURES = 3  # in a row; then steps stay apart
 
 
@@ -73,17 +77,43 @@ class _Wanted(DecodeStep):
 
 
 class _Group:
-    """Steps that will be computed in one pass. Weak: a step whose thread was interrupted goes with its frame."""
+    """Steps that will be computed in one pass; `apart` once that has failed.
 
-    __slots__ = ("lead", "steps")
+    They are held weakly: a step whose thread was interrupted goes with its frame.
+    """
+
+    __slots__ = ("apart", "lead", "steps")
 
     def __init__(self) -> None:
-        self.lead = FairLock()
+        self.lead, self.apart = FairLock(), False
         self.steps: list[weakref.ref[_Wanted]] = []
 
     def left(self) -> list[_Wanted]:
         """Those that are still wanted."""
         return [step for ref in self.steps if (step := ref()) is not None and step.logits is None]
+
+
+class _Served:
+    """Whom a pass served, and who of them wants no next step yet."""
+
+    __slots__ = ("_away", "_came", "_until")
+
+    def __init__(self, steps: Sequence[_Wanted], seconds: float) -> None:
+        self._away = {id(step.buffer) for step in steps}
+        self._came: SimpleQueue[None] = SimpleQueue()  # something is in it once all are back
+        self._until = time.monotonic() + _PAUSE * seconds
+
+    def back(self, step: _Wanted) -> None:
+        """Its answer wants the next step."""
+        self._away.discard(id(step.buffer))
+        if not self._away:
+            self._came.put(None)
+
+    def wait(self) -> None:
+        """Wait until all are back, but not longer than a moment after the pass."""
+        if self._away and (left := self._until - time.monotonic()) > 0.0:
+            with suppress(Empty):
+                self._came.get(timeout=left)
 
 
 class DecodeSteps:
@@ -107,6 +137,7 @@ class DecodeSteps:
         self._decoder, self._take_lock, self._speed, self._most = decoder, take_lock, speed, most
         self._guard = threading.Lock()  # of `_open`, and of the steps of that group
         self._open: _Group | None = None  # the one that may be joined
+        self._served = _Served((), 0.0)  # by the last pass
         self._rows = Histogram.of(ROW_BOUNDS)  # written with the engine's lock held, as what follows
         self._alone = LoneSteps.OFF if most == 1 else None
         self._compared = False
@@ -119,7 +150,9 @@ class DecodeSteps:
         with group.lead.take():
             if step.logits is None:
                 with self._take_lock():
-                    self._compute(step, self._close(group))
+                    if self._has_room(group):
+                        self._served.wait()
+                    self._compute(step, group)
         assert step.logits is not None, "it was computed, here or by another"
         return step.logits
 
@@ -129,23 +162,27 @@ class DecodeSteps:
 
     def _join(self, step: _Wanted) -> _Group:
         with self._guard:
+            self._served.back(step)
             group = self._open
-            if group is None or self._alone or len(group.left()) >= self._most:
+            if group is None or not self._has_room(group):
                 group = self._open = _Group()
             group.steps.append(weakref.ref(step))
             return group
 
-    def _close(self, group: _Group) -> list[_Wanted]:
-        """Let nobody join any more; returns the steps to compute."""
+    def _has_room(self, group: _Group) -> bool:
+        return not self._alone and len(group.left()) < self._most
+
+    def _compute(self, own: _Wanted, group: _Group) -> None:
+        """Compute a step, and the others of its group with it where that goes. Nobody joins the group any more."""
         with self._guard:
             if self._open is group:
                 self._open = None
-            return group.left()
-
-    def _compute(self, own: _Wanted, steps: Sequence[_Wanted]) -> None:
-        """Compute a step, and the others with it where that goes."""
-        if len(steps) == 1 or self._alone or not self._together(steps):
+            steps = group.left()
+        started = time.monotonic()
+        if len(steps) == 1 or self._alone or group.apart or not self._together(steps):
+            steps, group.apart = [own], True
             self._on_its_own(own)
+        self._served = _Served(steps, time.monotonic() - started)
 
     def _on_its_own(self, step: _Wanted) -> None:
         started = time.perf_counter()
@@ -157,7 +194,7 @@ class DecodeSteps:
         """Compute them in one pass; the first time, each on its own as well. Returns whether they have been computed."""
         try:
             found = self._decoder.logits(extend_all(self._decoder, steps))
-        except RuntimeError as error:  # torch's: of memory, say. A step that fails on its own as well will say so
+        except (RuntimeError, IndexError) as error:  # torch's: one that comes of a single step comes again
             self._failures += 1
             logger.warning("%s decode steps could not be computed together: %s", len(steps), error)
             if self._failures == _MOST_FAILURES:
