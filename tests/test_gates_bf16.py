@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.decode import DecodeStep, extend_all
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
@@ -186,3 +187,29 @@ def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfP
     *found, own = errors.mean((1, 2)).tolist()
     print(f"logits in bf16: errors {found[0] / own:.3f} and {found[1] / own:.3f} of the model's own")
     assert max(found) <= 1.2 * own
+
+
+def test_steps_computed_together_in_bf16_are_no_further_from_fp32_than_the_models_own(
+    precisions: HalfPrecision,
+) -> None:
+    half, answers, steps = precisions.half, 8, 8
+    errors = torch.empty(2, 2, answers, steps)  # 128 positions
+    for group in range(len(errors[0])):
+        lengths = [24 + 5 * number for number in range(answers)]
+        prompts = [token_ids(100 * group + number, length + steps) for number, length in enumerate(lengths)]
+        buffers = []
+        for ids, length in zip(prompts, lengths, strict=True):
+            rows = Rows.of([0, 12, length], new=range(length))
+            buffers.append(prefill(half, PrefillJob(ids[:length], rows, capacity=length + steps)).buffer)
+        found = torch.empty(steps, answers, half.model.config.vocab_size)
+        for place in range(steps):
+            positions = [length + place for length in lengths]
+            wanted = zip(buffers, prompts, positions, strict=True)
+            found[place] = half.logits(extend_all(half, [DecodeStep(one, ids[at], at) for one, ids, at in wanted]))
+        for number, ids in enumerate(prompts):
+            truth = precisions.exact.own_logits(ids, keep=steps)
+            errors[0, group, number] = relative(found[:, number], truth)
+            errors[1, group, number] = relative(half.own_logits(ids, keep=steps), truth)
+    together, own = errors.mean((1, 2, 3)).tolist()
+    print(f"steps of {answers} answers in bf16: error {together / own:.3f} of the model's own")
+    assert together <= 1.2 * own

@@ -1,9 +1,9 @@
 """Decode steps of concurrent answers, computed in one pass.
 
 Reading the weights is most of a step, and one pass reads them once for all its rows. Each answer is decoded in its
-reader's thread. The first thread that wants a step opens a group and stands in line for the engine's lock; whoever wants
-one before its turn joins. Then one of them computes for all. So no step comes later than in line on its own, and a
-reader who pauses has no step that others would wait for.
+reader's thread. The first thread that wants a step opens a group and stands in line for the engine's lock; whoever
+wants one before its turn joins. Then one of them computes for all. So no step comes later than in line on its own, and
+a reader who pauses has no step that others would wait for, but for a moment after the pass that served it.
 
 The group's threads stand in line at a lock of its own: whoever gets it either finds its step computed, or computes all
 that are not. An interruption can lose neither lock (see `scheduling`), and a step may be computed twice.
@@ -35,8 +35,8 @@ from cachecraft_rag.engine.tally import Histogram
 logger = logging.getLogger("cachecraft_rag")
 
 ROW_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
-# After a pass, the next one waits for those who were just served, for this part of the pass's time at most. Without that,
-# whoever came while it ran would go on at once, the others would come while theirs runs, and two groups took turns for ever.
+# After a pass, the next one waits for those who were just served, for this part of the pass's time at most. Without
+# that, whoever came while it ran would go on at once, the others would come while theirs runs, and so on for ever.
 _PAUSE = 0.05
 _MOST_FAILURES = 3  # in a row; then steps stay apart
 
@@ -191,7 +191,7 @@ class DecodeSteps:
         self._rows, step.logits = self._rows.plus(1), logits
 
     def _together(self, steps: Sequence[_Wanted]) -> bool:
-        """Compute them in one pass; the first time, each on its own as well. Returns whether they have been computed."""
+        """Compute them in one pass; the first time, each on its own as well. Returns whether that has gone well."""
         try:
             found = self._decoder.logits(extend_all(self._decoder, steps))
         except (RuntimeError, IndexError) as error:  # torch's: one that comes of a single step comes again
@@ -209,7 +209,7 @@ class DecodeSteps:
         return True
 
     def _compare(self, steps: Sequence[_Wanted], together: Tensor) -> None:
-        """Compute the steps on their own, and see whether `together` `[steps, vocabulary]` is the same but for rounding."""
+        """Compute the steps on their own; is `together` `[steps, vocabulary]` the same but for rounding?"""
         for step in steps:
             self._on_its_own(step)
         alone = torch.stack([step.logits for step in steps if step.logits is not None])

@@ -190,6 +190,8 @@ def test_times_and_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
             buckets = {sample.labels["le"]: sample.value for sample in found[f"cachecraft_{name}_seconds_bucket"]}
             assert buckets["+Inf"] == 1
             assert all(count == (seconds <= float(end)) for end, count in buckets.items())
+        assert found["cachecraft_decode_rows_sum"] == found["cachecraft_decode_rows_count"] == [Sample({}, 3.0)]
+        assert {sample.value for sample in found["cachecraft_decode_rows_bucket"]} == {3.0}  # steps of one row each
         mixture(engine, monkeypatch)
         found = scrape(server.port)
         assert found["cachecraft_request_seconds_count"][0].value == 1 + 8  # all but the refused one

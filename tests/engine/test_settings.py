@@ -68,6 +68,7 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
         "CACHECRAFT_REUSE_RECOMPUTE_RATIO": "0.3",
         "CACHECRAFT_HOST_BYTES": "1.5 MiB",
         "CACHECRAFT_PRIVATE_SYSTEM": "yes",
+        "CACHECRAFT_DECODE_ROWS": "4",
         "CACHECRAFT_STOP": "END, STOP",
         "CACHECRAFT_NAMESPACE": "",  # not set
         "CACHECRAFT_READ_ONLY": "1",  # the app's
@@ -80,6 +81,7 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
     assert config.reuse == ReuseConfig(recompute_ratio=0.3, ablate=frozenset({"overlap"}))
     assert config.store.remote == RemoteConfig("redis://:secret@host/0", budget_bytes=2 << 30)
     assert config.private_system
+    assert config.decode_rows == 4
     assert config.namespace == "default"
     assert (found.sampling().temperature, found.sampling().stop) == (0.5, ("END", "STOP"))
     assert found["store"] == str(file.parent / "caches")

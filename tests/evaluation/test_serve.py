@@ -46,7 +46,7 @@ def test_arrivals_have_the_rate_and_are_no_clockwork() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"requests": 3}, {"loads": ()}, {"loads": (0.0,)}, {"qps": (-1.0,)}, {"ratios": (1.5,)}, {"top_k": 40},
-     {"warmup": 1}, {"variation": 2.0}],
+     {"warmup": 1}, {"variation": 2.0}, {"decode_rows": 0}],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], decoder: Decoder) -> None:
     with pytest.raises(ConfigError):

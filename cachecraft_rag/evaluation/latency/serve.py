@@ -53,6 +53,7 @@ class ServeSettings:
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
     questions, exponent, variation  see `simulation.Traffic`
     answer_tokens  longest answer
+    decode_rows    how many answers a decode step computes together at most, see `EngineConfig`
     new_variants   whether chunks that were reused are captured in the background, see `EngineConfig`
     """
 
@@ -68,6 +69,7 @@ class ServeSettings:
     exponent: float = 1.0
     variation: float = 0.25
     answer_tokens: int = 8
+    decode_rows: int = 8
     new_variants: NewVariants | When = "off"
     seed: int = 0
 
@@ -76,6 +78,7 @@ class ServeSettings:
         check_whole("requests", self.requests, least=_PARTS)
         check_whole("warmup", self.warmup, least=2)
         check_whole("answer_tokens", self.answer_tokens, least=1)
+        check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("chunk_tokens", self.chunk_tokens, least=2)
         for name, most in (("loads", FINITE), ("qps", FINITE), ("ratios", 1.0)):
             for value in getattr(self, name):
@@ -248,10 +251,17 @@ def drawn(decoder: Decoder, settings: ServeSettings) -> list[Asked]:
 @contextmanager
 def _side(decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder: Path) -> Iterator[Engine]:
     """An engine over an empty store; nobody is turned away, however long the queue."""
-    making = settings.new_variants
     with (
         ChunkCacheStore.open(folder) as store,
-        Engine(decoder, store, config=config, best_last=False, new_variants=making, max_waiting=MOST) as engine,
+        Engine(
+            decoder,
+            store,
+            config=config,
+            best_last=False,
+            new_variants=settings.new_variants,
+            decode_rows=settings.decode_rows,
+            max_waiting=MOST,
+        ) as engine,
     ):
         yield engine
 
