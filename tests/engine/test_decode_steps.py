@@ -356,26 +356,42 @@ def test_answers_that_are_decoded_together_are_those_of_each_alone(
 
 
 def tokens_of(engine: Engine, sampling: Sequence[SamplingParams]) -> list[list[int]]:
-    """The tokens of answers that are decoded at the same time."""
+    """The tokens of answers whose first steps, at least, wait at the same time."""
     found: list[list[int]] = [[] for _ in sampling]
-    started = threading.Barrier(len(sampling))
+    prefilled, going = threading.Barrier(len(sampling) + 1), threading.Event()
 
     def read(number: int) -> None:
         request = engine._request(
             f"Question {number}?", [KETTLE], history=(), session=None, sampling=sampling[number], config=None
         )
         output = engine._prefill(request)
-        started.wait(60)
+        prefilled.wait(60)
+        assert going.wait(60)
         tokens = engine._tokens(request, output, ())
         found[number] = [next(tokens) for _ in range(sampling[number].max_new_tokens)]
 
     threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(len(sampling))]
     for thread in threads:
         thread.start()
+    prefilled.wait(60)
+    with engine.lock.take():
+        going.set()
+        until(lambda: waits_at_the_lock(engine, len(sampling)))
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
     return found
+
+
+def waits_at_the_lock(engine: Engine, count: int) -> bool:
+    """Whether the steps of so many answers wait: as one group, or one by one where each goes alone."""
+    if engine.decode_steps.counts().alone is None:
+        group = engine.decode_steps._open
+        return group is not None and len(group.left()) == count
+    ticket, found = engine.lock._last, 0
+    while ticket is not None and ticket.before is not None:
+        ticket, found = ticket.before, found + 1
+    return found == count
 
 
 def test_a_reader_that_pauses_or_leaves_holds_nobody_up(
