@@ -218,7 +218,11 @@ class OverlappedPrefill:
             with self._timer("probe"):
                 plan, placed_layers = yield from self._look(self._job.probe)
         monitor = self._monitor()
-        focus = None if monitor is None else FocusObserver(monitor, self._rows.bounds, self._stack.device)
+        focus = (
+            None
+            if monitor is None
+            else FocusObserver(monitor, self._rows.bounds, self._stack.device, self._stack.ranks)
+        )
         positions, joined = self._rows.open(), 0
         captured = {one.segment for one in self._recorder.captures}
         waited, started = self._loads.waited_s, time.perf_counter()
@@ -230,7 +234,7 @@ class OverlappedPrefill:
             joined += len(late)
             yield from self._join(run, late)
             yield from self._run_layer(run)
-            if monitor is not None and monitor.layer == layer:  # decided just now
+            if monitor is not None and focus is not None and focus.decide(layer):
                 run.keep(self._focused(run.positions, monitor))
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)
         if not joined and (monitor is None or monitor.focused is None):

@@ -13,12 +13,11 @@ from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_t
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.request import Request, answer_text
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
-from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import self_check
 from cachecraft_rag.vllm.served import ServedModel
@@ -91,6 +90,8 @@ class VLLMEngine(AnswerEngine):
             prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
             params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
             (*_, last) = self._serving.generate(prompt, params)
+            if refused := (last.told or {}).get(FIELD, {}).get("refused"):
+                raise UnsupportedModelError(f"{self._model.name} cannot be served from chunk-caches: {refused}")
             likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
             return dict(likeliest[: _LIKELIEST // 2] if asked is None else likeliest)
 
@@ -158,14 +159,11 @@ def _tokens(request: Request, steps: Iterable[Step]) -> Iterator[int]:
 
 
 def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
-    from vllm.config import KVTransferConfig
-
-    connector = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=settings.extra())
     own = {
         "model": str(model.folder),
         "dtype": model.layout.dtype,
         "enable_prefix_caching": True,
-        "kv_transfer_config": connector,
+        "kv_transfer_config": settings.transfer_config(),
         "disable_log_stats": True,
     }
     taken = sorted(own.keys() & server.keys() - {"enable_prefix_caching", "disable_log_stats"})

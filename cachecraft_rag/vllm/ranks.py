@@ -1,23 +1,87 @@
-"""Tensor-parallel ranks of vLLM: what they agree on goes through its own process group."""
+"""Tensor-parallel ranks of vLLM: they meet wherever they exchange anything, and nobody waits for one that has failed.
+
+A step is divided into rounds, and a round into numbered acts, the same on every rank. Whatever a rank exchanges in an
+act begins with a meeting, where each says at which act it is. A rank whose act has raised goes on to the next one; the
+others, which still stand in that act, see it ahead of them and give the act up, too. Every round ends with a meeting of
+all. So one small reduction a round is the price, and no exception leaves the others waiting.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.stack import Alone, Ranks
+from cachecraft_rag.compute.stack import Alone
 
 T = TypeVar("T")
 
+_MEETING_S = 120.0  # a rank that has not come by then will not; vLLM gives its workers 300 s for a step
+_END = 1 << 30  # the number of a round's last meeting
+
+
+class AnotherRankFailedError(Exception):
+    """Another rank gave up the act that this one is in."""
+
+
+class RanksApartError(Exception):
+    """A rank did not come to a meeting: from now on nothing can be exchanged."""
+
+
+class OneRank(Alone):
+    """A single rank with all heads: what it does has no need to be agreed on."""
+
+    rank, size = 0, 1
+
+    def act(self, number: int) -> None:
+        """See `TensorParallel.act`."""
+
+    def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
+        """As they are."""
+        return failed
+
+    def part(self) -> None:
+        """See `TensorParallel.part`."""
+
 
 class TensorParallel:
-    """Several ranks, each with its share of the heads; see `compute.stack.Ranks`. Every call is a collective."""
+    """Several ranks, each with its share of the heads; see `compute.stack.Ranks`.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group  # vLLM's GroupCoordinator
+    Every call but `own_heads` and `act` is a collective. Each raises AnotherRankFailedError where another rank has
+    given up the same act, and RanksApartError where one did not come.
+
+    Args:
+        group: vLLM's GroupCoordinator.
+        meetings: a process group of the same ranks on CPUs, with a time limit; used for nothing else.
+    """
+
+    def __init__(self, group: Any, meetings: Any) -> None:
+        self._group, self._meetings = group, meetings
         self.rank, self.size = int(group.rank_in_group), int(group.world_size)
+        self._act = 0
+
+    def act(self, number: int) -> None:
+        """Begin an act; numbers ascend in a round."""
+        self._act = number
+
+    def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
+        """End a round: what failed on any rank, by name and with the first reason given."""
+        self._act = _END
+        if not self._meet(bool(failed)):
+            return {}
+        everywhere: dict[str, str] = {}
+        for one in self._gathered(dict(failed)):
+            everywhere |= {name: everywhere.get(name) or reason for name, reason in one.items()}
+        return everywhere
+
+    def part(self) -> None:
+        """Meet no more. The others find out at their next meeting, without waiting for its time limit."""
+        if self._meetings is not None:
+            torch.distributed.destroy_process_group(self._meetings)
+            self._meetings = None
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""
@@ -26,30 +90,59 @@ class TensorParallel:
 
     def gather_heads(self, own: Tensor) -> Tensor:
         """Every rank's `[…, own heads, head_dim]`, joined on the first one; on the others without heads."""
+        own = own.contiguous()
+        self._meet()
         # Not the group's own `gather`: nothing in vLLM's CPU build uses it, and two ranks hung in it.
-        joined: Tensor = self._group.all_gather(own.contiguous(), dim=-2)
+        joined: Tensor = self._group.all_gather(own, dim=-2)
         return joined if self.rank == 0 else own[..., :0, :]
 
     def mean(self, seen: Tensor) -> Tensor:
         """See `Ranks.mean`."""
-        total: Tensor = self._group.all_reduce(seen.clone())
+        seen = seen.clone()
+        self._meet()
+        total: Tensor = self._group.all_reduce(seen)
         return total / self.size
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """See `Ranks.agree`."""
-        found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, lost, group=self._group.cpu_group)
-        return frozenset[T]().union(*found)
+        return frozenset[T]().union(*self._gathered(lost)) if self._meet(bool(lost)) else lost
 
     def lead(self, decision: T) -> T:
         """See `Ranks.lead`."""
-        decided: T = self._group.broadcast_object(decision, src=0)
-        return decided
+        self._meet()
+        return self._gathered(decision)[0]
+
+    def _meet(self, some: bool = False) -> bool:
+        """Wait for the others at the same place of the same act; returns whether `some` is true of any of them."""
+        while True:
+            place = torch.tensor([self._act, -self._act, int(some)])
+            try:
+                torch.distributed.all_reduce(place, torch.distributed.ReduceOp.MAX, group=self._meetings)
+            except RuntimeError as error:  # how torch.distributed says that one is gone, or too late
+                raise RanksApartError(f"the ranks lost each other: {error}") from error
+            furthest, last, any_of_them = int(place[0]), -int(place[1]), bool(place[2])
+            if furthest == last:
+                return any_of_them
+            if self._act < furthest:
+                raise AnotherRankFailedError("it failed on another rank, whose log says why")
+
+    def _gathered(self, own: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        try:
+            torch.distributed.all_gather_object(found, own, group=self._meetings)
+        except RuntimeError as error:  # as in `_meet`
+            raise RanksApartError(f"the ranks lost each other: {error}") from error
+        return found
 
 
-def ranks_of_worker() -> Ranks:
-    """The ranks of this worker's tensor-parallel group."""
+def ranks_of_worker() -> OneRank | TensorParallel:
+    """The ranks of this worker's tensor-parallel group; every rank has to call this."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    return Alone() if group.world_size == 1 else TensorParallel(group)
+    if group.world_size == 1:
+        return OneRank()
+    meetings = torch.distributed.new_group(
+        group.ranks, timeout=timedelta(seconds=_MEETING_S), backend="gloo", use_local_synchronization=True
+    )
+    return TensorParallel(group, meetings)

@@ -132,6 +132,8 @@ class Scheduling:
         for name, report in news.reports.items():
             if (known := self._known.get(name)) is not None:
                 known.report = known.report or report  # the first one: what it was before a preemption
+                if "refused" in report:  # vLLM asks again, where nothing of the prompt is computed yet
+                    known.ask = None
 
     def ended(self, names: set[str]) -> None:
         """These are filled, or were given up."""

@@ -13,7 +13,7 @@ from cachecraft_rag.engine.base import CACHE_FOLDER
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.vllm.engine import changed_settings, require_vllm
-from cachecraft_rag.vllm.plugin import CONNECTOR, ENDPOINT, PLUGIN
+from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.served import ServedModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
 
@@ -81,7 +81,6 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]) -> None:
     import uvloop
-    from vllm.config import KVTransferConfig
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -93,8 +92,6 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
     fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)
     args = parser.parse_args([*fixed, *names, *arguments])
     # As an object, not on a command line: the key that seals requests would show in the list of processes.
-    args.kv_transfer_config = KVTransferConfig(
-        kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=settings.extra()
-    )
+    args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))

@@ -12,6 +12,7 @@ from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store import StoreConfig
 from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.vllm.plugin import CONNECTOR
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,17 @@ class ConnectorSettings:
             check_names(remote, RemoteConfig.__dataclass_fields__, what="setting of the remote")
             given["remote"] = RemoteConfig(**remote)
         return StoreConfig(**given)
+
+    def transfer_config(self) -> Any:
+        """vLLM's `KVTransferConfig` that starts the connector with these settings."""
+        from vllm.config import KVTransferConfig
+
+        return KVTransferConfig(
+            kv_connector=CONNECTOR,
+            kv_role="kv_both",
+            kv_connector_extra_config=self.extra(),
+            kv_load_failure_policy="recompute",  # what cannot be filled is computed, instead of refused
+        )
 
     def extra(self) -> dict[str, Any]:
         """For `kv_connector_extra_config`; read back by `read`."""

@@ -18,10 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Ranks, keys_per_row_of
+from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, keys_per_row_of
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.types import KVLayout
+from cachecraft_rag.vllm.ranks import OneRank, TensorParallel
 
 
 class WorkerStack:
@@ -30,7 +31,7 @@ class WorkerStack:
     Raises UnsupportedModelError with the reason where the layers are not what the passes need.
     """
 
-    def __init__(self, model: Any, ranks: Ranks) -> None:
+    def __init__(self, model: Any, ranks: OneRank | TensorParallel) -> None:
         self.ranks = ranks
         self._model = model
         self._layers = list(model.model.layers)
@@ -70,10 +71,16 @@ class WorkerStack:
     @contextmanager
     def _taken_apart(self, attention: Any, index: int, layer_pass: LayerPass) -> Iterator[None]:
         width, settings = attention.head_size, _settings(attention)
+        raised: list[Exception] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_unused: Any, **_named: Any) -> Tensor:
             q, k, v = (one.reshape(one.shape[0], -1, width) for one in (query, key, value))
-            return layer_pass.attend(index, q, k, v, settings).reshape(query.shape[0], -1)
+            try:
+                return layer_pass.attend(index, q, k, v, settings).reshape(query.shape[0], -1)
+            except Exception as error:  # noqa: BLE001  # raised again below
+                # The layer goes on to sums over all ranks, and the others wait there.
+                raised.append(error)
+                return torch.zeros_like(query)
 
         self._rotary.forward = lambda _positions, query, key=None, *_unused, **_named: (query, key)
         attention.forward = attend
@@ -81,6 +88,8 @@ class WorkerStack:
             yield
         finally:
             del self._rotary.forward, attention.forward
+        if raised:
+            raise raised[0]
 
     def write_blocks(self, kv: Tensor, slots: Tensor, first: int) -> None:
         """Copy a finished buffer into vLLM's blocks.

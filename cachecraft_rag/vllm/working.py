@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +19,13 @@ from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.scheduling import FairLock
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.vllm.filling import Filling
 from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import Fill, News
-from cachecraft_rag.vllm.ranks import TensorParallel
+from cachecraft_rag.vllm.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.stack import WorkerStack
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -47,8 +44,8 @@ class Workers:
         self, stack: WorkerStack, store: ChunkCacheStore, identity: ModelIdentity, *, namespace: str, block_size: int
     ) -> None:
         self._stack, self._store, self._block_size = stack, store, block_size
-        self._several = isinstance(stack.ranks, TensorParallel)
-        self.first_rank = not isinstance(stack.ranks, TensorParallel) or stack.ranks.rank == 0
+        self._ranks = stack.ranks
+        self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
         self._loader = Loader(store, stack.layout.layers)
         self._lock = FairLock()
@@ -63,24 +60,37 @@ class Workers:
         self._storing: dict[str, frozenset[str]] = {}  # filled, but to be told only once these segments are stored
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._broken = ""  # why nothing can be filled any more
         self._reports: dict[str, dict[str, Any]] = {}
         self._told_capturing: frozenset[str] = frozenset()
 
     def step(self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int) -> None:
         """One step: begin what is new, drop what is gone, and compute up to `rows` rows through all layers."""
+        new = {fill.request_id: fill for fill in fills}
+        if not self._broken:
+            try:
+                self._step(new, gone, rows)
+            except Exception as error:  # of no one request, so every one of them is left to vLLM
+                logger.exception("A step has failed")
+                # Several ranks may stand at different places now, and stay apart. One may go on.
+                self._broken = f"the ranks are apart: {error}" if self._ranks.size > 1 else ""
+                self._ranks.part()
+                self._leave_all(new, self._broken or f"a step has failed: {error!r}")
+        else:
+            self._leave_all(new, self._broken)
+
+    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int) -> None:
         for name in gone:
             self._drop(name)
-        for fill in fills:
-            self._begin(fill)
+        self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
         for name in [name for name, ids in self._storing.items() if not self._write_back.pending(ids)]:
             del self._storing[name]
             self._done.add(name)
-        for filling in list(self._fillings.values()):
-            self._guarded(filling, filling.go_on)
+        self._round([([one.fill], partial(self._take, one, one.go_on)) for one in self._fillings.values()])
         budget, until = rows * self._stack.layout.layers, time.perf_counter() + _SLICE_S
         while budget > 0 and (group := self._group()):
             budget -= self._run_layer(group)
-            if not self._several and time.perf_counter() > until:  # ranks must run the same layers
+            if self._ranks.size == 1 and time.perf_counter() > until:  # ranks must run the same layers
                 return
 
     def finished(self) -> set[str]:
@@ -89,7 +99,7 @@ class Workers:
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that nothing could be done about; each is told once."""
+        """Blocks that vLLM has to compute itself; each is told once."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -110,54 +120,78 @@ class Workers:
 
     # -- fillings -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, fill: Fill) -> None:
-        with self._at_their_cost([fill]):
-            self._fillings[fill.request_id] = Filling(
-                fill,
-                stack=self._stack,
-                store=self._store,
-                loader=self._loader,
-                speed=self._speed,
-                whole=self._several,
-            )
-
-    @contextmanager
-    def _at_their_cost(self, fills: Sequence[Fill]) -> Iterator[None]:
-        """What is raised inside is the trouble of these requests alone: they are computed from nothing instead.
+    def _round(self, acts: Sequence[tuple[Sequence[Fill], Callable[[], object]]]) -> None:
+        """Do these one after the other, each for some requests. What raises is their trouble alone: vLLM computes them.
 
         That is every exception, mistakes of ours too: one that went on to vLLM would end the server for everybody, and
-        after one that was caught further up these requests would wait for their blocks for ever.
+        after one that was caught further up these requests would wait for their blocks for ever. What fails on one rank
+        has failed on all, see `ranks`.
         """
-        try:
-            yield
-        except Exception:  # noqa: BLE001  # see above; `_without_store` logs it with its traceback
-            for fill in fills:
-                if (filling := self._fillings.pop(fill.request_id, None)) is not None:
-                    filling.give_up()
-                self._without_store(fill)
-
-    def _without_store(self, fill: Fill) -> None:
-        """After a mistake of ours: compute the prompt, from nothing; if that fails too, vLLM fails the request."""
-        if not fill.ask.config.reuse and not fill.ask.config.capture:
-            logger.exception("Request %s cannot be filled", fill.request_id)
-            first = fill.first // self._block_size
-            self._failed_blocks.update(fill.blocks[first : fill.last // self._block_size + 1])
-            self._done.add(fill.request_id)
+        if not acts:
             return
-        logger.exception("Request %s is computed in full", fill.request_id)
-        plain = replace(fill.ask, config=ReuseConfig(reuse=False, capture=False), captures=None, when_stored=False)
-        self._begin(replace(fill, ask=plain, found=Found({}), scores={}))
+        failed: dict[str, str] = {}
+        for number, (fills, act) in enumerate(acts):
+            if any(fill.request_id in failed for fill in fills):
+                continue
+            self._ranks.act(number)
+            try:
+                act()
+            except RanksApartError:
+                raise
+            except AnotherRankFailedError:
+                failed |= {fill.request_id: "" for fill in fills}
+            except Exception as error:  # see above
+                logger.exception("Of this rank: requests %s", [fill.request_id for fill in fills])
+                failed |= {fill.request_id: f"a mistake while it was filled: {error!r}" for fill in fills}
+        everywhere = self._ranks.settle(failed)
+        for fill in {fill.request_id: fill for fills, _ in acts for fill in fills}.values():
+            if fill.request_id in everywhere:
+                self._leave(fill, everywhere[fill.request_id])
 
-    def _guarded(self, filling: Filling, act: Any) -> None:
-        """Do one thing for one filling; whatever it raises is that request's alone."""
-        with self._at_their_cost([filling.fill]):
-            act()
-            if filling.result is not None:
-                self._finish(filling)
+    def _leave(self, fill: Fill, reason: str) -> None:
+        """Leave a request to vLLM, which computes whatever of its blocks are told to have failed."""
+        name = fill.request_id
+        logger.warning("Request %s is computed as any other: %s", name, reason)
+        if (filling := self._fillings.pop(name, None)) is not None:
+            self._give_up(filling)
+        self._storing.pop(name, None)  # this rank may have been done with it
+        first = fill.first // self._block_size
+        self._failed_blocks.update(fill.blocks[first : fill.last // self._block_size + 1])
+        self._reports[name] = {"refused": reason}
+        self._done.add(name)
+
+    def _leave_all(self, new: Mapping[str, Fill], reason: str) -> None:
+        self._done |= self._storing.keys()  # filled long since
+        self._storing.clear()
+        for fill in (new | {name: one.fill for name, one in self._fillings.items()}).values():
+            if fill.request_id not in self._done:
+                self._leave(fill, reason)
+
+    def _give_up(self, filling: Filling) -> None:
+        try:
+            filling.give_up()
+        except Exception:  # nobody waits for what it does, and ranks would go different ways
+            logger.exception("Request %s was given up", filling.fill.request_id)
+
+    def _begin(self, fill: Fill) -> None:
+        self._fillings[fill.request_id] = Filling(
+            fill,
+            stack=self._stack,
+            store=self._store,
+            loader=self._loader,
+            speed=self._speed,
+            whole=self._ranks.size > 1,
+        )
+
+    def _take(self, filling: Filling, act: Callable[[], object]) -> None:
+        """Do one thing for one filling, and finish it where that was all."""
+        act()
+        if filling.result is not None:
+            self._finish(filling)
 
     def _drop(self, name: str) -> None:
         if (filling := self._fillings.pop(name, None)) is not None:
-            filling.give_up()
+            self._give_up(filling)
         elif self._storing.pop(name, None) is None:
             return
         self._done.add(name)  # vLLM keeps the blocks until it is told
@@ -176,12 +210,13 @@ class Workers:
         for one in group:
             one.begins_layer()
         rows = sum(len(one.positions) for one in passes)
-        ran = False
-        with self._at_their_cost([one.fill for one in group]), self._lock.take():  # whose fault it is nobody knows
-            advance(self._stack, passes)
-            ran = True
-        for one in group if ran else ():
-            self._guarded(one, one.ran_layer)
+
+        def run() -> None:
+            with self._lock.take():
+                advance(self._stack, passes)
+
+        fills = [one.fill for one in group]  # where their forward fails, whose fault it is nobody knows
+        self._round([(fills, run), *(([one.fill], partial(self._take, one, one.ran_layer)) for one in group)])
         return rows
 
     def _finish(self, filling: Filling) -> None:
@@ -209,7 +244,7 @@ class Workers:
         collective in the thread that describes them would meet those of the next forward.
         """
         recorder, keys = result.recorder, result.buffer.kv[:, 0]
-        if isinstance(ranks := self._stack.ranks, TensorParallel):
+        if isinstance(ranks := self._ranks, TensorParallel):
             for segment in ranks.agree(recorder.missing):
                 recorder.forget(segment)
             if recorder.captures:

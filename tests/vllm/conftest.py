@@ -112,14 +112,10 @@ class Server:
 
     def __init__(self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
-        from vllm.config import KVTransferConfig
 
         from cachecraft_rag.vllm.settings import ConnectorSettings
 
         settings = ConnectorSettings(str(store), key=self.key, namespace=self.namespace, caches=caches or {})
-        connector = KVTransferConfig(
-            kv_connector="CacheCraftConnector", kv_role="kv_both", kv_connector_extra_config=settings.extra()
-        )
         given: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 2048,
@@ -128,7 +124,7 @@ class Server:
             "block_size": 32,
             "enable_prefix_caching": False,
             "seed": 0,
-            "kv_transfer_config": connector,
+            "kv_transfer_config": settings.transfer_config(),
             "disable_log_stats": True,
         }
         self.llm: Any = LLM(model=str(model), **(given | options))

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from cachecraft_rag.vllm.plugin import ARCHITECTURES, CONNECTOR, register
+from cachecraft_rag.vllm.settings import ConnectorSettings
 
 
 def source(name: str) -> str:
@@ -172,7 +173,6 @@ def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_hands_over_what_is_read() -> None:
-    from vllm.config import KVTransferConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -184,7 +184,8 @@ def test_the_scheduler_hands_over_what_is_read() -> None:
     assert hasattr(KVCacheBlocks, "get_block_ids")
     assert {"finished_req_ids", "total_num_scheduled_tokens"} <= SchedulerOutput.__dataclass_fields__.keys()
     assert {"kv_connector_worker_meta", "finished_recving"} <= KVConnectorOutput.__dataclass_fields__.keys()
-    assert KVTransferConfig(kv_connector="x", kv_role="kv_both").kv_load_failure_policy == "fail"
+    config = ConnectorSettings("store", key="key").transfer_config()
+    assert (config.kv_load_failure_policy, config.kv_connector) == ("recompute", "CacheCraftConnector")
     text = source("v1.core.sched.scheduler")
     assert "WAITING_FOR_REMOTE_KVS" in text
     assert "if ext_tokens is None:" in text

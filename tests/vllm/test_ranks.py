@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +60,74 @@ def assert_same_capture(store: ChunkCacheStore, one: Variant, alone: ChunkCacheS
     scores, wanted = (found.token_scores([row.variant_id])[row.variant_id] for found, row in
                       ((store, one), (alone, other)))  # fmt: skip
     assert scores.received == pytest.approx(wanted.received, abs=1e-3)
+
+
+# Where rank 1 raises, and which request gets there: in planning, in loading, in a layer's attention, between layers, in
+# a probe, at its end, and in a capture.
+BROKEN = {
+    "cachecraft_rag.vllm.filling::resolve": "five chunks, as by default",
+    "cachecraft_rag.store.loading.loader:Loader:begin": "all exact",
+    "cachecraft_rag.store.loading.pending:PendingLoads:place": "moved, three chunks",
+    "cachecraft_rag.compute.row_pass::attention": "nothing reused",
+    "cachecraft_rag.compute.overlapped:OverlappedPrefill:_arrive": "drift without probe",
+    "cachecraft_rag.compute.probe:QuestionProbe:observe": "five chunks, as by default",
+    "cachecraft_rag.compute.probe:QuestionProbe:seen": "probe without drift",
+    "cachecraft_rag.vllm.stack:WorkerStack:write_blocks": "nothing recomputed",
+    "cachecraft_rag.compute.capture:CaptureRecorder:with_all_heads": "a capture",
+}
+LAST = "cachecraft_rag.vllm.working:Workers:_step"  # between the requests: after it the ranks have nothing in common
+
+
+def breaks_on_rank_one(place: str) -> Callable[[Any], None]:
+    """For `collective_rpc`: on rank 1 `place` raises from now on; an empty one mends what was broken before.
+
+    It travels by value and brings its imports along, because the workers cannot import this module.
+    """
+
+    def change(worker: Any) -> None:
+        import importlib
+
+        import torch
+
+        for kept in getattr(worker, "broken_by_a_test", []):
+            setattr(*kept)
+        worker.broken_by_a_test = []
+        if place and torch.distributed.get_rank() == 1:
+            module, owner, name = place.split(":")
+            found = importlib.import_module(module)
+            found = getattr(found, owner) if owner else found
+
+            def broken(*_args: Any, **_how: Any) -> Any:
+                raise RuntimeError("of this test")
+
+            worker.broken_by_a_test = [(found, name, getattr(found, name))]
+            setattr(found, name, broken)
+
+    return change
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_rank_leaves_no_other_waiting(
+    model_folder: Callable[[str], Path], make_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """vLLM computes the request, and says why; the next one is filled as ever."""
+    folder, root = model_folder("Llama"), tmp_path / "caches"
+    cases, layers = expected_cases(folder, root)
+    asks = dict(zip(cases, asks_of(cases), strict=True))
+    name, whole = "five chunks, as by default", cases["nothing reused"]
+    asks["a capture"] = replace(asks["nothing reused"], captures=(4,), when_stored=True)
+    server = make_server(folder, root, caches={"host_bytes": 0}, tensor_parallel_size=2)
+    plain = {case: server.ask([ask.prompt.token_ids])[0].tokens for case, ask in asks.items()}
+    assert plain["nothing reused"] == whole.tokens
+    for place, case in (BROKEN | {LAST: "all exact"}).items():
+        server.llm.collective_rpc(breaks_on_rank_one(place))
+        found, other = server.ask([asks[case], asks[name].prompt.token_ids])
+        expected = "the ranks" if place == LAST else "of this test"
+        assert expected in found.told["refused"], (place, found.told)
+        assert (found.tokens, other.tokens) == (plain[case], plain[name]), place
+        server.llm.collective_rpc(breaks_on_rank_one(""))
+        if place != LAST:
+            assert_equal(server.ask([asks[name]])[0], cases[name], layers)
+    (after,) = server.ask([asks[name]])
+    assert "the ranks" in after.told["refused"]
+    assert after.tokens == plain[name]

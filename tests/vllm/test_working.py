@@ -13,16 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute import row_pass
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.types import Chunk, KVLayout
-from cachecraft_rag.vllm import working
+from cachecraft_rag.vllm import filling, working
+from cachecraft_rag.vllm.filling import Filling
 from cachecraft_rag.vllm.identity import ModelIdentity
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
+from cachecraft_rag.vllm.ranks import OneRank
 from cachecraft_rag.vllm.scheduling import Scheduling
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.working import Workers
@@ -40,6 +42,7 @@ class BlockStack:
         self.decoder, layout = decoder, decoder.layout
         self.slots = torch.full(layout.shape(blocks * BLOCK), torch.nan)
         self.forwards: list[int] = []
+        self.ranks = OneRank()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
@@ -218,25 +221,39 @@ def test_a_request_that_is_gone_is_told_once(engine: Engine, scheduling: Schedul
 def test_one_mistake_is_one_request_s(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is computed in full; and where that fails too, vLLM is told which blocks are wrong."""
-    attempts = []
+    """vLLM is told which blocks it has to compute itself, and why; the next request is filled again."""
 
-    def broken(*_args: Any, scores: Any = None, **_how: Any) -> Any:
-        attempts.append(scores)
+    def broken(*_args: Any, **_how: Any) -> Any:
         raise RuntimeError("of this test")
 
     ask = ask_of(engine, [0, 2, 1])
-    whole = expected(engine, replace(ask, config=replace(CONFIG, reuse=False)))
-    fill = fill_of(scheduling, ask)
-    with monkeypatch.context() as patch:
-        patch.setattr(working, "advance", lambda *_: broken() if not attempts else row_pass.advance(*_))
-        run(workers, [fill])
-    torch.testing.assert_close(filled(stack, fill), whole, rtol=0, atol=1e-5)
-    assert not workers.failed_blocks()
-    monkeypatch.setattr("cachecraft_rag.vllm.filling.resolve", broken)
-    run(workers, [replace(fill, request_id="s")])
-    assert workers.failed_blocks() == set(fill.blocks)
-    assert not workers.failed_blocks()
+    fill, other = fill_of(scheduling, ask, computed=2 * BLOCK), fill_of(scheduling, ask, "other", first_block=20)
+    places = [(working, "advance"), (Workers, "_finish"), (Workers, "_group"), (PendingLoads, "place")]
+    for number, (owner, name) in enumerate([*places, (filling, "resolve"), (Filling, "give_up")]):
+        mine, fine = replace(fill, request_id=f"r{number}"), replace(other, request_id=f"fine{number}")
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            if name == "give_up":
+                workers.step([mine], [], rows=1)
+                workers.step([], [mine.request_id], rows=1)
+                assert workers.finished() == {mine.request_id}
+                continue
+            run(workers, [mine])
+        assert workers.failed_blocks() == set(fill.blocks[2:])
+        assert not workers.failed_blocks()
+        news = workers.news()
+        assert news is not None
+        assert "of this test" in news.reports[mine.request_id]["refused"]
+        run(workers, [fine])
+        torch.testing.assert_close(filled(stack, fine), expected(engine, ask), rtol=0, atol=1e-5)
+        assert not workers.failed_blocks()
+        workers.news()
+    request = request_of(ask)
+    scheduling.ended({"r", "other"})
+    assert scheduling.matched(request, 0)
+    scheduling.take_news(News({"r": {"refused": "of this test"}}))
+    assert scheduling.matched(request, 0) == 0  # or it would be filled, and fail, again and again
+    assert scheduling.finished(request) == {FIELD: {"refused": "of this test"}}
 
 
 def test_captures_are_stored_before_the_answer_where_that_is_asked(
@@ -302,8 +319,6 @@ def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduli
 
 
 def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: Scheduling) -> None:
-    from cachecraft_rag.vllm.messages import News
-
     ask = ask_of(engine, [0, 2, 1])
     for name in ("a", "b"):
         fill_of(scheduling, ask, name)
@@ -338,6 +353,6 @@ def test_layouts_are_those_of_all_ranks() -> None:
     from cachecraft_rag.vllm.ranks import TensorParallel
 
     kv = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    parts = [TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2)).own_heads(kv) for r in (0, 1)]
+    parts = [TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv) for r in (0, 1)]
     torch.testing.assert_close(torch.cat(parts, dim=2), kv)
     assert KVLayout(1, 4, 5, "float32").kv_heads == sum(part.shape[2] for part in parts)
