@@ -40,11 +40,15 @@ _NONE: int | None = 0  # tokens to be filled; the type is that of the answer
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler → workers, once a step: what to begin, what to give up, and how many rows there is room for."""
+    """Scheduler → workers, once a step: what to begin, what to give up, and how many rows there is room for.
+
+    alone  nothing else is computed in this step
+    """
 
     fills: list[Fill]
     gone: list[str]
     rows: int
+    alone: bool
 
 
 @dataclass
@@ -117,9 +121,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers do in this step; the rows are those that vLLM's own requests leave."""
-        left = self._step_tokens - int(scheduler_output.total_num_scheduled_tokens)
+        scheduled = int(scheduler_output.total_num_scheduled_tokens)
+        left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
-        return StepWork(self._scheduler().take_fills(), sorted(scheduler_output.finished_req_ids), rows)
+        return StepWork(self._scheduler().take_fills(), sorted(scheduler_output.finished_req_ids), rows, scheduled == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what the workers told."""
@@ -143,7 +148,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's share of filling."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
-        self._safely(None, lambda: self._worker().step(work.fills, work.gone, rows=work.rows))
+        self._safely(None, lambda: self._worker().step(work.fills, work.gone, rows=work.rows, alone=work.alone))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: blocks are filled before vLLM computes with them."""

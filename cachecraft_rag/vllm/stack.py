@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, keys_per_row_of
+from cachecraft_rag.engine.attention_choice import measured_paths
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.types import KVLayout
@@ -51,6 +52,13 @@ class WorkerStack:
         # From the config: the CPU build packs the weights and leaves empty tensors in their place.
         self.keys_per_row = keys_per_row_of(model.config)
         self.attention_paths = UNMEASURED
+        if self.device.type == "cpu":
+            self.attention_paths = measured_paths(
+                self.dtype,
+                heads=attention.attn.num_heads,
+                kv_heads=self.layout.kv_heads,
+                head_dim=self.layout.head_dim,
+            )
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to `[2, rows, hidden]`: a residual of zeros counts as none."""

@@ -30,7 +30,9 @@ from cachecraft_rag.vllm.stack import WorkerStack
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_SLICE_S = 0.05  # most of a step for filling, where one layer of one pass does not take longer
+# Most of a step for filling, where one layer of one pass does not take longer: while others wait for the step, and
+# while it is the only work. A step costs vLLM some milliseconds, and whoever comes meanwhile waits for its end.
+_SLICE_S, _SLICE_ALONE_S = 0.05, 0.25
 
 
 class Workers:
@@ -64,12 +66,16 @@ class Workers:
         self._reports: dict[str, dict[str, Any]] = {}
         self._told_capturing: frozenset[str] = frozenset()
 
-    def step(self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int) -> None:
-        """One step: begin what is new, drop what is gone, and compute up to `rows` rows through all layers."""
+    def step(self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int, alone: bool = False) -> None:
+        """One step: begin what is new, drop what is gone, and compute up to `rows` rows through all layers.
+
+        Args:
+            alone: vLLM computes nothing in this step.
+        """
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
             try:
-                self._step(new, gone, rows)
+                self._step(new, gone, rows, _SLICE_ALONE_S if alone else _SLICE_S)
             except Exception as error:  # of no one request, so every one of them is left to vLLM
                 logger.exception("A step has failed")
                 # Several ranks may stand at different places now, and stay apart. One may go on.
@@ -79,7 +85,7 @@ class Workers:
         else:
             self._leave_all(new, self._broken)
 
-    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int) -> None:
+    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float) -> None:
         for name in gone:
             self._drop(name)
         self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
@@ -87,7 +93,7 @@ class Workers:
             del self._storing[name]
             self._done.add(name)
         self._round([([one.fill], partial(self._take, one, one.go_on)) for one in self._fillings.values()])
-        budget, until = rows * self._stack.layout.layers, time.perf_counter() + _SLICE_S
+        budget, until = rows * self._stack.layout.layers, time.perf_counter() + slice_s
         while budget > 0 and (group := self._group()):
             budget -= self._run_layer(group)
             if self._ranks.size == 1 and time.perf_counter() > until:  # ranks must run the same layers

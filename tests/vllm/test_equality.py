@@ -117,3 +117,35 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
         assert found.tokens == one.tokens
     (plain,) = server.ask([cases["nothing reused"].prompt.token_ids])
     assert (plain.tokens, plain.told) == (cases["nothing reused"].tokens, {})
+
+
+def graphs_compiled(_worker: Any) -> int:
+    """How many graphs torch.compile has made in this worker."""
+    import torch
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_compiled_in_a_process_of_its_own(
+    family: str,
+    model_folder: Callable[[str], Path],
+    make_server: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM compiles its forward, and its layers, which are those of our passes."""
+    from vllm import envs
+
+    envs.disable_envs_cache()  # kept since the last server in this process
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to it
+    cases, layers = expected_cases(model_folder(family), tmp_path / "caches")
+    server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
+    for ask, one in zip(asks_of(cases), cases.values(), strict=True):
+        assert_equal(server.ask([ask])[0], one, layers)
+    for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
+        assert found.tokens == one.tokens
+    assert server.llm.collective_rpc(graphs_compiled)[0] > 0

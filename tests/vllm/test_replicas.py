@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +64,39 @@ def await_sent(server: ServerProcess, chunks: int) -> None:
         time.sleep(0.2)
     with ChunkCacheStore.open(server.store / "caches") as caches:
         raise AssertionError(caches.stats())
+
+
+@pytest.mark.slow
+def test_two_ranks_behind_http_reuse_what_they_captured(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ("--max-model-len", "2048", "--tensor-parallel-size", "2")
+    server = ServerProcess(model_folder("Llama"), tmp_path / "store", tmp_path / "log", *options)
+    try:
+        documents = [{"text": text} for text in TEXTS[:3]]
+        first = server.chat(documents).json()
+        # The same chunks and prompt again, apart from vLLM's own prefix cache: its salt tells settings apart.
+        await_stored(tmp_path / "store", 3)
+        again, moved = (
+            server.chat(order, cachecraft=LOOSE).json() for order in (documents, [documents[i] for i in (1, 2, 0)])
+        )
+        assert outcomes(first) == ["computed"] * 3
+        assert outcomes(again) == ["exact"] * 3
+        assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+        assert set(outcomes(moved)) <= {"exact", "reused"}
+        assert "reused" in outcomes(moved)
+    finally:
+        server.stop()
+
+
+def outcomes(answer: dict[str, Any]) -> list[str]:
+    return [chunk["outcome"] for chunk in answer["kv_transfer_params"]["cachecraft"]["stats"]["chunks"]]
+
+
+def await_stored(store: Path, chunks: int) -> None:
+    """Captures are stored in the background."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with ChunkCacheStore.open(store / "caches") as caches:
+            if caches.stats().chunks > chunks:  # and the instruction
+                return
+        time.sleep(0.5)
+    raise AssertionError("not stored")
