@@ -119,13 +119,6 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     assert (plain.tokens, plain.told) == (cases["nothing reused"].tokens, {})
 
 
-def graphs_compiled(_worker: Any) -> int:
-    """How many graphs torch.compile has made in this worker."""
-    import torch
-
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_compiled_in_a_process_of_its_own(
@@ -142,6 +135,14 @@ def test_compiled_in_a_process_of_its_own(
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to it
+
+    def graphs_compiled(
+        _worker: Any,
+    ) -> int:  # inside: so it travels by value, because no worker can import this module
+        import torch
+
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
     cases, layers = expected_cases(model_folder(family), tmp_path / "caches")
     server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
     for ask, one in zip(asks_of(cases), cases.values(), strict=True):
