@@ -169,7 +169,7 @@ class Workers:
     def _leave_all(self, new: Mapping[str, Fill], reason: str) -> None:
         self._done |= self._storing.keys()  # filled long since
         self._storing.clear()
-        for fill in (new | {name: one.fill for name, one in self._fillings.items()}).values():
+        for fill in [*new.values(), *(one.fill for one in self._fillings.values() if one.fill.request_id not in new)]:
             if fill.request_id not in self._done:
                 self._leave(fill, reason)
 

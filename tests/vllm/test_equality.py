@@ -120,7 +120,7 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])  # the others have no other layers, and compiling takes long
 def test_compiled_in_a_process_of_its_own(
     family: str,
     model_folder: Callable[[str], Path],
@@ -138,7 +138,7 @@ def test_compiled_in_a_process_of_its_own(
 
     def graphs_compiled(
         _worker: Any,
-    ) -> int:  # inside: so it travels by value, because no worker can import this module
+    ) -> int:  # travels by value, for no worker can import this module
         import torch
 
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
