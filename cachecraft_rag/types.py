@@ -39,12 +39,9 @@ def digest(*parts: str) -> str:
     >>> digest("ab", "c") == digest("a", "bc")
     False
     """
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        state.update(len(encoded).to_bytes(8, "little"))
-        state.update(encoded)
-    return state.hexdigest()
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join([piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)])
+    return hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
 def identity_version(fingerprint: str) -> int | None:
