@@ -41,10 +41,9 @@ from cachecraft_rag.store.catalog_eviction import (
     record_uses,
     remembered,
     score_of_new,
-    sound_use,
     state_of,
     until,
-    variants_of,
+    variants_beside,
     write_clock,
 )
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, OlderRow, RowFilter, Totals
@@ -101,12 +100,15 @@ class Catalog:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
-        should have the same. `scratch`: nobody keeps it, so it need not survive anything.
+        should have the same. `scratch`: there are no files and nobody keeps it, so it need not survive anything; all
+        calls are made in one block of `one_transaction`.
         """
         self.path = path
         self._scopes: dict[tuple[str, str], int] = {}  # those that are in the file; none ever leaves it
         self._state: State | None = None  # of the transaction under way, where it has been read; see `_now`
         self._one_transaction = False
+        # Where there are no files, none is at risk; what is reserved for them counts all the same.
+        self._reserved: dict[tuple[str, float], int] | None = {} if scratch else None
         kind = kind_of_cache(MIGRATIONS, scratch=scratch)
         self._db = Database(path, kind=kind, busy_timeout_s=busy_timeout_s, read_only=read_only)
         try:
@@ -248,9 +250,8 @@ class Catalog:
         """
         with self._db.writing() as connection:
             state = self._begun(connection)
-            excess = state.excess(file_bytes, limits)
-            lowest = lowest_scored(connection, excess=excess)
-            if sum(row.file.file_bytes for row in lowest) < excess:
+            lowest, missing = lowest_scored(connection, excess=state.excess(file_bytes, limits))
+            if missing:
                 return None
             victims = make_leave(connection, lowest, state)
             if not victims:
@@ -278,18 +279,15 @@ class Catalog:
         with self._db.writing() as connection:
             state = self._begun(connection)
             scope = self._scope_of(connection, variant)
-            query = "SELECT reuse_frequency, saved, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
-            *uses, variant_id, old, nbytes = connection.execute(query, (variant.variant_id,)).fetchone() or [None] * 5
-            stored = variants_of(connection, scope, variant.key.chunk_id)
-            used = sound_use(*uses) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
-            if variant_id is None:
-                known = remembered(connection, scope, variant.key.chunk_id, first=not stored, state=state)
-                if another and not stored and known is None:
+            same, others = variants_beside(connection, scope, variant)
+            used = (same and same.used) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
+            if same is None:
+                known = remembered(connection, scope, variant.key.chunk_id, first=not others, state=state)
+                if another and not others and known is None:
                     return None
                 used += known or Use(0.0, 0.0)
-            older = [] if variant_id is None else [file_of((variant_id, old, nbytes))]
+            older = [] if same is None else [same.file]
             gone = self._remove(connection, older, writer, EvictionReason.REPLACED)
-            others = [file for file in stored if file.variant_id != variant.variant_id]
             gone += self._remove(connection, crowd(others, limits), writer, EvictionReason.CHUNK_CAP)
             state = self._now(connection)
             over = lowest_scored_over(connection, state.variants + 1 - limits.max_variants, spared=variant.variant_id)
@@ -324,7 +322,7 @@ class Catalog:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            leaving = until(connection.execute(query, parameters), excess)
+            leaving, _ = until(connection.execute(query, parameters), excess)
             if chosen.chunk_ids is not None:
                 forget(connection, chosen.chunk_ids)
             return self._remove(connection, [file_of(row) for row in leaving], writer, EvictionReason.ADMINISTRATOR)
@@ -340,7 +338,7 @@ class Catalog:
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
         with self._db.writing() as connection:
-            lowest = lowest_scored(connection, excess=self._begun(connection).excess(0, limits))
+            lowest, _ = lowest_scored(connection, excess=self._begun(connection).excess(0, limits))
             gone = self._remove(connection, [row.file for row in lowest], writer, EvictionReason.BUDGET)
             over = lowest_scored_over(connection, self._now(connection).variants - limits.max_variants, spared="")
             gone += self._remove(connection, [row.file for row in over], writer, EvictionReason.COUNT_CAP)
@@ -363,6 +361,7 @@ class Catalog:
         """The state, read once in a transaction; what follows in it keeps it up."""
         if self._state is None:
             self._state = state_of(connection)
+            self._state.reserved_bytes += sum((self._reserved or {}).values())
         return self._state
 
     def _end(self, connection: sqlite3.Connection) -> None:
@@ -415,6 +414,12 @@ class Catalog:
 
     def _announce(self, connection: sqlite3.Connection, files: list[FileRef], writer: str) -> None:
         """These files may exist without a row from now on."""
+        if self._reserved is not None:
+            state = self._now(connection)
+            for file in files:
+                self._reserved[file.variant_id, file.created] = file.file_bytes
+                state.reserved_bytes += file.file_bytes
+            return
         rows = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
         if connection.executemany(_ANNOUNCE, rows).rowcount < len(rows):
             self._forget_state(connection)
@@ -423,6 +428,11 @@ class Catalog:
             self._state.reserved_bytes += sum(file.file_bytes for file in files)
 
     def _settle(self, connection: sqlite3.Connection, files: Iterable[FileRef]) -> None:
+        if self._reserved is not None:
+            state = self._now(connection)
+            for file in files:
+                state.reserved_bytes -= self._reserved.pop((file.variant_id, file.created), 0)
+            return
         for file in files:
             found = connection.execute(_SETTLE, (file.variant_id, file.created)).fetchall()
             if found and self._state is not None:

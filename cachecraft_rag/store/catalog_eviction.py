@@ -15,8 +15,12 @@ from cachecraft_rag.types import Variant
 MOST_USES = 1e15
 FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _LEAVING = "SELECT variant_id, created, file_bytes, score, scope, chunk_id, reuse_frequency, saved FROM variants"
-_STANDING = """SELECT chunk_id, variant_id, tokens, file_bytes, exact_share, reuse_frequency, saved
+# A damaged row may name another chunk than its own.
+_BESIDE = f"{_LEAVING} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
+_STANDING = """SELECT scope, chunk_id, variant_id, tokens, file_bytes, exact_share, reuse_frequency, saved
     FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
+_USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
+    WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
 _STATE = """SELECT clock, variants, file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
     FROM eviction, totals"""
 _REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
@@ -68,6 +72,11 @@ class Leaving(NamedTuple):
         """Its file."""
         return file_of(self[:3])
 
+    @property
+    def used(self) -> Use | None:
+        """All its uses; None for what no uses can be."""
+        return sound_use(self.reuse_frequency, self.saved)
+
 
 def file_of(row: Sequence[Any]) -> FileRef:
     """The file of a row, id and time as they lie there, so that the row can be named again."""
@@ -114,20 +123,18 @@ def write_clock(connection: sqlite3.Connection, state: State) -> None:
 def record_uses(connection: sqlite3.Connection, uses: Mapping[str, Use], policy: Policy, *, clock: float) -> None:
     """Add uses, by variant id, and raise the scores; ids that are gone, and damaged rows, are passed over."""
     changed = []
-    rows = {row[1]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
+    rows = {row[2]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
     for variant_id, use in uses.items():
         if (row := rows.get(variant_id)) is None:
             continue
-        chunk_id, _, tokens, nbytes, share, frequency, saved = row
+        scope, chunk_id, _, tokens, nbytes, share, frequency, saved = row
         before = sound_use(frequency, saved)
         if before is None or not isinstance(share, float) or type(tokens) is not int or type(nbytes) is not int:
             continue
         used = before + use
         score = policy.score(Standing(chunk_id, variant_id, tokens, nbytes, share, used), clock)
-        changed.append((used.frequency, used.saved, score, variant_id))
-    connection.executemany(
-        "UPDATE variants SET reuse_frequency = ?, saved = ?, score = ? WHERE variant_id = ?", changed
-    )
+        changed.append((*used, score, scope, chunk_id, variant_id))
+    connection.executemany(_USED, changed)
 
 
 def score_of_new(variant: Variant, *, file_bytes: int, used: Use, policy: Policy, clock: float) -> float:
@@ -143,7 +150,7 @@ def make_leave(connection: sqlite3.Connection, rows: Sequence[Leaving], state: S
     """
     many = False
     for row in rows:
-        used = sound_use(row.reuse_frequency, row.saved)
+        used = row.used
         if isinstance(row.score, float) and row.score < MOST_USES:
             state.move(ticked(state.clock, row.score, used=used is not None and used.saved > 0.0))
         if used is not None and isinstance(row.chunk_id, str):
@@ -184,21 +191,22 @@ def forget(connection: sqlite3.Connection, chunk_ids: Sequence[str]) -> None:
     connection.execute(query, (json.dumps(list(chunk_ids)),))
 
 
-def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[Leaving]:
-    """The rows to remove, lowest score first, so that at least `excess` bytes are freed (all if they do not)."""
+def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> tuple[list[Leaving], float]:
+    """The rows to remove, lowest score first, so that at least `excess` bytes are freed, and how much is missing."""
     if excess <= 0:
-        return []
-    return [Leaving(*row) for row in until(connection.execute(f"{_LEAVING} ORDER BY score, created"), excess)]
+        return [], 0.0
+    rows, missing = until(connection.execute(f"{_LEAVING} ORDER BY score, created"), excess)
+    return [Leaving(*row) for row in rows], missing
 
 
-def until(rows: sqlite3.Cursor, excess: float) -> list[Sequence[Any]]:
-    """The first rows whose files, their first columns, together free at least `excess` bytes (all if they do not)."""
+def until(rows: sqlite3.Cursor, excess: float) -> tuple[list[Sequence[Any]], float]:
+    """The first rows whose files, their first columns, together free at least `excess` bytes; and what is missing."""
     taken: list[Sequence[Any]] = []
     while excess > 0 and (row := rows.fetchone()) is not None:
         taken.append(row)
         excess -= file_of(row[:3]).file_bytes
     rows.close()  # an open cursor would see the deletions that follow
-    return taken
+    return taken, max(excess, 0.0)
 
 
 def lowest_scored_over(connection: sqlite3.Connection, over: int, *, spared: str) -> list[Leaving]:
@@ -209,10 +217,13 @@ def lowest_scored_over(connection: sqlite3.Connection, over: int, *, spared: str
     return [Leaving(*row) for row in connection.execute(query, (spared, over))]
 
 
-def variants_of(connection: sqlite3.Connection, scope: int, chunk_id: str) -> list[FileRef]:
-    """The files of a chunk's variants, lowest eviction score first."""
-    query = f"{FILES} WHERE scope = ? AND chunk_id = ? ORDER BY score, created"
-    return [file_of(row) for row in connection.execute(query, (scope, chunk_id))]
+def variants_beside(
+    connection: sqlite3.Connection, scope: int, variant: Variant
+) -> tuple[Leaving | None, list[FileRef]]:
+    """The row of this variant, if there is one, and the files of its chunk's others, lowest eviction score first."""
+    rows = [Leaving(*row) for row in connection.execute(_BESIDE, (scope, variant.key.chunk_id, variant.variant_id))]
+    same = next((row for row in rows if row.variant_id == variant.variant_id), None)
+    return same, [row.file for row in rows if row is not same]
 
 
 def crowd(others: Sequence[FileRef], limits: Limits) -> list[FileRef]:
