@@ -343,7 +343,7 @@ class CaptureDrop(StrEnum):
     PRIVATE = "private"  # behind something private, without a session that could be served it
     WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
     FAILED = "failed"  # while it was described
-    REMOVED = "removed"  # another variant of a chunk that was removed meanwhile
+    REMOVED = "removed"  # its chunk was, meanwhile
 
 
 class EvictionReason(StrEnum):

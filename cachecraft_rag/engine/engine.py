@@ -34,6 +34,7 @@ from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.removed import Removed
 from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -259,10 +260,11 @@ class Engine(AnswerEngine):
         """See `AnswerEngine.capture`."""
         bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
         rows = Rows.of(bounds, new=range(bounds[-1]))
+        removed = self.write_back.follow(Removed())
         with self.activity.during(), self.lock.take():
             result = prefill(self.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
         exact = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
+        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed, removed=removed)
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
 
@@ -298,11 +300,18 @@ class Engine(AnswerEngine):
             self.write_back.close()
 
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
-        """What was computed of these chunks is stored first, or it would come after they were removed."""
+        """What was computed of these chunks is stored first, or it would come after they were removed. What is still
+        being computed is not stored.
+        """
         if self._home.here:
             self._background.wait()
-            self.write_back.wait_for(chunk_ids)
+            self.write_back.remove(chunk_ids)
             self.new_variants.forget(chunk_ids)
+
+    def _request(self, question: str, chunks: Iterable[Chunk], **how: Any) -> Request:
+        request = super()._request(question, chunks, **how)
+        self.write_back.follow(request.removed)
+        return request
 
     def enter(self) -> Place | None:
         """See `AnswerEngine.enter`."""
@@ -414,7 +423,7 @@ class Engine(AnswerEngine):
         """Hand the captures of a request to write-back."""
         prompt = request.prompt
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
-        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
+        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session, removed=request.removed)
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
 
     def _target_logits(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
