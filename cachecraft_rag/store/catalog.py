@@ -302,6 +302,7 @@ class Catalog:
     def settle(self, files: Iterable[FileRef]) -> None:
         """These files exist no more, or never did: they need not be looked for."""
         with self._db.writing() as connection:
+            self._begin()
             self._settle(connection, files)
 
     def remove(
@@ -310,6 +311,7 @@ class Catalog:
         """Remove the rows that stand behind exactly these files; returns those that were there."""
         query = f"{FILES} WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
+            self._begin()
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
             return self._remove(connection, [file_of(row) for row in found if row is not None], writer, why)
 
@@ -319,6 +321,7 @@ class Catalog:
         query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
             WHERE {condition} ORDER BY v.score, v.created"""
         with self._db.writing() as connection:
+            self._begin()
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
@@ -352,10 +355,16 @@ class Catalog:
     # -- inside a transaction -----------------------------------------------------------------------------------------
 
     def _begun(self, connection: sqlite3.Connection) -> State:
-        """The state when a call begins: other processes may have changed it since the last one."""
+        """The state when a call begins."""
+        self._begin()
+        return self._now(connection)
+
+    def _begin(self) -> None:
+        """A call begins, and other processes may have changed the state since the last one, unless both are one
+        transaction. To be called within it.
+        """
         if not self._one_transaction:
             self._state = None
-        return self._now(connection)
 
     def _now(self, connection: sqlite3.Connection) -> State:
         """The state, read once in a transaction; what follows in it keeps it up."""
