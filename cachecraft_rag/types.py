@@ -39,12 +39,9 @@ def digest(*parts: str) -> str:
     >>> digest("ab", "c") == digest("a", "bc")
     False
     """
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        state.update(len(encoded).to_bytes(8, "little"))
-        state.update(encoded)
-    return state.hexdigest()
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join([piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)])
+    return hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
 def identity_version(fingerprint: str) -> int | None:
@@ -346,7 +343,7 @@ class CaptureDrop(StrEnum):
     PRIVATE = "private"  # behind something private, without a session that could be served it
     WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
     FAILED = "failed"  # while it was described
-    REMOVED = "removed"  # another variant of a chunk that was removed meanwhile
+    REMOVED = "removed"  # its chunk was, meanwhile
 
 
 class EvictionReason(StrEnum):

@@ -49,6 +49,10 @@ def simulate(
         float, typer.Option("--drift", min=0.0, max=1.0, help="Share of requests that bring a new question.")
     ] = 0.05,
     seed: Annotated[int, typer.Option("--seed", min=0, max=MOST, help="Of the drawn traffic.")] = 0,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="To replay in, at the same time.", show_default="one per core"),
+    ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -66,7 +70,7 @@ def simulate(
     asked = draw_trace(drawn) if trace is None else read_trace(trace, chunk_tokens=chunk_tokens)
     base = Setting(sweep.OURS, disk_bytes=1, bytes_per_token=bytes_per_token, new_variants=new_variants)
     with progress_bar("Simulation", remaining=True) as show:
-        cells = list(sweep.run(asked, grid, base, progress=show))
+        cells = list(sweep.run(asked, grid, base, progress=show, processes=processes))
     if plot is not None:
         sweep.draw(cells, plot)
     if as_json:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
+from cachecraft_rag.compute.removed import Removed
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Capture, CaptureDrop, KVLayout, Segment, Unavailable, Variant, VariantKey
 
@@ -32,6 +34,7 @@ class CaptureContext:
     session           whose they are if something private stood before them
     primed            see `types.Variant`
     another           see `types.Capture`
+    removed           chunks that are captured no more
     """
 
     segments: Sequence[Segment]
@@ -40,6 +43,7 @@ class CaptureContext:
     session: str | None
     primed: bool = False
     another: bool = False
+    removed: Removed = field(default_factory=Removed)
 
 
 class WriteBackQueue:
@@ -67,6 +71,23 @@ class WriteBackQueue:
         self._guard = threading.Lock()
         self._pending: dict[str, Future[Variant | Unavailable]] = {}
         self._max_bytes, self._waiting_bytes = max_bytes, 0
+        # Each is held by the request that may capture, so this forgets it when that does.
+        self._followers: weakref.WeakSet[Removed] = weakref.WeakSet()
+
+    def follow(self, removed: Removed) -> Removed:
+        """From now on, add the chunks that are removed to this."""
+        with self._guard:
+            self._followers.add(removed)
+        return removed
+
+    def remove(self, chunk_ids: Sequence[str]) -> None:
+        """These chunks are about to be removed: whatever began before captures them no more, and what is on its way to
+        the store is there when this returns.
+        """
+        with self._guard:
+            for removed in self._followers:
+                removed.add(chunk_ids)
+        self.wait_for(chunk_ids)
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
         """Queue what a prefill recorded; returns at once.
@@ -118,14 +139,19 @@ class WriteBackQueue:
         Args:
             take_turn: is held while a layer is described; what it raises ends this, and nothing is stored.
         """
+        key = self._key(capture, context)
         describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         for layer in range(self._layout.layers):
             with take_turn():
                 describer.add_layer(layer, keys[layer])
         found = describer.statistics()
+        if key.chunk_id in context.removed:  # what is removed from here on waits for this job
+            why = "its chunk was removed meanwhile"
+            self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, why)
+            return Unavailable(key.variant_id, CaptureDrop.REMOVED, why)
         stored = self._store.put(
             Capture(
-                key=self._key(capture, context),
+                key=key,
                 layout=self._layout,
                 tokens_digest=context.segments[capture.segment].tokens_digest,
                 kv=capture.kv.cpu(),

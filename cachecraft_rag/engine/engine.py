@@ -34,6 +34,7 @@ from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.removed import Removed
 from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -258,11 +259,11 @@ class Engine(AnswerEngine):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """See `AnswerEngine.capture`."""
         bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
-        rows = Rows.of(bounds, new=range(bounds[-1]))
+        rows, exact = Rows.of(bounds, new=range(bounds[-1])), [1.0] * len(prompt.segments)
+        removed = self.write_back.follow(Removed())
         with self.activity.during(), self.lock.take():
             result = prefill(self.decoder, PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures))
-        exact = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed)
+        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed, removed=removed)
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
 
@@ -280,8 +281,7 @@ class Engine(AnswerEngine):
             return None if until is None else max(0.0, until - time.monotonic())
 
         self._background.wait()
-        done = self.write_back.wait_for(self.write_back.pending(), left())
-        done = done and self.new_variants.wait(left())
+        done = self.write_back.wait_for(self.write_back.pending(), left()) and self.new_variants.wait(left())
         return done and self.store.flush(left())
 
     def close(self) -> None:
@@ -298,11 +298,17 @@ class Engine(AnswerEngine):
             self.write_back.close()
 
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
-        """What was computed of these chunks is stored first, or it would come after they were removed."""
+        """What was computed of these chunks is stored first, or it would come after they were removed. What is still
+        being computed is not stored.
+        """
         if self._home.here:
             self._background.wait()
-            self.write_back.wait_for(chunk_ids)
+            self.write_back.remove(chunk_ids)
             self.new_variants.forget(chunk_ids)
+
+    def _request(self, question: str, chunks: Iterable[Chunk], **how: Any) -> Request:
+        self.write_back.follow((request := super()._request(question, chunks, **how)).removed)
+        return request
 
     def enter(self) -> Place | None:
         """See `AnswerEngine.enter`."""
@@ -412,9 +418,9 @@ class Engine(AnswerEngine):
 
     def _submit(self, request: Request, result: PrefillResult) -> None:
         """Hand the captures of a request to write-back."""
-        prompt = request.prompt
+        prompt, removed = request.prompt, request.removed
         shares = exact_shares(request.plan, [len(segment.token_ids) for segment in prompt.segments])
-        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session)
+        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session, removed=removed)
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
 
     def _target_logits(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
+from cachecraft_rag.compute.removed import Removed
 from cachecraft_rag.engine.prompt import check_history
 from cachecraft_rag.engine.request_queue import Place
 from cachecraft_rag.engine.sampling import SamplingParams, TextStream
@@ -78,6 +79,7 @@ class Request:
     started: float
     place: Place | None = None  # in the engine's queue, where it has one
     closing: bool = False  # its reader wants no more
+    removed: Removed = field(default_factory=Removed)  # chunks, since it was made
     queued_s: float = 0.0
     planned_s: float = 0.0
     waited_s: float = 0.0

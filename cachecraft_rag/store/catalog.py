@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.catalog_changes import Changes
 from cachecraft_rag.store.catalog_eviction import (
     FILES,
     adopt,
@@ -39,22 +40,16 @@ from cachecraft_rag.store.catalog_eviction import (
     policy_in_use,
     record_uses,
     remembered,
-    score_of_new,
-    sound_use,
-    state_of,
     until,
-    variants_of,
+    variants_beside,
 )
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, OlderRow, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
     NOTHING,
     CatalogRow,
-    packed,
-    row_of,
     scores_of_row,
     sum_of,
-    sum_of_scores,
     variant_of_row,
 )
 from cachecraft_rag.store.catalog_schema import MIGRATIONS
@@ -71,31 +66,37 @@ _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
-_INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
-_INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
 _OLDER = """SELECT chunk_id, session, variant_id, created, file_bytes FROM variants
   WHERE scope IN (SELECT value FROM json_each(?1)) AND chunk_id IN (SELECT value FROM json_each(?2))"""
 _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM json_each(?) AS asked
     LEFT JOIN variants AS v ON v.variant_id = asked.value
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value
     LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
-_SETTLE = "DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?"
 
 
-class Catalog:
+class Catalog(Changes):
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
     def __init__(
-        self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False, policy: Policy | None = None
+        self,
+        path: Path,
+        *,
+        busy_timeout_s: float = 5.0,
+        read_only: bool = False,
+        policy: Policy | None = None,
+        scratch: bool = False,
     ) -> None:
         """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
-        should have the same.
+        should have the same. `scratch`: there are no files and nobody keeps it, so it need not survive anything; all
+        calls are made in one block of `one_transaction`.
         """
         self.path = path
         self._scopes: dict[tuple[str, str], int] = {}  # those that are in the file; none ever leaves it
-        self._db = Database(path, kind=kind_of_cache(MIGRATIONS), busy_timeout_s=busy_timeout_s, read_only=read_only)
+        super().__init__(files=not scratch)
+        kind = kind_of_cache(MIGRATIONS, scratch=scratch)
+        self._db = Database(path, kind=kind, busy_timeout_s=busy_timeout_s, read_only=read_only)
         try:
             with self._db.reading() as connection:
                 self.policy = policy or policy_in_use(connection)
@@ -234,16 +235,16 @@ class Catalog:
         nothing changed, when even an empty catalog would leave no room because of other writers.
         """
         with self._db.writing() as connection:
-            state = state_of(connection)
-            excess = state.excess(file_bytes, limits)
-            lowest = lowest_scored(connection, excess=excess)
-            if sum(row.file.file_bytes for row in lowest) < excess:
+            state = self._begun(connection)
+            lowest, missing = lowest_scored(connection, excess=state.excess(file_bytes, limits))
+            if missing:
                 return None
             victims = make_leave(connection, lowest, state)
             if not victims:
-                announced = (variant.variant_id, variant.created, writer, file_bytes)
-                connection.execute("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
-            return _remove(connection, victims, writer, EvictionReason.BUDGET)
+                self._announce(connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer)
+            gone = self._remove(connection, victims, writer, EvictionReason.BUDGET)
+            self._end(connection)
+            return gone
 
     def commit(
         self,
@@ -262,46 +263,33 @@ class Catalog:
         of which there is none, nor did the last one have to leave for others.
         """
         with self._db.writing() as connection:
+            state = self._begun(connection)
             scope = self._scope_of(connection, variant)
-            query = "SELECT reuse_frequency, saved, variant_id, created, file_bytes FROM variants WHERE variant_id = ?"
-            *uses, variant_id, old, nbytes = connection.execute(query, (variant.variant_id,)).fetchone() or [None] * 5
-            stored = variants_of(connection, scope, variant.key.chunk_id)
-            used = sound_use(*uses) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
-            if variant_id is None:
-                known = remembered(connection, scope, variant.key.chunk_id, first=not stored)
-                if another and not stored and known is None:
+            same, others = variants_beside(connection, scope, variant)
+            used = (same and same.used) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
+            if same is None:
+                known = remembered(connection, scope, variant.key.chunk_id, first=not others, state=state)
+                if another and not others and known is None:
                     return None
                 used += known or Use(0.0, 0.0)
-            older = [] if variant_id is None else [file_of((variant_id, old, nbytes))]
-            gone = _remove(connection, older, writer, EvictionReason.REPLACED)
-            others = [file for file in stored if file.variant_id != variant.variant_id]
-            gone += _remove(connection, crowd(others, limits), writer, EvictionReason.CHUNK_CAP)
-            state = state_of(connection)
-            state = state._replace(variants=state.variants + 1)
-            over = lowest_scored_over(connection, state.variants - limits.max_variants, spared=variant.variant_id)
-            scores = (packed(token_scores.inter), packed(token_scores.received))
-            score = score_of_new(variant, file_bytes=file_bytes, used=used, policy=self.policy, clock=state.clock)
-            _insert(
-                connection,
-                variant,
-                scope=scope,
-                file_bytes=file_bytes,
-                used=used,
-                scores_sum=sum_of_scores(*scores),
-                score=score,
-            )
-            for table, given in zip(("token_scores", "token_received"), scores, strict=True):
-                if given is not None:
-                    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?,?)", (variant.variant_id, given))
-            gone += _remove(connection, make_leave(connection, over, state), writer, EvictionReason.COUNT_CAP)
-            connection.execute(_SETTLE, (variant.variant_id, variant.created))
+            older = [] if same is None else [same.file]
+            gone = self._remove(connection, older, writer, EvictionReason.REPLACED)
+            gone += self._remove(connection, crowd(others, limits), writer, EvictionReason.CHUNK_CAP)
+            state = self._now(connection)
+            over = lowest_scored_over(connection, state.variants + 1 - limits.max_variants, spared=variant.variant_id)
+            self._add(connection, variant, token_scores, scope=scope, file_bytes=file_bytes, used=used)
+            leaving = make_leave(connection, over, state)
+            gone += self._remove(connection, leaving, writer, EvictionReason.COUNT_CAP)
+            self._settle(connection, [FileRef(variant.variant_id, variant.created)])
+            self._end(connection)
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
         return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
 
     def settle(self, files: Iterable[FileRef]) -> None:
         """These files exist no more, or never did: they need not be looked for."""
         with self._db.writing() as connection:
-            connection.executemany(_SETTLE, [(file.variant_id, file.created) for file in files])
+            self._begin()
+            self._settle(connection, files)
 
     def remove(
         self, files: Iterable[FileRef], *, writer: str, why: EvictionReason = EvictionReason.DAMAGED
@@ -309,8 +297,9 @@ class Catalog:
         """Remove the rows that stand behind exactly these files; returns those that were there."""
         query = f"{FILES} WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
+            self._begin()
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return _remove(connection, [file_of(row) for row in found if row is not None], writer, why)
+            return self._remove(connection, [file_of(row) for row in found if row is not None], writer, why)
 
     def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
         """Remove the chosen rows, lowest eviction score first: all, or until all files have `down_to_bytes` at most."""
@@ -318,13 +307,14 @@ class Catalog:
         query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
             WHERE {condition} ORDER BY v.score, v.created"""
         with self._db.writing() as connection:
+            self._begin()
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            leaving = until(connection.execute(query, parameters), excess)
+            leaving, _ = until(connection.execute(query, parameters), excess)
             if chosen.chunk_ids is not None:
                 forget(connection, chosen.chunk_ids)
-            return _remove(connection, [file_of(row) for row in leaving], writer, EvictionReason.ADMINISTRATOR)
+            return self._remove(connection, [file_of(row) for row in leaving], writer, EvictionReason.ADMINISTRATOR)
 
     def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
         """Write down these limits by name and return all that were ever written down, the latest of each."""
@@ -337,16 +327,16 @@ class Catalog:
     def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
         """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
         with self._db.writing() as connection:
-            lowest = lowest_scored(connection, excess=state_of(connection).excess(0, limits))
-            gone = _remove(connection, [row.file for row in lowest], writer, EvictionReason.BUDGET)
-            over = lowest_scored_over(connection, state_of(connection).variants - limits.max_variants, spared="")
-            gone += _remove(connection, [row.file for row in over], writer, EvictionReason.COUNT_CAP)
+            lowest, _ = lowest_scored(connection, excess=self._begun(connection).excess(0, limits))
+            gone = self._remove(connection, [row.file for row in lowest], writer, EvictionReason.BUDGET)
+            over = lowest_scored_over(connection, self._now(connection).variants - limits.max_variants, spared="")
+            gone += self._remove(connection, [row.file for row in over], writer, EvictionReason.COUNT_CAP)
         return gone
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
         """Add to the uses of each variant id, which raises its score; ids that are gone are passed over."""
         with self._db.writing() as connection:
-            record_uses(connection, uses, self.policy)
+            record_uses(connection, uses, self.policy, clock=self._begun(connection).clock)
 
     def _scope_of(self, connection: sqlite3.Connection, variant: Variant) -> int:
         """As the function; asked of the file only until it is there."""
@@ -380,10 +370,19 @@ class Catalog:
 
     @contextmanager
     def one_transaction(self) -> Iterator[None]:
-        """All calls of this thread in the block are one transaction, for those who make many and share with nobody."""
+        """All calls of this thread in the block are one transaction, for those who make many and share with nobody.
+
+        An error of any of them must end the block.
+        """
         try:
             with self._db.one_transaction():
-                yield
+                self._state, self._one_transaction = None, True
+                try:
+                    yield
+                    with self._db.writing() as connection:
+                        self._forget_state(connection)
+                finally:
+                    self._state, self._one_transaction = None, False
         except BaseException:
             self._scopes.clear()  # what was added to the file in the block is not in it
             raise
@@ -395,17 +394,6 @@ class Catalog:
             yield
 
 
-def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str, why: EvictionReason) -> list[FileRef]:
-    """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
-    if not files:
-        return files
-    rows = [(file.variant_id, file.created) for file in files]
-    connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
-    announced = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
-    connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", announced)
-    return [FileRef(file.variant_id, file.created, file.file_bytes, why) for file in files]
-
-
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
     names = (variant.key.namespace, variant.key.fingerprint)
     query = "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?"
@@ -414,20 +402,6 @@ def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
         found = connection.execute(query, names).fetchone()
     scope: int = found[0]
     return scope
-
-
-def _insert(
-    connection: sqlite3.Connection,
-    variant: Variant,
-    *,
-    scope: int,
-    file_bytes: int,
-    used: Use,
-    score: float,
-    scores_sum: int | None,
-) -> None:
-    row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
-    connection.execute(_INSERT, (scope, *row, scores_sum, used.saved, score))
 
 
 def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant | DamagedRow:

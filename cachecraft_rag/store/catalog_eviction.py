@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cachecraft_rag.store.catalog_records import FileRef, Limits
@@ -14,30 +15,44 @@ from cachecraft_rag.types import Variant
 MOST_USES = 1e15
 FILES = "SELECT variant_id, created, file_bytes FROM variants"
 _LEAVING = "SELECT variant_id, created, file_bytes, score, scope, chunk_id, reuse_frequency, saved FROM variants"
-_STANDING = """SELECT chunk_id, variant_id, tokens, file_bytes, exact_share, reuse_frequency, saved
+# A damaged row may name another chunk than its own.
+_BESIDE = f"{_LEAVING} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
+_STANDING = """SELECT scope, chunk_id, variant_id, tokens, file_bytes, exact_share, reuse_frequency, saved
     FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
+_USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
+    WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
 _STATE = """SELECT clock, variants, file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
     FROM eviction, totals"""
+_REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
 _LEAST_REMEMBERED = 1000
+_FORGET_EVERY = 64  # what is too long ago is deleted when so many more have left
 
 
-class State(NamedTuple):
-    """What every decision starts from.
+@dataclass(slots=True)
+class State:
+    """What every decision starts from. Whoever changes a table in the same transaction changes this too.
 
     clock           what scores are counted from, see `eviction.ticked`
     variants        rows
     file_bytes      of the files of all rows
     reserved_bytes  of files that are being written or deleted; they count against the budget too
+    moved           the clock is not written down yet, see `write_clock`
     """
 
     clock: float
     variants: int
     file_bytes: int
     reserved_bytes: int
+    moved: bool = False
 
     def excess(self, incoming: int, limits: Limits) -> int:
         """By how much the byte budget would be exceeded."""
         return self.file_bytes + self.reserved_bytes + incoming - limits.disk_bytes
+
+    def move(self, clock: float) -> None:
+        """Let the clock go on to this; it never goes back."""
+        if clock > self.clock:
+            self.clock, self.moved = clock, True
 
 
 class Leaving(NamedTuple):
@@ -56,6 +71,11 @@ class Leaving(NamedTuple):
     def file(self) -> FileRef:
         """Its file."""
         return file_of(self[:3])
+
+    @property
+    def used(self) -> Use | None:
+        """All its uses; None for what no uses can be."""
+        return sound_use(self.reuse_frequency, self.saved)
 
 
 def file_of(row: Sequence[Any]) -> FileRef:
@@ -84,7 +104,7 @@ def adopt(connection: sqlite3.Connection, policy: Policy) -> None:
         return
     ids = [row[0] for row in connection.execute("SELECT variant_id FROM variants ORDER BY created")]
     connection.execute("UPDATE eviction SET policy = ?, clock = 0.0", (policy.name,))
-    record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids}, policy)
+    record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids}, policy, clock=0.0)
 
 
 def state_of(connection: sqlite3.Connection) -> State:
@@ -93,22 +113,28 @@ def state_of(connection: sqlite3.Connection) -> State:
     return State(clock if isinstance(clock, float) else 0.0, *sizes)
 
 
-def record_uses(connection: sqlite3.Connection, uses: Mapping[str, Use], policy: Policy) -> None:
+def write_clock(connection: sqlite3.Connection, state: State) -> None:
+    """Write down where the clock stands, if that is new."""
+    if state.moved:
+        connection.execute("UPDATE eviction SET clock = ?", (state.clock,))
+        state.moved = False
+
+
+def record_uses(connection: sqlite3.Connection, uses: Mapping[str, Use], policy: Policy, *, clock: float) -> None:
     """Add uses, by variant id, and raise the scores; ids that are gone, and damaged rows, are passed over."""
-    now = state_of(connection).clock
-    rows = {row[1]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
     changed = []
+    rows = {row[2]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
     for variant_id, use in uses.items():
-        chunk_id, _, tokens, nbytes, share, *known = rows.get(variant_id) or [None] * 7
-        before = sound_use(*known)
+        if (row := rows.get(variant_id)) is None:
+            continue
+        scope, chunk_id, _, tokens, nbytes, share, frequency, saved = row
+        before = sound_use(frequency, saved)
         if before is None or not isinstance(share, float) or type(tokens) is not int or type(nbytes) is not int:
             continue
         used = before + use
-        score = policy.score(Standing(chunk_id, variant_id, tokens, nbytes, share, used), now)
-        changed.append((used.frequency, used.saved, score, variant_id))
-    connection.executemany(
-        "UPDATE variants SET reuse_frequency = ?, saved = ?, score = ? WHERE variant_id = ?", changed
-    )
+        score = policy.score(Standing(chunk_id, variant_id, tokens, nbytes, share, used), clock)
+        changed.append((*used, score, scope, chunk_id, variant_id))
+    connection.executemany(_USED, changed)
 
 
 def score_of_new(variant: Variant, *, file_bytes: int, used: Use, policy: Policy, clock: float) -> float:
@@ -122,42 +148,41 @@ def make_leave(connection: sqlite3.Connection, rows: Sequence[Leaving], state: S
 
     Returns their files; the caller removes the rows.
     """
-    if not rows:
-        return []
-    now, departing = state.clock, []
+    many = False
     for row in rows:
-        used = sound_use(row.reuse_frequency, row.saved)
+        used = row.used
         if isinstance(row.score, float) and row.score < MOST_USES:
-            now = ticked(now, row.score, used=used is not None and used.saved > 0.0)
+            state.move(ticked(state.clock, row.score, used=used is not None and used.saved > 0.0))
         if used is not None and isinstance(row.chunk_id, str):
-            departing.append((row.scope, row.chunk_id, used.frequency, used.saved + 1.0))
-    _set_clock(connection, state.clock, now)
-    query = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
-    connection.executemany(query, departing)
-    query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
-    connection.execute(query, (max(_LEAST_REMEMBERED, state.variants),))
+            departing = (row.scope, row.chunk_id, used.frequency, used.saved + 1.0)
+            many |= not (connection.execute(_REMEMBER, departing).lastrowid or 0) % _FORGET_EVERY
+    if many:
+        query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
+        connection.execute(query, (_most_remembered(state),))
     return [row.file for row in rows]
 
 
-def _set_clock(connection: sqlite3.Connection, before: float, now: float) -> None:
-    if now > before:
-        connection.execute("UPDATE eviction SET clock = ?", (now,))
+def _most_remembered(state: State) -> int:
+    return max(_LEAST_REMEMBERED, state.variants)
 
 
-def remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool) -> Use | None:
+def remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool, state: State) -> Use | None:
     """The uses of a chunk that had to leave, and is stored again: once, and for its `first` variant. The clock moves.
 
     None where it did not have to leave, as far as is known.
     """
-    query = "DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING reuse_frequency, saved"
+    query = "DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING reuse_frequency, saved, place"
     found = connection.execute(query, (scope, chunk_id)).fetchall()
     if not found or not first:
         return None
-    before = state_of(connection).clock
+    *uses, place = found[0]
+    last = connection.execute("SELECT max(place) FROM departed").fetchone()[0]
+    if last is not None and place <= last - _most_remembered(state):
+        return None
     lowest = connection.execute("SELECT score FROM variants ORDER BY score, created LIMIT 1").fetchone()
     if lowest is not None and isinstance(lowest[0], float) and lowest[0] < MOST_USES:
-        _set_clock(connection, before, ticked_by_return(before, lowest[0]))
-    return sound_use(*found[0]) or Use(0.0, 0.0)
+        state.move(ticked_by_return(state.clock, lowest[0]))
+    return sound_use(*uses) or Use(0.0, 0.0)
 
 
 def forget(connection: sqlite3.Connection, chunk_ids: Sequence[str]) -> None:
@@ -166,21 +191,22 @@ def forget(connection: sqlite3.Connection, chunk_ids: Sequence[str]) -> None:
     connection.execute(query, (json.dumps(list(chunk_ids)),))
 
 
-def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> list[Leaving]:
-    """The rows to remove, lowest score first, so that at least `excess` bytes are freed (all if they do not)."""
+def lowest_scored(connection: sqlite3.Connection, *, excess: float) -> tuple[list[Leaving], float]:
+    """The rows to remove, lowest score first, so that at least `excess` bytes are freed, and how much is missing."""
     if excess <= 0:
-        return []
-    return [Leaving(*row) for row in until(connection.execute(f"{_LEAVING} ORDER BY score, created"), excess)]
+        return [], 0.0
+    rows, missing = until(connection.execute(f"{_LEAVING} ORDER BY score, created"), excess)
+    return [Leaving(*row) for row in rows], missing
 
 
-def until(rows: sqlite3.Cursor, excess: float) -> list[Sequence[Any]]:
-    """The first rows whose files, their first columns, together free at least `excess` bytes (all if they do not)."""
+def until(rows: sqlite3.Cursor, excess: float) -> tuple[list[Sequence[Any]], float]:
+    """The first rows whose files, their first columns, together free at least `excess` bytes; and what is missing."""
     taken: list[Sequence[Any]] = []
     while excess > 0 and (row := rows.fetchone()) is not None:
         taken.append(row)
         excess -= file_of(row[:3]).file_bytes
     rows.close()  # an open cursor would see the deletions that follow
-    return taken
+    return taken, max(excess, 0.0)
 
 
 def lowest_scored_over(connection: sqlite3.Connection, over: int, *, spared: str) -> list[Leaving]:
@@ -191,10 +217,13 @@ def lowest_scored_over(connection: sqlite3.Connection, over: int, *, spared: str
     return [Leaving(*row) for row in connection.execute(query, (spared, over))]
 
 
-def variants_of(connection: sqlite3.Connection, scope: int, chunk_id: str) -> list[FileRef]:
-    """The files of a chunk's variants, lowest eviction score first."""
-    query = f"{FILES} WHERE scope = ? AND chunk_id = ? ORDER BY score, created"
-    return [file_of(row) for row in connection.execute(query, (scope, chunk_id))]
+def variants_beside(
+    connection: sqlite3.Connection, scope: int, variant: Variant
+) -> tuple[Leaving | None, list[FileRef]]:
+    """The row of this variant, if there is one, and the files of its chunk's others, lowest eviction score first."""
+    rows = [Leaving(*row) for row in connection.execute(_BESIDE, (scope, variant.key.chunk_id, variant.variant_id))]
+    same = next((row for row in rows if row.variant_id == variant.variant_id), None)
+    return same, [row.file for row in rows if row is not same]
 
 
 def crowd(others: Sequence[FileRef], limits: Limits) -> list[FileRef]:

@@ -57,11 +57,12 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
     ('system', 'a')
     """
     try:
-        packed = bytes.fromhex("".join(ids))
+        packed = bytes.fromhex(text := "".join(ids))
     except ValueError:
         return json.dumps(ids)
     # Only what comes back unchanged may be packed: not upper case, not blanks, not ids of another length.
-    return packed if unpack_ids(packed) == tuple(ids) else json.dumps(ids)
+    unchanged = packed.hex() == text and all(map((2 * _ID_BYTES).__eq__, map(len, ids)))
+    return packed if unchanged else json.dumps(ids)
 
 
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
@@ -76,24 +77,24 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
     """The row of a variant."""
     key = variant.key
     row = CatalogRow(
-        chunk_id=key.chunk_id,
-        variant_id=variant.variant_id,
-        origin_prefix=pack_ids(key.origin_prefix),
-        tokens=variant.tokens,
-        tokens_digest=variant.tokens_digest,
-        inter=struct.pack(f"<{len(variant.inter)}f", *variant.inter),
-        intra=variant.intra + 0.0,  # SQLite keeps no negative zero
-        cci=variant.cci + 0.0,
-        exact_share=variant.exact_share + 0.0,
-        session=variant.session,
-        codec=variant.codec,
-        nbytes=variant.nbytes,
-        reuse_frequency=frequency,
-        created=variant.created + 0.0,
-        primed=int(variant.primed),
-        file_bytes=file_bytes,
+        key.chunk_id,
+        variant.variant_id,
+        pack_ids(key.origin_prefix),
+        variant.tokens,
+        variant.tokens_digest,
+        struct.pack(f"<{len(variant.inter)}f", *variant.inter),
+        variant.intra + 0.0,  # SQLite keeps no negative zero
+        variant.cci + 0.0,
+        variant.exact_share + 0.0,
+        variant.session,
+        variant.codec,
+        variant.nbytes,
+        frequency,
+        variant.created + 0.0,
+        int(variant.primed),
+        file_bytes,
     )
-    return CatalogRow(*row[:-1], row_sum=sum_of(key.namespace, key.fingerprint, row))
+    return CatalogRow(*row[:-1], sum_of(key.namespace, key.fingerprint, row))
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:

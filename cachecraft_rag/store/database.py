@@ -12,10 +12,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cachecraft_rag.errors import CacheCraftError, StoreError
 
@@ -30,6 +30,7 @@ class Kind:
     error       of every failure
     what        how messages call the file at this path
     message     what an error of SQLite means, and what to do about it
+    journal     SQLite's journal mode; "OFF" is for a file that only one thread uses and nobody keeps
     """
 
     migrations: Sequence[Sequence[str]]
@@ -37,6 +38,7 @@ class Kind:
     error: type[CacheCraftError]
     what: Callable[[Path], str]
     message: Callable[[Path, sqlite3.Error], str]
+    journal: Literal["WAL", "OFF"] = "WAL"
 
 
 class Database:
@@ -72,12 +74,13 @@ class Database:
         with self._write_lock:
             self._writer.close()
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
         """The connection that reads, for this thread alone while the block runs."""
-        if (joined := self._joined()) is not None:
-            yield joined
-            return
+        joined = self._joined()
+        return self._reading() if joined is None else nullcontext(joined)
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._errors(), self._read_lock:
             yield self._reader
 
@@ -92,15 +95,16 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
         """The connection that writes, in a transaction that is committed at the end or rolled back on any error.
 
         No other writer, in any process, gets in between.
         """
-        if (joined := self._joined()) is not None:
-            yield joined
-            return
+        joined = self._joined()
+        return self._writing() if joined is None else nullcontext(joined)
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
         if self.read_only:
             raise self._error("cannot be written. Make its folder writable for this user to change it")
         with self._errors(), self._transaction() as connection:
@@ -149,7 +153,7 @@ class Database:
 
     def _prepare(self) -> None:
         """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
-        for mode in (*self._kind.pragmas, "journal_mode = WAL"):
+        for mode in (*self._kind.pragmas, f"journal_mode = {self._kind.journal}"):
             self._writer.execute(f"PRAGMA {mode}")
         newest = len(self._kind.migrations)
         with self._transaction() as connection:
@@ -263,17 +267,23 @@ def _message(path: Path, error: sqlite3.Error) -> str:
     return f"{path} {advice} ({type(error).__name__}: {error})."
 
 
-def kind_of_cache(migrations: Sequence[Sequence[str]]) -> Kind:
+def kind_of_cache(migrations: Sequence[Sequence[str]], *, scratch: bool = False) -> Kind:
     """A file that indexes a cache.
 
     `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
     entry and never gives it a wrong one. 8 KiB pages: a row of the catalog has some 600 bytes, and a page should hold
     more than a handful of them. The connection that writes keeps up to 32 MiB of pages: SQLite's own 2 MiB hold three
     thousand rows. What that brings was not measured by itself.
+
+    `scratch`: nobody keeps the file or opens it a second time, so it has no journal and stays in the cache (256 MiB).
+    With one, SQLite copies each page that a statement with a trigger changes to a temporary file, for it may fail.
     """
+    lasting = ("synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768")
+    passing = ("synchronous = OFF", "cache_size = -262144")
     return Kind(
         migrations=migrations,
-        pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768"),
+        pragmas=("page_size = 8192", *(passing if scratch else lasting)),
+        journal="OFF" if scratch else "WAL",
         error=StoreError,
         what=str,
         message=_message,

@@ -15,9 +15,8 @@ from typing import NamedTuple, Protocol
 from cachecraft_rag.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What one use, or several, of a variant was worth.
+class Use(NamedTuple):
+    """What one use, or several, of a variant was worth. A tuple: several are made at every use of every variant.
 
     frequency  what it adds to f_r (Cache-Craft §3.3): 1 / CFO, with CFO bounded below by one token of the chunk
     saved      what it saved, in computations of the whole chunk: 1 - CFO
@@ -39,9 +38,11 @@ class Use:
         cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
         return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
 
-    def __add__(self, other: Use) -> Use:
+    def __add__(self, other: Use) -> Use:  # type: ignore[override]  # no concatenation
         """Both uses."""
-        return Use(self.frequency + other.frequency, self.saved + other.saved)
+        frequency, saved = self
+        more, also = other
+        return Use(frequency + more, saved + also)
 
 
 class Standing(NamedTuple):
@@ -136,8 +137,8 @@ class Saving:
 
     def score(self, standing: Standing, clock: float) -> float:
         """See `Policy.score`."""
-        per_byte = standing.tokens / max(standing.nbytes, 1)
-        return clock + worth(saved=standing.used.saved, exact_share=standing.exact_share) * per_byte
+        _, _, tokens, nbytes, exact_share, (_, saved) = standing
+        return clock + worth(saved=saved, exact_share=exact_share) * (tokens / max(nbytes, 1))
 
 
 @dataclass(frozen=True, slots=True)

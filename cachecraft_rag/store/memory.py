@@ -83,7 +83,7 @@ class MemoryTier:
 
         An older tensor of the same variant is replaced. The caller must not write to `kv` any more.
         """
-        held = _Held(variant, kv, kv.numel() * kv.element_size(), _uses(variant))
+        held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if held.nbytes > self.budget_bytes:
             return False
         leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while

@@ -26,7 +26,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
-from cachecraft_rag.types import Chunk, LoadedVariant
+from cachecraft_rag.types import CaptureDrop, Chunk, LoadedVariant
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left.")
@@ -92,6 +92,44 @@ def test_what_is_on_its_way_to_the_store_is_removed_too(engine: Engine, monkeypa
     removing.join(60)
     assert engine.settle(60)
     assert engine.store.rows(removed) == []
+
+
+def rows_of(engine: Engine, *chunks: Chunk) -> int:
+    return len(engine.store.rows(RowFilter(chunk_ids=tuple(chunk.chunk_id for chunk in chunks))))
+
+
+def test_what_is_removed_under_an_answer_is_not_captured_by_it(engine: Engine) -> None:
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
+    next(answer)  # computed, and its captures wait for the end of the answer
+    engine.store.evict(RowFilter(chunk_ids=(KETTLE.chunk_id, FRIDGE.chunk_id)))
+    assert "".join(answer)
+    assert engine.settle(60)
+    assert (rows_of(engine, KETTLE, FRIDGE), rows_of(engine, TOASTER)) == (0, 1)
+    assert engine.store.stats().captures[CaptureDrop.REMOVED] == 2
+    ask(engine)  # a request from then on may capture them
+    assert engine.settle(60)
+    assert rows_of(engine, KETTLE) == rows_of(engine, FRIDGE) == 1
+
+
+def test_what_is_removed_while_a_request_has_not_begun_is_not_captured_by_it(engine: Engine) -> None:
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)  # the model runs when the first piece is asked for
+    engine.store.evict(RowFilter(chunk_ids=(KETTLE.chunk_id,)))
+    assert "".join(answer)
+    assert engine.settle(60)
+    assert (rows_of(engine, KETTLE), rows_of(engine, TOASTER, FRIDGE)) == (0, 2)
+
+
+def test_what_is_removed_while_it_is_primed_is_not_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = engine.write_back.submit
+
+    def removed_first(*given: Any, **options: Any) -> None:
+        engine.store.evict(RowFilter(chunk_ids=(TOASTER.chunk_id,)))
+        submit(*given, **options)
+
+    monkeypatch.setattr(engine.write_back, "submit", removed_first)
+    engine.primer().prime(CHUNKS)
+    assert engine.settle(60)
+    assert (rows_of(engine, TOASTER), rows_of(engine, KETTLE, FRIDGE)) == (0, 2)
 
 
 def outcomes(answer: Generation) -> dict[str, str]:

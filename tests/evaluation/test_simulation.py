@@ -156,6 +156,15 @@ def test_policies_forget_what_left(policy: Simulated) -> None:
     assert sum(sizes) == 0
 
 
+def test_replays_in_several_processes_come_to_the_same() -> None:
+    trace = draw_trace(Traffic(requests=200, questions=40))
+    grid, told = Grid(policies=("saving", "lru"), budgets=(0.1, 0.5)), []
+    apart = list(run(trace, grid, Setting("saving", 1), processes=2, progress=told.append))
+    assert apart == list(run(trace, grid, Setting("saving", 1), processes=1))
+    assert [cell.policy for cell in apart] == ["oracle", "saving", "lru"] * 2
+    assert [step.done for step in told] == list(range(0, 1400, 200))
+
+
 # -- sweeps: the default against the others ---------------------------------------------------------------------------
 
 

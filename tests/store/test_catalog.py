@@ -341,6 +341,42 @@ def test_another_variant_of_a_chunk_is_stored_unless_the_chunk_was_removed(catal
     assert chunks_in(catalog) == set()
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_one_transaction_and_many_decide_the_same_with_files_and_without(tmp_path: Path, seed: int) -> None:
+    """What is known of the tables within a transaction is what they say, whatever happens in it."""
+
+    def run(catalog: Catalog) -> tuple[object, ...]:
+        dice, told, limits = random.Random(seed), list[object](), Limits(15_000, 12, 3)
+        for step in range(400):
+            chunk, before = f"chunk {dice.randrange(25)}", ("system", f"other {dice.randrange(5)}")
+            variant = make(chunk, before, created=float(step + 1), exact_share=dice.random())
+            match dice.randrange(10):
+                case 0 | 1 | 2 | 3 | 4 | 5:
+                    told.append(add(catalog, variant, file_bytes=dice.randrange(1, 3000), limits=limits))
+                case 6 | 7 | 8:
+                    catalog.record_uses({variant.variant_id: Use.of(dice.random(), 7)})
+                case _:
+                    gone = catalog.evict(RowFilter(chunk_ids=(chunk,)), writer="me")
+                    told.append(gone)
+                    catalog.settle(gone if dice.random() < 0.5 else [FileRef(f.variant_id, f.created) for f in gone])
+        told += [(row.variant.variant_id, row.file_bytes) for row in catalog.rows(RowFilter())]
+        return *told, catalog.totals()
+
+    def opened(name: str, *, scratch: bool = False) -> closing[Catalog]:
+        return closing(Catalog(tmp_path / name, scratch=scratch))
+
+    with opened("many") as many, opened("one") as one, opened("scratch", scratch=True) as scratch:
+        expected = run(many)
+        with one.one_transaction():
+            assert run(one) == expected
+        with scratch.one_transaction():
+            assert run(scratch) == expected
+        with one._db.reading() as kept, many._db.reading() as written:
+            query = "SELECT clock FROM eviction"
+            assert kept.execute(query).fetchone() == written.execute(query).fetchone()
+            assert kept.execute(query).fetchone()[0] > 0.0
+
+
 def test_a_removed_row_leaves_its_file_announced(catalog: Catalog) -> None:
     variant = make()
     file = FileRef(variant.variant_id, variant.created)

@@ -5,13 +5,15 @@ Catalog, planner, eviction and memory tier are the package's own; only tensors, 
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -32,7 +34,7 @@ _WRITER, _NAMESPACE, _MODEL = "simulation", "simulation", "2-" + "0" * 32
 _SYSTEM = Segment("system", digest("instruction"), (0,) * 32)
 _QUESTION = Segment("question", digest("question"), (0,) * 16)
 _MOST_PLANS = 50_000
-_TOGETHER = 1000  # requests per transaction: SQLite's journal grows until the end of one
+_TOLD_EVERY = 1000  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,52 @@ def replay(trace: Trace, setting: Setting, *, progress: Callable[[int], object] 
     with tempfile.TemporaryDirectory(prefix="cachecraft-simulation-") as folder:
         run = _Replay(trace, setting, Path(folder))
         try:
-            for start in range(0, len(trace.requests), _TOGETHER):
-                with run.catalog.one_transaction():
-                    for number, request in enumerate(trace.requests[start : start + _TOGETHER], start):
-                        run.serve(number, request)
-                if progress is not None:
-                    progress(min(start + _TOGETHER, len(trace.requests)))
+            with run.catalog.one_transaction(), _no_collections():
+                for number, request in enumerate(trace.requests, 1):
+                    run.serve(number - 1, request)
+                    if progress is not None and (number % _TOLD_EVERY == 0 or number == len(trace.requests)):
+                        progress(number)
             return run.outcome()
         finally:
             run.catalog.close()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No search for reference cycles: a replay makes none, and each search looks at all that it holds."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a request comes to as long as nothing of its chunks comes or goes.
+
+    outcomes  by chunk
+    tokens    computed, recomputed, exact, reused
+    variants  that are used, in prompt order, and how
+    captures  place in the request, and exact share
+    """
+
+    outcomes: tuple[str, ...]
+    tokens: tuple[int, int, int, int]
+    variants: tuple[tuple[Variant, Use], ...]
+    captures: tuple[tuple[int, float], ...]
+
+
+class _Facts(NamedTuple):
+    """What is the same for all captures of a chunk behind the same others, see `Variant`."""
+
+    key: VariantKey
+    variant_id: str
+    inter: tuple[float, ...]
+    intra: float
+    cci: float
 
 
 class _Replay:
@@ -106,23 +145,25 @@ class _Replay:
         self._trace, self._setting = trace, setting
         self._policy = MAKERS[setting.policy](trace, setting.disk_bytes)
         self._own = self._policy if isinstance(self._policy, Simulated) else None
-        self.catalog = Catalog(folder / "catalog.sqlite", policy=self._policy)
+        self.catalog = Catalog(folder / "catalog.sqlite", policy=self._policy, scratch=True)
         # Memory lies above every policy in the same way, so that the disk alone is compared.
         self._host = MemoryTier(setting.host_bytes, policy=policy_named("saving"))
         self._limits = Limits(setting.disk_bytes, setting.max_variants, setting.variants_per_chunk)
         # The catalog has one writer here, so what it said holds until a row of the chunk comes or goes.
         self._variants: dict[int, list[Variant]] = {}
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans: dict[tuple[int, ...], _Planned] = {}
         self._asked_by: dict[int, set[tuple[int, ...]]] = {}
         self._chunk_of: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._segments: dict[int, Segment] = {}
-        self._made: dict[tuple[tuple[int, ...], int], Variant] = {}
+        self._zeros: dict[int, tuple[int, ...]] = {}
+        self._made: dict[tuple[tuple[int, ...], int], _Facts] = {}
+        self._uses: dict[str, Use] = {}  # not in the catalog yet
         self._tensors: dict[int, torch.Tensor] = {}  # by size: nobody looks inside
         self._disk_bytes = 0
         self._clock = 0.0
         self._evicted = 0
-        self._tokens: Counter[str] = Counter()
+        self._tokens = (0, 0, 0, 0)
         self._outcomes: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
 
@@ -130,29 +171,29 @@ class _Replay:
         """One request, from the look-up to its captures."""
         if self._own is not None:
             self._own.asked(number)
-        plan = self._plan(request)
-        uses: dict[str, Use] = {}
-        for planned, chunk in zip(plan.segments[1:-1], request, strict=True):
-            tokens, variant = self._trace.tokens[chunk], planned.variant
-            self._outcomes[planned.reason if variant is None else planned.outcome] += 1
-            if variant is None:
-                self._tokens["computed"] += tokens
-                continue
-            self._tokens[planned.outcome] += tokens
-            if planned.to_fix:
-                self._tokens["recomputed"] += math.ceil((planned.cfo or 0.0) * tokens)
-            uses[variant.variant_id] = Use.of(planned.cfo or 0.0, tokens)
+        planned = self._plans.get(request)  # that of before holds where nothing has come or gone: it is a pure function
+        if planned is None:
+            planned = self._remember(request, self._planned(request, self._plan(request)))
+        computed, recomputed, exact, reused = self._tokens
+        more = planned.tokens
+        self._tokens = (computed + more[0], recomputed + more[1], exact + more[2], reused + more[3])
+        self._outcomes.update(planned.outcomes)
+        for variant, _ in planned.variants:
             self._load(variant)
-        for variant_id, use in uses.items():
-            self._host.record_use(variant_id, use)
-        if uses:
-            self.catalog.record_uses(uses)
-        shares: list[float] = []
-        for place, (planned, chunk) in enumerate(zip(plan.segments[1:-1], request, strict=True)):
-            idle = self._setting.new_variants == "always" and planned.to_fix and (planned.cfo or 0.0) > 0.0
-            if planned.variant is None or idle:
-                shares = shares or exact_shares(plan, [len(_SYSTEM.token_ids), *map(self._length, request), 16])
-                self._capture(request[:place], chunk, exact_share=1.0 if idle else shares[place + 1])
+        for variant, use in planned.variants:
+            self._host.record_use(variant.variant_id, use)
+            known = self._uses.get(variant.variant_id)
+            self._uses[variant.variant_id] = use if known is None else known + use
+        if planned.captures or self._own is not None:
+            self._write_uses()
+        for place, exact_share in planned.captures:
+            self._capture(request[:place], request[place], exact_share=exact_share)
+
+    def _write_uses(self) -> None:
+        """As the store's writer does: in batches, before what came after them. Rivals are told of each use."""
+        if self._uses:
+            self.catalog.record_uses(self._uses)
+            self._uses = {}
 
     def outcome(self) -> Outcome:
         """What came of it so far."""
@@ -160,11 +201,11 @@ class _Replay:
         per_chunk = Counter(Counter(self._chunk_of.values()).values())
         return Outcome(
             requests=len(self._trace.requests),
-            computed=self._tokens["computed"],
-            recomputed=self._tokens["recomputed"],
-            exact=self._tokens["exact"],
-            reused=self._tokens["reused"],
-            saved=1.0 - (self._tokens["computed"] + self._tokens["recomputed"]) / max(asked, 1),
+            computed=self._tokens[0],
+            recomputed=self._tokens[1],
+            exact=self._tokens[2],
+            reused=self._tokens[3],
+            saved=1.0 - (self._tokens[0] + self._tokens[1]) / max(asked, 1),
             outcomes=dict(self._outcomes),
             loads=dict(self._loads),
             disk_bytes=totals.file_bytes,
@@ -176,9 +217,6 @@ class _Replay:
     # -- the request's way --------------------------------------------------------------------------------------------
 
     def _plan(self, request: tuple[int, ...]) -> Plan:
-        """The plan; that of before where nothing has come or gone since: it is a pure function."""
-        if (known := self._plans.get(request)) is not None:
-            return known
         unknown = [chunk for chunk in request if chunk not in self._variants]
         if unknown:
             names = {self._segment(chunk).segment_id: chunk for chunk in unknown}
@@ -186,14 +224,34 @@ class _Replay:
                 self._variants[names[name]] = variants
         segments = [self._segment(chunk) for chunk in request]
         stored = {s.segment_id: self._variants[chunk] for s, chunk in zip(segments, request, strict=True)}
-        plan = make_plan(Prompt((_SYSTEM, *segments, _QUESTION)), stored, self._setting.config)
+        return make_plan(Prompt((_SYSTEM, *segments, _QUESTION)), stored, self._setting.config)
+
+    def _planned(self, request: tuple[int, ...], plan: Plan) -> _Planned:
+        outcomes, variants, captures = [], [], []
+        tokens = {"computed": 0, "recomputed": 0, "exact": 0, "reused": 0}
+        shares: list[float] = []
+        for place, (planned, chunk) in enumerate(zip(plan.segments[1:-1], request, strict=True)):
+            length, variant, cfo = self._trace.tokens[chunk], planned.variant, planned.cfo or 0.0
+            outcomes.append(planned.reason if variant is None else planned.outcome)
+            tokens["computed" if variant is None else planned.outcome] += length
+            if variant is not None:
+                variants.append((variant, Use.of(cfo, length)))
+                tokens["recomputed"] += math.ceil(cfo * length) if planned.to_fix else 0
+            idle = self._setting.new_variants == "always" and planned.to_fix and cfo > 0.0
+            if variant is None or idle:
+                shares = shares or exact_shares(plan, [len(_SYSTEM.token_ids), *map(self._length, request), 16])
+                captures.append((place, 1.0 if idle else shares[place + 1]))
+        counts = (tokens["computed"], tokens["recomputed"], tokens["exact"], tokens["reused"])
+        return _Planned(tuple(outcomes), counts, tuple(variants), tuple(captures))
+
+    def _remember(self, request: tuple[int, ...], planned: _Planned) -> _Planned:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self._asked_by.clear()
-        self._plans[request] = plan
+        self._plans[request] = planned
         for chunk in request:
             self._asked_by.setdefault(chunk, set()).add(request)
-        return plan
+        return planned
 
     def _load(self, variant: Variant) -> None:
         if variant in self._host:
@@ -270,43 +328,47 @@ class _Replay:
     def _segment(self, chunk: int) -> Segment:
         found = self._segments.get(chunk)
         if found is None:
-            tokens = (0,) * self._length(chunk)
+            length = self._length(chunk)
+            tokens = self._zeros.setdefault(length, (0,) * length)  # chunks share them
             found = self._segments[chunk] = Segment("chunk", digest("chunk", str(chunk)), tokens)
         return found
 
     def _variant(self, before: tuple[int, ...], chunk: int, exact_share: float) -> Variant:
         """A new capture; but for its time and exactness, the same as any other of this chunk behind these."""
         self._clock += 1.0
-        made = self._made.get((before, chunk))
-        if made is None:
+        facts = self._made.get((before, chunk))
+        if facts is None:
             if len(self._made) >= _MOST_PLANS:
                 self._made.clear()
-            made = self._made[before, chunk] = self._described(before, chunk)
-        return replace(made, exact_share=exact_share, created=self._clock)
-
-    def _described(self, before: tuple[int, ...], chunk: int) -> Variant:
-        segment, tokens = self._segment(chunk), self._length(chunk)
-        prefix = (_SYSTEM.segment_id, *(self._segment(other).segment_id for other in before))
-        key = VariantKey(namespace=_NAMESPACE, fingerprint=_MODEL, chunk_id=segment.segment_id, origin_prefix=prefix)
-        weights = [attention(chunk, other) for other in before]
-        intra = tokens / (1.0 + sum(weights))  # a token's attention is 1 in all
-        inter = tuple(intra * weight for weight in weights)
-        lengths = [self._length(other) for other in before]
+            facts = self._made[before, chunk] = self._described(before, chunk)
+        tokens = self._length(chunk)
         return Variant(
-            key=key,
-            variant_id=key.variant_id,
+            key=facts.key,
+            variant_id=facts.variant_id,
             tokens=tokens,
-            tokens_digest=segment.tokens_digest,
-            inter=(0.0, *inter),
-            intra=intra,
-            cci=context_impact(inter=inter, prefix_tokens=lengths, intra=intra, tokens=tokens),
-            exact_share=1.0,
+            tokens_digest=self._segment(chunk).tokens_digest,
+            inter=facts.inter,
+            intra=facts.intra,
+            cci=facts.cci,
+            exact_share=exact_share,
             session=None,
             codec="raw",
             nbytes=tokens * self._setting.bytes_per_token,
             reuse_frequency=0.0,
-            created=0.0,
+            created=self._clock,
         )
+
+    def _described(self, before: tuple[int, ...], chunk: int) -> _Facts:
+        tokens = self._length(chunk)
+        names = [self._segment(other).segment_id for other in (*before, chunk)]
+        prefix = (_SYSTEM.segment_id, *names[:-1])
+        key = VariantKey(namespace=_NAMESPACE, fingerprint=_MODEL, chunk_id=names[-1], origin_prefix=prefix)
+        weights = [attention(chunk, other) for other in before]
+        intra = tokens / (1.0 + sum(weights))  # a token's attention is 1 in all
+        inter = tuple([intra * weight for weight in weights])
+        lengths = [self._length(other) for other in before]
+        impact = context_impact(inter=inter, prefix_tokens=lengths, intra=intra, tokens=tokens)
+        return _Facts(key, key.variant_id, (0.0, *inter), intra, impact)
 
 
 def attention(chunk: int, other: int) -> float:

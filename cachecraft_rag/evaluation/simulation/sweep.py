@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from cachecraft_rag.evaluation.simulation.trace import Trace
 from cachecraft_rag.types import Progress
 
 ORACLE, OURS = "oracle", "saving"
+_MANY = 100_000  # requests of all replays together: below that, starting processes takes longer
 _COLOURS = {OURS: RED, ORACLE: BLACK, "f_r": YELLOW, "lru": BLUE, "lfu": TEAL, "fifo": GREY, "s3-fifo": VIOLET}
 
 
@@ -54,28 +58,59 @@ class Grid:
 
 
 def run(
-    trace: Trace, grid: Grid, base: Setting, *, progress: Callable[[Progress], None] | None = None
+    trace: Trace,
+    grid: Grid,
+    base: Setting,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    processes: int | None = None,
 ) -> Iterator[Cell]:
     """Replay the trace for each cell of the grid; the oracle first, whom the others are compared with.
 
-    `base` gives all that the grid does not. Raises ConfigError.
+    `base` gives all that the grid does not. `processes` replay at once, as many as there are cores where None is given
+    and it is worth while. Raises ConfigError.
     """
     planned = _settings(trace, grid, base)
-    total = len(planned) * len(trace.requests)
+    if processes is None:
+        processes = _cores() if len(planned) * len(trace.requests) >= _MANY else 1
     best: dict[float, float] = {}
-    for place, (budget, setting) in enumerate(planned):
-
-        def told(done: int, *, place: int = place, what: str = setting.policy) -> None:
-            if progress is not None:
-                progress(Progress(place * len(trace.requests) + done, total, what))
-
-        told(0)
-        outcome = replay(trace, setting, progress=told)
+    outcomes = _outcomes(trace, [setting for _, setting in planned], progress or (lambda _: None), processes)
+    for (budget, setting), outcome in zip(planned, outcomes, strict=True):
         if setting.policy == ORACLE:
             best[budget] = outcome.saved
         share = outcome.saved / best[budget] if best.get(budget) else 0.0
         limits = (setting.max_variants, setting.variants_per_chunk)
         yield Cell(setting.policy, budget, *limits, setting.disk_bytes, share, outcome)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _outcomes(
+    trace: Trace, settings: Sequence[Setting], progress: Callable[[Progress], None], processes: int
+) -> Iterator[Outcome]:
+    """The outcome of each setting, in their order; `progress` is told of requests, or of whole replays."""
+    each, total = len(trace.requests), len(settings) * len(trace.requests)
+    if min(processes, len(settings)) > 1:
+        # spawn: what other threads of this process hold, torch's among them, does not survive a fork
+        pool = ProcessPoolExecutor(min(processes, len(settings)), mp_context=multiprocessing.get_context("spawn"))
+        try:
+            running = [pool.submit(replay, trace, setting) for setting in settings]
+            for place, setting in enumerate(settings):
+                progress(Progress(place * each, total, setting.policy))
+                yield running[place].result()
+            progress(Progress(total, total, ""))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return
+    for place, setting in enumerate(settings):
+
+        def told(done: int, *, place: int = place, what: str = setting.policy) -> None:
+            progress(Progress(place * each + done, total, what))
+
+        told(0)
+        yield replay(trace, setting, progress=told)
 
 
 def _settings(trace: Trace, grid: Grid, base: Setting) -> list[tuple[float, Setting]]:
