@@ -32,7 +32,6 @@ from cachecraft_rag.compute.correction import load_correction
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
-from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.removed import Removed
 from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
@@ -47,7 +46,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.decode_steps import DecodeCounts, DecodeSteps
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.new_variants import NewVariants, VariantMaker, When
-from cachecraft_rag.engine.prepared import Prepared
+from cachecraft_rag.engine.prepared import Prefilled, Prepared
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.engine.request import Request, answer_text, stats_of
 from cachecraft_rag.engine.request_queue import LeftQueue, Place, QueueCounts, RequestQueue
@@ -73,15 +72,6 @@ _OWN_FIELDS = (
     "namespace", "system", "private_system", "best_last", "new_variants", "decode_rows", "max_waiting",
     "wait_timeout_s",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt that is ready to be answered: `logits` `[vocabulary]` of its last token, and what to go on with."""
-
-    logits: Tensor
-    buffer: KVBuffer
-    announcement: Announcement
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
-"""A plan, and what it takes from the store on its way into memory."""
+"""What a request has before its prefill, and after it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Self
 
+from torch import Tensor
+
+from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.resolve import Resolved
+from cachecraft_rag.engine.announced import Announcement
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 
@@ -34,6 +38,15 @@ class Prepared:
             self.closed = True
             self.loader.end(self.loads)
             self.resolved.close()
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt that is ready to be answered: `logits` `[vocabulary]` of its last token, and what to go on with."""
+
+    logits: Tensor
+    buffer: KVBuffer
+    announcement: Announcement
 
 
 def _chosen(resolved: Resolved) -> list[str | None]:

@@ -26,8 +26,9 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.resolve import rows_of
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.engine import Engine, Prefilled
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.new_variants import NewVariants
+from cachecraft_rag.engine.prepared import Prefilled
 from cachecraft_rag.engine.request import Request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.config import ReuseConfig
