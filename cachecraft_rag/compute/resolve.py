@@ -26,6 +26,8 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
 
+_WITHOUT_SCORES = 0.75  # of the rows that a probe needs, where eq. 14 has no scores for any chunk (docs/fidelity.md)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -186,7 +188,10 @@ def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str,
     fixed = sum(len(planned.recompute) for planned in plan.segments)
     lengths = [len(segment.token_ids) for segment in prompt.segments]
     new = sum(n for n, planned in zip(lengths, plan.segments, strict=True) if planned.variant is None)
-    if kind is None or not fixed or fixed + new < config.probe_min_rows:
+    reused = [planned.variant for planned in plan.segments if planned.to_fix and planned.variant is not None]
+    alone = all(scores.get(variant.variant_id, TokenScores()).inter is None for variant in reused)
+    least = config.probe_min_rows * (_WITHOUT_SCORES if alone else 1.0)
+    if kind is None or not fixed or fixed + new < least:
         return None
     bounds = prompt.bounds
     edge = _shared_until(prompt, plan, config) if PROBES[kind].private else 0

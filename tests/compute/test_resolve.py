@@ -364,6 +364,26 @@ def test_a_probe_goes_ahead_of_large_passes_where_it_may_choose(
         assert (job.probe.kind, job.probe.question) == ("question", range(218, 226))
 
 
+@pytest.mark.parametrize(
+    ("origin", "ratio", "rows", "probes"),
+    [
+        (SYSTEM, 0.67, 95, False),
+        (SYSTEM, 0.68, 96, True),
+        (("system", "d"), 0.68, 96, False),
+        (("system", "d"), 0.97, 128, True),
+    ],
+)
+def test_by_default_chunks_captured_alone_have_a_probe_sooner(
+    shelf: Shelf, origin: tuple[str, ...], ratio: float, rows: int, probes: bool
+) -> None:
+    shelf.put("a", SYSTEM)  # exact, so it needs no fixing
+    shelf.put("b", origin)
+    shelf.put("c", SYSTEM)
+    job = shelf.resolve(config=ReuseConfig(recompute_ratio=ratio, capture=False)).job
+    assert len(job.rows.open()) == rows  # the system segment, the question, and what is recomputed of b and c
+    assert (job.probe is not None) == probes
+
+
 def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
