@@ -18,8 +18,9 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import Catalog, _insert, _scope_of
-from cachecraft_rag.store.eviction import Use
+from cachecraft_rag.store.catalog import Catalog, _scope_of
+from cachecraft_rag.store.catalog_changes import _INSERT
+from cachecraft_rag.store.catalog_rows import row_of
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)
@@ -281,7 +282,6 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
     names = [digest("chunk", str(n)) for n in range(CHUNKS)]
     rng = random.Random(0)
     scores = struct.pack("<400f", *(rng.random() for _ in range(400)))
-    unused: Any = {"file_bytes": 1000, "used": Use(0.0, 0.0), "score": 0.0, "scores_sum": None}
     with ChunkCacheStore.open(tmp_path_factory.mktemp("full") / "store") as store:
         with closing(sqlite3.connect(store.root / "catalog.sqlite")) as connection, connection:
             for name in names:
@@ -296,7 +296,8 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
                         cci=rng.uniform(0.5, 0.7),
                         system=digest(SYSTEM),
                     )
-                    _insert(connection, row, **unused, scope=_scope_of(connection, row))
+                    unused = (*row_of(row, file_bytes=1000, frequency=0.0), None, 0.0, 0.0)
+                    connection.execute(_INSERT, (_scope_of(connection, row), *unused))
                     if count == 1 or name in names[:100]:
                         connection.execute("INSERT INTO token_scores VALUES (?,?)", (row.variant_id, scores))
         yield store
