@@ -33,6 +33,7 @@ from cachecraft_rag.types import Document, Scalar
 
 SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf", ".docx", ".csv", ".tsv", ".json", ".jsonl")
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
+_LONGEST_TITLE = 200  # characters; each chunk has a copy
 _LONGEST_REASON = 300  # characters of a parser's message, which may quote half the document
 
 # UTF-32 before UTF-16: the little-endian mark of the first begins with that of the second.
@@ -336,7 +337,7 @@ def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     html, metadata = _decode(path, data, _declared_encoding(data))
     text, title = html_to_markdown(_clean(html))
     if title:
-        metadata["title"] = _clean(title)
+        metadata["title"] = _clean(title)[:_LONGEST_TITLE]
     return text, {"format": "markdown", **metadata}
 
 

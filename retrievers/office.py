@@ -17,6 +17,7 @@ from cachecraft_rag.retrievers.markup import html_to_markdown
 _SNIFFED = 64 << 10  # characters in which the separator of a .csv is looked for
 _SEPARATORS = ",;\t|"
 _LONGEST_FIELD = 1 << 24  # characters; Python's own limit of 131,072 is too small for a text in a cell
+_LONGEST_NAME = 200  # characters of a name that stands before each of its values: a longer one would multiply the text
 
 
 class FormatError(ValueError):
@@ -85,12 +86,18 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
     names = rows[0] if rows else []
     if len(rows) == 1:
         return ", ".join(names)
-    return "\n\n".join("\n".join(_cells(names, row)) for row in rows[1:])
+    paragraphs = ["\n".join(_cells([_shortened(name.strip()) for name in names], row)) for row in rows[1:]]
+    whole = [name for name in names if len(name.strip()) > _LONGEST_NAME]  # said once
+    return "\n\n".join(whole + paragraphs)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def _cells(names: list[str], row: list[str]) -> Iterator[str]:
     for place, cell in enumerate(row):
-        name = names[place].strip() if place < len(names) else ""
+        name = names[place] if place < len(names) else ""
         if cell.strip():
             yield f"{name or f'column {place + 1}'}: {' '.join(cell.split())}"
 
@@ -123,10 +130,13 @@ def json_to_text(text: str) -> str:
 
 
 def _lines(path: str, value: object) -> Iterator[str]:
-    """The leaves below a value, each with its path; the entries of a list share the path of the list."""
+    """The leaves below a value, each with the end of its path; the entries of a list share the path of the list."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _lines(f"{path}.{name}" if path else str(name), inner)
+            if len(name) > _LONGEST_NAME:
+                yield name  # once, whole
+            below = f"{path}.{name}" if path else name
+            yield from _lines(below if len(below) <= _LONGEST_NAME else f"…{below[1 - _LONGEST_NAME :]}", inner)
     elif isinstance(value, list):
         for inner in value:
             yield from _lines(path, inner)

@@ -240,6 +240,11 @@ def test_formats_tell_the_splitter_where_headings_can_be(tmp_path: Path):
     assert set(formats.values()) == {"markdown"}
 
 
+def test_a_long_title_is_not_copied_to_each_chunk(tmp_path: Path):
+    document = read_document(written(tmp_path, "a.html", f"<title>{'t' * 50_000}</title><p>Rinse"))
+    assert document.metadata["title"] == "t" * 200
+
+
 # --- reStructuredText ---
 
 

@@ -100,6 +100,19 @@ def test_each_row_of_a_table_names_its_columns(name: str, sign: str) -> None:
     assert read(name, table).text == "name: Wren K2\nsize: 1.7 litres\ncolumn 3: x\n\nname: Otter C6"
 
 
+def test_long_names_do_not_multiply_a_text() -> None:
+    name, rows = "n" * 50_000, 1000
+    table = read("a.csv", f"{name},litres\n" + "K2,1.7\n" * rows).text
+    assert name in table  # once
+    assert len(table) < 350 * rows
+    nested = '{"' + '":{"'.join("k" * 100 for _ in range(200)) + '":' + str(list(range(rows))) + "}" * 200
+    for text in (json.dumps({name: list(range(rows))}), nested):
+        found = read("a.json", text).text
+        assert len(found) < 350 * rows
+        assert found.endswith(f": {rows - 1}")
+    assert name in read("a.json", json.dumps({name: 1})).text
+
+
 def test_cells_may_hold_separators_lines_and_long_texts() -> None:
     long = "word " * 50_000
     text = read("a.csv", f'name,text\n"Wren, K2","two\nlines"\nB,"{long}"\n').text
