@@ -11,6 +11,7 @@ in another order, so that vLLM's prefix cache has the instruction of it and no m
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -123,7 +124,8 @@ def server(url: str | None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [Path(sys.executable).with_name("cachecraft"), "serve", "demo", "--store", folder, "--port", PORT]
-        with subprocess.Popen([*command, "--", "--enforce-eager"], stdout=sys.stderr) as process:
+        memory = {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ  # GiB; by itself it would take nearly all of a CPU's
+        with subprocess.Popen([*command, "--", "--enforce-eager"], stdout=sys.stderr, env=memory) as process:
             try:
                 while not answers(f"http://127.0.0.1:{PORT}/health"):
                     if process.poll() is not None:
