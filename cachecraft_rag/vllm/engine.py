@@ -13,7 +13,7 @@ from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_t
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.request import Request, answer_text
-from cachecraft_rag.errors import ConfigError, UnsupportedModelError
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.types import Prompt, Segment
@@ -90,8 +90,6 @@ class VLLMEngine(AnswerEngine):
             prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
             params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
             (*_, last) = self._serving.generate(prompt, params)
-            if refused := (last.told or {}).get(FIELD, {}).get("refused"):
-                raise UnsupportedModelError(f"{self._model.name} cannot be served from chunk-caches: {refused}")
             likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
             return dict(likeliest[: _LIKELIEST // 2] if asked is None else likeliest)
 
