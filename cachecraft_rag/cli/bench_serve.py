@@ -16,6 +16,10 @@ from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.latency.serve import ServeReport
 
+_DecodeRows = Annotated[
+    int, typer.Option("--decode-rows", min=1, help="Answers that a decode step computes together at most.")
+]
+
 
 def serve(
     model: options.Model = "demo",
@@ -36,9 +40,7 @@ def serve(
         float, typer.Option("--variation", min=0.0, max=1.0, help="How often one of a question's chunks is another.")
     ] = 0.25,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")] = 8,
-    decode_rows: Annotated[
-        int, typer.Option("--decode-rows", min=1, help="Answers that a decode step computes together at most.")
-    ] = 8,
+    decode_rows: _DecodeRows = 8,
     new_variants: options.NewVariantsOption = "off",
     seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of requests and arrivals.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,

@@ -16,6 +16,13 @@ from cachecraft_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.simulation.sweep import Cell, Grid
 
+_Drift = Annotated[
+    float, typer.Option("--drift", min=0.0, max=1.0, help="Share of requests that bring a new question.")
+]
+_Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, help="To replay in, at the same time.", show_default="one per core")
+]
+
 
 def simulate(
     trace: Annotated[
@@ -45,14 +52,9 @@ def simulate(
     requests: Annotated[int, typer.Option("--requests", min=1, help="To draw, without a trace.")] = 10_000,
     questions: Annotated[int, typer.Option("--questions", min=1, help="In the drawn traffic at any time.")] = 5000,
     exponent: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of Zipf's law.")] = 1.0,
-    drift: Annotated[
-        float, typer.Option("--drift", min=0.0, max=1.0, help="Share of requests that bring a new question.")
-    ] = 0.05,
+    drift: _Drift = 0.05,
     seed: Annotated[int, typer.Option("--seed", min=0, max=MOST, help="Of the drawn traffic.")] = 0,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", min=1, help="To replay in, at the same time.", show_default="one per core"),
-    ] = None,
+    processes: _Processes = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     as_json: options.Json = False,
 ) -> None:
