@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import threading
@@ -30,6 +29,8 @@ from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
+from tests.compute.test_decode import FAMILIES
+from tests.engine.conftest import Interruption, interrupt
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")
 LAYERS = 4
@@ -286,15 +287,6 @@ def test_a_step_that_fails_on_its_own_fails_for_its_reader_only(bench: Bench) ->
 
 # -- whole answers ----------------------------------------------------------------------------------------------------
 
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Llama", {}),
-    ("Mistral", {"sliding_window": 24}),
-    ("Qwen2", {}),
-    ("Qwen3", {}),
-    ("Phi3", {"sliding_window": 24}),
-    ("Gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
-    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
-]
 SAMPLED = [
     SamplingParams(max_new_tokens=12),
     SamplingParams(max_new_tokens=9, temperature=0.8, seed=5),
@@ -443,26 +435,6 @@ def test_an_error_while_one_answers_token_is_drawn_is_its_own(
 
 
 # -- interruptions ----------------------------------------------------------------------------------------------------
-
-
-class Interruption(Exception):
-    """What the test throws into a thread at any moment."""
-
-
-@pytest.fixture
-def untraced() -> Iterator[None]:
-    """No coverage while exceptions are thrown into threads, see test_scheduling."""
-    main, others = sys.gettrace(), threading.gettrace()
-    sys.settrace(None)
-    threading.settrace(None)
-    yield
-    threading.settrace(others)
-    sys.settrace(main)
-
-
-def interrupt(thread: threading.Thread) -> None:
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interruption))
 
 
 @pytest.mark.usefixtures("untraced")

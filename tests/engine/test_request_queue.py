@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import threading
@@ -14,6 +13,7 @@ import pytest
 
 from cachecraft_rag.engine.request_queue import ENTERED, LeftQueue, QueueCounts, RequestQueue
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
+from tests.engine.conftest import Interruption, interrupt
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -183,21 +183,6 @@ def test_a_place_that_is_dropped_is_given_up() -> None:
     assert queue.counts() == QueueCounts(0, 0, 0)
 
 
-class Interruption(Exception):
-    """What the test throws into a thread at any moment."""
-
-
-@pytest.fixture
-def untraced() -> Iterator[None]:
-    """No coverage while exceptions are thrown into threads, see test_scheduling."""
-    main, others = sys.gettrace(), threading.gettrace()
-    sys.settrace(None)
-    threading.settrace(None)
-    yield
-    threading.settrace(others)
-    sys.settrace(main)
-
-
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("count", [1, 3])
 def test_interruptions_at_any_moment_lose_no_turn(count: int) -> None:
@@ -231,8 +216,7 @@ def test_interruptions_at_any_moment_lose_no_turn(count: int) -> None:
     try:
         deadline = time.monotonic() + 300  # a busy machine takes its time; a turn that is lost stops the count
         while caught < 500 and time.monotonic() < deadline:
-            if (victim := threads[dice.randrange(count)].ident) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(victim), ctypes.py_object(Interruption))
+            interrupt(threads[dice.randrange(count)])
             time.sleep(dice.random() * 2e-4)
     finally:
         sys.setswitchinterval(interval)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import signal
 import sys
@@ -15,6 +14,7 @@ import pytest
 from cachecraft_rag.engine.scheduling import FairLock, Ticket
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
+from tests.engine.conftest import Interruption, interrupt
 
 
 def in_line(lock: FairLock) -> Iterator[Ticket]:
@@ -151,30 +151,6 @@ def test_ctrl_c_while_waiting_gives_the_place_in_line_back(behind: int) -> None:
     assert not held(lock)
 
 
-class Interruption(Exception):
-    """What the tests throw into a thread at any moment."""
-
-
-@pytest.fixture
-def untraced() -> Iterator[None]:
-    """No coverage while exceptions are thrown into threads.
-
-    They would leave the tracer's own locks locked, and Python 3.11 spins in a traced thread while another one, blocked
-    in C, has an exception waiting for it.
-    """
-    main, others = sys.gettrace(), threading.gettrace()
-    sys.settrace(None)
-    threading.settrace(None)
-    yield
-    threading.settrace(others)
-    sys.settrace(main)
-
-
-def interrupt(thread: int) -> None:
-    """Raise `Interruption` in a thread between two of its next instructions."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Interruption))
-
-
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("contended", [False, True], ids=["alone", "in line"])
 def test_interruptions_at_any_moment_lose_no_turn(contended: bool) -> None:
@@ -204,8 +180,7 @@ def test_interruptions_at_any_moment_lose_no_turn(contended: bool) -> None:
     sys.setswitchinterval(1e-5)
     deadline = time.monotonic() + 300  # a busy machine takes its time; a turn that is lost stops the count
     while caught < 1000 and time.monotonic() < deadline:
-        if (victim := threads[dice.randrange(len(threads))].ident) is not None:
-            interrupt(victim)
+        interrupt(threads[dice.randrange(len(threads))])
         time.sleep(dice.random() * 2e-4)
     sys.setswitchinterval(interval)
     before = inside
@@ -262,9 +237,7 @@ def test_who_leaves_early_lets_nobody_past_the_holder() -> None:
             thread.start()
             until(lambda place=place: waiting(lock, place))
         for name in ("second", "third"):
-            ident = threads[name].ident
-            assert ident is not None
-            interrupt(ident)
+            interrupt(threads[name])
         assert order == []
     for thread in threads.values():
         thread.join(10)
@@ -297,8 +270,7 @@ def test_interruptions_lose_no_lock_of_what_is_being_loaded() -> None:
     thread.start()
     sys.setswitchinterval(1e-5)
     for _ in range(5000):
-        if thread.ident is not None:
-            interrupt(thread.ident)
+        interrupt(thread)
         time.sleep(dice.random() * 2e-4)
     sys.setswitchinterval(interval)
     stop.set()
