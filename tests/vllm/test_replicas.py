@@ -1,12 +1,17 @@
-"""Two servers with nothing in common but a Redis: what the first has captured, the second reuses."""
+"""Two servers with nothing in common but a Redis, and the router before them: captures are shared, sessions stay."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,6 +22,7 @@ from tests.vllm.conftest import TEXTS
 from tests.vllm.http_server import START_S, ServerProcess
 
 __all__ = ["make_redis"]  # a fixture
+CADDYFILE = Path(__file__).resolve().parents[2] / "examples/replicas/Caddyfile"
 LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
 
 
@@ -45,13 +51,59 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
             [one[name] for name in fields] for one in here["chunks"]
         ]
         assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]
-        first.kill()  # what it has sent outlives it
+        with router(servers, tmp_path) as url:
+            assert_sessions_stay(url, first)
         again = second.chat(documents[1:], cachecraft=LOOSE | {"recompute_ratio": 0.3}).json()
         again = again["kv_transfer_params"]["cachecraft"]["stats"]
         assert {chunk["outcome"] for chunk in again["chunks"]} <= {"exact", "reused"}
     finally:
         for one in servers:
             one.stop()
+
+
+@contextmanager
+def router(servers: list[ServerProcess], folder: Path) -> Iterator[str]:
+    """The router of examples/replicas before these servers; yields its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    replicas = " ".join(one.url.removeprefix("http://") for one in servers)
+    caddy = Path(sys.executable).with_name("caddy")
+    environment = {"LISTEN": url, "REPLICAS": replicas, "HOME": str(folder)}
+    with (folder / "router").open("w") as log:
+        process = subprocess.Popen([caddy, "run", "--config", CADDYFILE], env=environment, stderr=log)
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert process.poll() is None, (folder / "router").read_text()
+            assert time.monotonic() < deadline, (folder / "router").read_text()
+            try:
+                if httpx.get(f"{url}/health", timeout=60).status_code == 200:
+                    break
+            except httpx.HTTPError:  # it does not listen yet
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def assert_sessions_stay(url: str, first: ServerProcess) -> None:
+    """Each session is answered by one replica, not all by the same, and by the other one when that has died."""
+    asked = {"messages": [{"role": "user", "content": "How?"}], "max_tokens": 1, "documents": [{"text": TEXTS[0]}]}
+
+    def replica(session: int) -> str:
+        headers = {"X-Session": f"session {session}"}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, headers=headers, timeout=600)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["X-Replica"]
+
+    homes = [replica(session) for session in range(32)]
+    assert len(set(homes)) == 2  # by chance all at one of two: once in two billion runs
+    assert [replica(session) for session in range(32)] == homes
+    first.kill()  # what it has sent outlives it
+    (other,) = set(homes) - {first.url.removeprefix("http://")}
+    assert {replica(session) for session in range(32)} == {other}
 
 
 def await_sent(server: ServerProcess, chunks: int) -> None:
