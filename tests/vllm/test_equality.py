@@ -120,9 +120,12 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])  # the others have no other layers, and compiling takes long
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("Llama", 1), ("Mistral", 1), ("Qwen2", 1), ("Qwen3", 1), ("demo", 1), ("Llama", 2)]
+)
 def test_compiled_in_a_process_of_its_own(
     family: str,
+    ranks: int,
     model_folder: Callable[[str], Path],
     make_server: Callable[..., Server],
     tmp_path: Path,
@@ -144,9 +147,13 @@ def test_compiled_in_a_process_of_its_own(
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     cases, layers = expected_cases(model_folder(family), tmp_path / "caches")
-    server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
+    server = make_server(
+        model_folder(family), tmp_path / "caches", enforce_eager=False, tensor_parallel_size=ranks
+    )  # all cases with one of them: it compiles once
     for ask, one in zip(asks_of(cases), cases.values(), strict=True):
         assert_equal(server.ask([ask])[0], one, layers)
     for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
         assert found.tokens == one.tokens
-    assert server.llm.collective_rpc(graphs_compiled)[0] > 0
+    compiled = server.llm.collective_rpc(graphs_compiled)
+    assert len(compiled) == ranks
+    assert min(compiled) > 0
