@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -12,17 +13,19 @@ from typing import Any, Self
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
 from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.request import Request, answer_text
+from cachecraft_rag.engine.request import Request, SegmentReport, answer_text
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import take_report
-from cachecraft_rag.vllm.self_check import self_check
+from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served import ServedModel
 from cachecraft_rag.vllm.serving import Calls, Serving, Step
 from cachecraft_rag.vllm.settings import ConnectorSettings
+
+logger = logging.getLogger("cachecraft_rag.vllm")
 
 _LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
 
@@ -82,19 +85,43 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def check_reuse(self) -> None:
-        """See `self_check`; what it stores is removed again."""
-        size = len(self._model.tokenizer)
+        """See `self_check`; what it stores is removed again. A context too short for a check is logged."""
+        vllm_config = self._serving.vllm_config
+        # vLLM's own: that of the model's config may be longer.
+        context = min(self._model.context_length, int(vllm_config.model_config.max_model_len))
+        block_size = int(vllm_config.cache_config.block_size)
+        prompt = check_prompt(len(self._model.tokenizer), block_size=block_size, context_length=context)
+        if prompt is None:
+            logger.warning("Reuse is unchecked: a context of %d tokens is too short for the self-check", context)
+            return
+        stored = RowFilter(chunk_ids=tuple(segment.segment_id for segment in prompt.segments[:-1]))
 
-        def predict(ask: Ask | list[int]) -> Mapping[int, float]:
-            plain, asked = (ask, None) if isinstance(ask, list) else (None, ask)
-            prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
-            params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
-            (*_, last) = self._serving.generate(prompt, params)
-            likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
-            return dict(likeliest[: _LIKELIEST // 2] if asked is None else likeliest)
+        def kept() -> bool:
+            return len(self.store.rows(stored)) == len(stored.chunk_ids or ())
 
-        stored = self_check(self._model.name, predict, vocabulary=size, dtype=self._model.layout.dtype)
-        self.store.evict(RowFilter(chunk_ids=tuple(stored)))
+        try:
+            self_check(self._model.name, prompt, self._predicted, kept=kept, dtype=self._model.layout.dtype)
+        finally:
+            if self.store.rows(stored):  # or a store that is read-only would refuse
+                self.store.evict(stored)
+
+    def _predicted(self, ask: Ask | list[int]) -> Predicted:
+        """What `self_check` asks for."""
+        plain, asked = (ask, None) if isinstance(ask, list) else (None, ask)
+        prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
+        params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
+        (*_, last) = self._serving.generate(prompt, params)
+        likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
+        if asked is None:
+            return Predicted(dict(likeliest[: _LIKELIEST // 2]))
+        told = last.told.get(FIELD, {"refused": "vLLM has not told what became of it"})
+        reports = [SegmentReport.from_dict(one) for one in told.get("segments", ())]
+        taken = sum(
+            len(segment.token_ids) - report.recomputed - report.not_loaded
+            for segment, report in zip(asked.prompt.segments, reports, strict=False)
+            if report.variant_id is not None
+        )
+        return Predicted(dict(likeliest), taken, told.get("refused", ""))
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """See `AnswerEngine.capture`."""

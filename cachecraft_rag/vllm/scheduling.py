@@ -101,7 +101,8 @@ class Scheduling:
         question = known.ask.prompt.bounds[-2]
         # vLLM computes the rest of the last block itself. After a preemption not: the answer would go on differently.
         spare = 0 if known.filled else self._block_size - 1
-        if computed >= question - spare:  # vLLM's own prefix cache has the chunks
+        # vLLM's own prefix cache has the chunks. It has nothing of a prompt shorter than a block, which is filled.
+        if computed and computed >= question - spare:
             known.cached = computed if known.cached is None else known.cached
             return 0
         if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:

@@ -58,6 +58,11 @@ class Calls(Closeable):
         finally:
             job.cancel()
 
+    @property
+    def vllm_config(self) -> Any:
+        """What vLLM runs with."""
+        return self._engine.vllm_config
+
     def close(self) -> None:
         """Nothing: the engine is not ours."""
 

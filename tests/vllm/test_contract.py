@@ -202,12 +202,15 @@ def test_ranks_have_one_group() -> None:
 
 
 def test_the_engine_s_front_end() -> None:
+    from vllm.config import CacheConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
     wanted = {"model", "dtype", "max_model_len", "enable_prefix_caching", "kv_transfer_config", "disable_log_stats"}
     assert wanted <= AsyncEngineArgs.__dataclass_fields__.keys()
+    assert "self.vllm_config = vllm_config" in inspect.getsource(AsyncLLM.__init__)
+    assert "block_size" in CacheConfig.__dataclass_fields__
 
 
 def test_settings_that_are_refused_have_these_names() -> None:

@@ -21,7 +21,7 @@ from tests.vllm.conftest import TEXTS
 
 SHORT = SamplingParams(max_new_tokens=12)
 REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole")
-SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "block_size": 32, "max_num_seqs": 4}
+SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4}  # blocks as by default
 QUESTION = "How is the kettle descaled?"
 
 
@@ -31,6 +31,7 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
     document = Document("manual", "\n\n".join(text * 4 for text in TEXTS))
     with CacheCraft.from_pretrained(folder, store=tmp_path, backend="vllm", server=SERVER, reuse=REUSE) as rag:
         assert isinstance(rag.engine, VLLMEngine)
+        assert rag.engine.store.rows() == []  # the self-check's captures
         report = rag.add_documents([document], prime=True)
         assert report.chunks_embedded >= 2
         assert {row.variant.primed for row in rag.engine.store.rows()} == {True}

@@ -119,9 +119,28 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     assert (plain.tokens, plain.told) == (cases["nothing reused"].tokens, {})
 
 
+def assert_all_equal(server: Server, cases: dict[str, Expected], layers: int) -> None:
+    """One after the other, and at once."""
+    for ask, one in zip(asks_of(cases), cases.values(), strict=True):
+        assert_equal(server.ask([ask])[0], one, layers)
+    for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
+        assert found.tokens == one.tokens
+
+
+def counts_compiled() -> Callable[[Any], int]:
+    """Counts the forwards that a process has compiled, or found in vLLM's cache of compiled ones."""
+
+    def count(_worker: Any) -> int:  # made in here it travels by value, for no worker can import this module
+        from vllm.compilation.counter import compilation_counter as counter
+
+        return int(counter.num_aot_compiles + counter.num_aot_artifacts_loaded)
+
+    return count
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])  # the others have no other layers, and compiling takes long
-def test_compiled_in_a_process_of_its_own(
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "demo"])
+def test_compiled(
     family: str,
     model_folder: Callable[[str], Path],
     make_server: Callable[..., Server],
@@ -129,6 +148,26 @@ def test_compiled_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM compiles its forward, and its layers, which are those of our passes."""
+    # In this process: three starts of Python with vLLM take longer than the compiler.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch._dynamo.reset()
+    count = counts_compiled()
+    before = count(None)
+    cases, layers = expected_cases(model_folder(family), tmp_path / "caches")
+    server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
+    assert_all_equal(server, cases, layers)
+    assert count(None) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_in_processes_of_its_own(
+    ranks: int,
+    model_folder: Callable[[str], Path],
+    make_server: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm import envs
 
     envs.disable_envs_cache()  # kept since the last server in this process
@@ -136,17 +175,9 @@ def test_compiled_in_a_process_of_its_own(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to it
 
-    def graphs_compiled(
-        _worker: Any,
-    ) -> int:  # travels by value, for no worker can import this module
-        import torch
-
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-    cases, layers = expected_cases(model_folder(family), tmp_path / "caches")
-    server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
-    for ask, one in zip(asks_of(cases), cases.values(), strict=True):
-        assert_equal(server.ask([ask])[0], one, layers)
-    for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
-        assert found.tokens == one.tokens
-    assert server.llm.collective_rpc(graphs_compiled)[0] > 0
+    cases, layers = expected_cases(model_folder("Llama"), tmp_path / "caches")
+    server = make_server(model_folder("Llama"), tmp_path / "caches", enforce_eager=False, tensor_parallel_size=ranks)
+    assert_all_equal(server, cases, layers)
+    compiled = server.llm.collective_rpc(counts_compiled())
+    assert len(compiled) == ranks
+    assert min(compiled) > 0

@@ -1,44 +1,110 @@
-"""A model whose reuse is not exact is refused when the server starts."""
+"""A model whose reuse is not exact is refused when the server starts, and a check that compared nothing is none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.messages import Ask
-from cachecraft_rag.vllm.self_check import self_check
+from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 
 PLAIN = {5: -0.5, 9: -1.5}
+BLOCK = 128
 
 
-def checked(*, computed: Mapping[int, float], reused: Mapping[int, float], dtype: str = "float32") -> list[str]:
-    def predict(ask: Ask | list[int]) -> Mapping[int, float]:
-        if isinstance(ask, list):
-            return PLAIN
-        return reused if ask.config.reuse else computed
-
-    return self_check("a model", predict, vocabulary=100, dtype=dtype)
+@pytest.fixture
+def prompt() -> Prompt:
+    made = check_prompt(100, block_size=BLOCK, context_length=2048)
+    assert made is not None
+    return made
 
 
-def test_equal_predictions_pass() -> None:
-    close = {token: logprob + 5e-4 for token, logprob in PLAIN.items()} | {7: -3.0}
-    assert len(checked(computed=close, reused=PLAIN)) == 2
+Check = Callable[..., bool]
+
+
+@pytest.fixture
+def check(prompt: Prompt) -> Check:
+    """The self-check of a server that predicts this."""
+
+    def checked(
+        computed: Mapping[int, float] = PLAIN,
+        reused: Mapping[int, float] = PLAIN,
+        *,
+        dtype: str = "float32",
+        computed_refused: str = "",
+        reused_refused: str = "",
+        lost: int = 0,
+        kept: bool = True,
+    ) -> bool:
+        def predict(ask: Ask | list[int]) -> Predicted:
+            if isinstance(ask, list):
+                return Predicted(PLAIN)
+            if not ask.config.reuse:
+                return Predicted(computed, refused=computed_refused)
+            return Predicted(reused, 0 if reused_refused else prompt.bounds[-2] - lost, reused_refused)
+
+        return self_check("a model", prompt, predict, kept=lambda: kept, dtype=dtype)
+
+    return checked
+
+
+def test_equal_predictions_pass(check: Check) -> None:
+    assert check({token: logprob + 5e-4 for token, logprob in PLAIN.items()} | {7: -3.0})
 
 
 @pytest.mark.parametrize(
     "wrong", [{5: -0.5, 9: -1.4}, {5: -0.5}, {}, {5: -0.5, 9: float("nan")}, {5: float("nan"), 9: -1.5}]
 )
-def test_what_differs_is_refused(wrong: Mapping[int, float]) -> None:
+def test_what_differs_is_refused(wrong: Mapping[int, float], check: Check) -> None:
     with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
-        checked(computed=wrong, reused=PLAIN)
+        check(wrong)
     with pytest.raises(UnsupportedModelError, match="reused from chunk-caches differ"):
-        checked(computed=PLAIN, reused=wrong)
+        check(reused=wrong)
 
 
-def test_half_precision_has_room_for_rounding() -> None:
+def test_half_precision_has_room_for_rounding(check: Check) -> None:
     rounded = {5: -0.4, 9: -1.6}
-    assert checked(computed=rounded, reused=rounded, dtype="bfloat16")
+    assert check(rounded, rounded, dtype="bfloat16")
     with pytest.raises(UnsupportedModelError):
-        checked(computed=rounded, reused=rounded, dtype="float16")
+        check(rounded, rounded, dtype="float16")
+
+
+def test_a_check_that_compares_nothing_ends_with_the_reason(check: Check) -> None:
+    """All predictions are equal in these: vLLM has computed them."""
+    with pytest.raises(UnsupportedModelError, match="nothing was computed by our passes: not today"):
+        check(computed_refused="not today")
+    with pytest.raises(UnsupportedModelError, match="nothing was reused from chunk-caches: nothing of it is stored"):
+        check(reused_refused="nothing of it is stored")
+    with pytest.raises(UnsupportedModelError, match="257 of 258 tokens came from chunk-caches"):
+        check(lost=1)
+
+
+def test_a_store_that_keeps_nothing_is_no_reason_to_end(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not check(reused_refused="nothing of it is stored", kept=False)
+    assert "Reuse is unchecked" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
+        check({}, kept=False)
+
+
+@pytest.mark.parametrize(
+    ("block", "context", "length"), [(16, 2048, 24), (128, 2048, 129), (128, 388, 129), (128, 300, 99), (16, 25, 8)]
+)
+def test_segments_are_longer_than_a_block_where_they_fit(block: int, context: int, length: int) -> None:
+    made = check_prompt(100, block_size=block, context_length=context)
+    assert made is not None
+    assert [len(segment.token_ids) for segment in made.segments] == [length] * 3
+    assert made.bounds[-1] < context  # one token is answered
+
+
+def test_each_start_has_names_of_its_own() -> None:
+    first, second = (check_prompt(100, block_size=16, context_length=2048) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.token_ids == second.token_ids
+    assert {one.segment_id for one in first.segments}.isdisjoint(one.segment_id for one in second.segments)
+    assert check_prompt(100, block_size=16, context_length=24) is None

@@ -349,6 +349,13 @@ def test_vllm_computes_what_is_nearly_there(engine: Engine, scheduling: Scheduli
     assert scheduling.matched(request_of(other, "new"), 0) == 0
 
 
+def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, identity: ModelIdentity) -> None:
+    ask = ask_of(engine, [0])
+    settings = ConnectorSettings("unused", key="key")
+    long = Scheduling(engine.store, identity, settings, block_size=4096, prefix_caching=True)
+    assert long.matched(request_of(ask), 0) == ask.prompt.bounds[-1] - 1
+
+
 def test_layouts_are_those_of_all_ranks() -> None:
     from cachecraft_rag.vllm.ranks import TensorParallel
 
