@@ -344,7 +344,7 @@ class StoredVariant:
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Room for so many tokens of a layer, `[2, tokens, kv_heads, head_dim]`: in `old`, an earlier one, if it fits."""
+        """Room for that many tokens of a layer, `[2, tokens, kv_heads, head_dim]`: in `old` if it fits."""
         layout = self._header.layout
         shape, dtype = layout.shape(tokens)[1:], _DTYPES[layout.dtype]
         if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < math.prod(shape) * dtype.itemsize:

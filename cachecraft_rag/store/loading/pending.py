@@ -64,7 +64,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Adjoining extents of one chunk, and the layer of them to be read; into the chunk-cache's own memory, or scratch."""
+    """Adjoining extents of one chunk, and the layer of them to be read.
+
+    own  where in the chunk-cache's tensor it goes; None = into memory of the reader, and from there to its place
+    """
 
     extents: Sequence[Extent]
     layer: int
