@@ -258,10 +258,10 @@ class OverlappedPrefill:
         """Probe, and choose the recomputed tokens anew.
 
         Returns:
-            The new plan, and in how many first layers all chunk-caches are placed now.
+            The new plan, and in how many first layers all chunk-caches are placed.
         """
         probe = PROBES[request.kind](self._rows, request.question, self._buffer, self._layers)
-        as_placed: list[torch.Tensor] = []  # what its rows write over, and nobody may hold any more
+        as_placed: list[torch.Tensor] = []  # what its rows write over; the chunk-caches may have been let go
         run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=self._timer.within("probe"))
         for layer in range(probe.layers):
             late = yield from self._arrive(layer, run, take_over=False)
