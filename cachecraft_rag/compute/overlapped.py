@@ -100,8 +100,8 @@ class OverlappedPrefill:
         learned = job.corrected if job.correction is not None else ()
         self._uncorrected = [segment for segment in job.reused if segment not in learned]
         self._row_layers = 0
-        if stack.device.type == "cpu":  # elsewhere copies belong to the stream of the thread that computes
-            loads.send_to(self._buffer)
+        if job.loading != "cake":  # whole extents in single layers are too small to be placed one by one
+            self._send()
 
     @torch.inference_mode()
     def steps(self) -> Steps:
@@ -124,9 +124,16 @@ class OverlappedPrefill:
             self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
             self._compute_instead(taken)
             if last:
+                if cake:
+                    self._send()
                 return (yield from self._last_pass())
             if taken:
                 yield from self._front_piece(taken[-1] + 1)
+
+    def _send(self) -> None:
+        """Have readers place what memory does not keep."""
+        if self._stack.device.type == "cpu":  # elsewhere copies belong to the stream of the thread that computes
+            self._loads.send_to(self._buffer)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class PendingLoads:
         with self._lock:
             self._sink = sink
             for extent in self.extents:
-                extent.waiting = 0 if extent.kept else extent.layers
+                extent.waiting = 0 if extent.kept or extent.placed else extent.layers
 
     def take(self, tokens: float) -> list[int]:
         """Take up to this many tokens from the front of what is incomplete, to be computed; returns their positions."""
@@ -273,11 +273,10 @@ class PendingLoads:
         for stored in {id(one.stored): one.stored for one in self.extents if not one.kept}.values():
             with self._lock:
                 early = [one for one in self.extents if one.stored is stored and one.waiting]
+            for layer in range(max((extent.waiting for extent in early), default=0)):
+                for start, first, last in _joined([one for one in early if one.waiting > layer]):
+                    self._sink.place(layer, stored.own(layer, first, last), start + first)
             for extent in early:
-                where, begin = extent.positions, extent.start
-                for layer in range(extent.waiting if where else 0):
-                    own = stored.own(layer, where.start - begin, where.stop - begin)
-                    self._sink.place(layer, own, where.start)
                 extent.waiting = 0
             stored.release()
 
@@ -317,3 +316,20 @@ class PendingLoads:
             for extent in self.extents
             if extent.layers < self.layers and extent.lost is None and extent.positions
         )
+
+
+def _joined(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
+    """(its chunk's place in the prompt, first token, token behind the last) of what is not computed and adjoins."""
+    found: tuple[int, int, int] | None = None
+    for one in extents:
+        first = one.first + one.taken
+        if first == one.last:
+            continue
+        if found is not None and found[::2] == (one.start, first):
+            found = (*found[:2], one.last)
+            continue
+        if found is not None:
+            yield found
+        found = (one.start, first, one.last)
+    if found is not None:
+        yield found
