@@ -109,7 +109,8 @@ def attend(
     size = BLOCK_ROWS if softcap is not None else path.block_rows
     if path.kind == "folded":
         size = max(1, size // group)
-    for block, mask in visible.prepared(_Prepared(size, path.kind, group, q.dtype, explicit)):
+    # From the last one on, which sees most keys: the memory that torch takes for it serves all the others.
+    for block, mask in reversed(visible.prepared(_Prepared(size, path.kind, group, q.dtype, explicit))):
         part, span = queries[:, :, block.start : block.stop], slice(block.first_key, block.last_key)
         if explicit:
             found = products(part, k[span], v[span], block, scale=scale, softcap=softcap)

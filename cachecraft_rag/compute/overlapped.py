@@ -100,6 +100,8 @@ class OverlappedPrefill:
         learned = job.corrected if job.correction is not None else ()
         self._uncorrected = [segment for segment in job.reused if segment not in learned]
         self._row_layers = 0
+        if job.loading != "cake":  # whole extents in single layers are too small to be placed one by one
+            self._send()
 
     @torch.inference_mode()
     def steps(self) -> Steps:
@@ -122,9 +124,16 @@ class OverlappedPrefill:
             self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
             self._compute_instead(taken)
             if last:
+                if cake:
+                    self._send()
                 return (yield from self._last_pass())
             if taken:
                 yield from self._front_piece(taken[-1] + 1)
+
+    def _send(self) -> None:
+        """Have readers place what memory does not keep."""
+        if self._stack.device.type == "cpu":  # elsewhere copies belong to the stream of the thread that computes
+            self._loads.send_to(self._buffer)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -256,18 +265,23 @@ class OverlappedPrefill:
         """Probe, and choose the recomputed tokens anew.
 
         Returns:
-            The new plan, and in how many first layers all chunk-caches are placed now.
+            The new plan, and in how many first layers all chunk-caches are placed.
         """
         probe = PROBES[request.kind](self._rows, request.question, self._buffer, self._layers)
+        as_placed: list[torch.Tensor] = []  # what its rows write over; the chunk-caches may have been let go
         run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=self._timer.within("probe"))
         for layer in range(probe.layers):
             late = yield from self._arrive(layer, run, take_over=False)
             self._place(layer, self._resident)
             probe.placed(layer)
+            if not probe.keeps_chunks:
+                as_placed.append(self._buffer.kv[layer].clone())
             yield from self._join(run, late)
             yield from self._run_layer(run)
         plan = self._choose(request, probe)
-        return plan, probe.layers if probe.keeps_chunks else 0
+        for layer, kv in enumerate(as_placed):
+            self._buffer.kv[layer] = kv
+        return plan, probe.layers
 
     def _choose(self, request: ProbeRequest, probe: Probe) -> Plan:
         rows, edge = self._rows, self._job.shared_until if probe.private else 0

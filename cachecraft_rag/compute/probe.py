@@ -40,7 +40,8 @@ class Probe(ABC):
         positions: the rows of the pass that looks, int64, ascending.
         absent: positions that hold nothing yet, which no row sees; None = there are none.
         layers: how many layers it runs through.
-        keeps_chunks: whether stored chunk-caches lie in those layers after it as they were placed.
+        keeps_chunks: whether stored chunk-caches lie in those layers after it as they were placed; else its user has to
+            see to that.
     """
 
     private: ClassVar[bool]

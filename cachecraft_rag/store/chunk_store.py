@@ -225,9 +225,14 @@ class ChunkCacheStore(Closeable):
         stored.close()
         self._count_load(stored.tier)
         if whole:
-            self._memory.host.add(stored.variant, stored.kv)
+            if stored.kv is not None:
+                self._memory.host.add(stored.variant, stored.kv)
             if isinstance(stored.source, RemoteStream) and (encoded := stored.source.encoded()) is not None:
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
+
+    def keeps(self, stored: StoredVariant) -> bool:
+        """Whether memory would keep what is being loaded; else whoever loads it may release it once it is placed."""
+        return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
         """Record that a variant could not be read; if it is missing or damaged, it is removed where it was found."""

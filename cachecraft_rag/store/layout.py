@@ -30,6 +30,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -289,14 +290,15 @@ class StoredVariant:
 
     Attributes:
         variant: what the catalog says of it.
-        kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`.
+        kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`; None after
+            `release`.
         source: where its bytes come from.
         extents: the smallest pieces that `read` takes, see `extents`; one where bytes come only in order.
         token_bytes: stored bytes of one token in all layers, on average.
         sequential: whether layers must be read in order, each as a whole.
     """
 
-    kv: torch.Tensor
+    kv: torch.Tensor | None = None
 
     def __init__(self, source: Source, variant: Variant) -> None:
         """Read and verify the header. Raises ValueError with what is wrong with the file, ConfigError, OSError.
@@ -332,8 +334,28 @@ class StoredVariant:
         shape, dtype = self._header.layout.shape(self._header.tokens), _DTYPES[self._header.layout.dtype]
         self.kv = empty(shape, dtype, pinned=pinned)
 
-    def read(self, layer: int, start: int, stop: int) -> None:
+    def release(self) -> None:
+        """Let go of `kv`: nothing will read it any more."""
+        self.kv = None
+
+    def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
+        """Some tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`."""
+        assert self.kv is not None, "it was allocated, and is not released"
+        return self.kv[layer, :, start:stop]
+
+    def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
+        """Room for that many tokens of a layer, `[2, tokens, kv_heads, head_dim]`: in `old` if it fits."""
+        layout = self._header.layout
+        shape, dtype = layout.shape(tokens)[1:], _DTYPES[layout.dtype]
+        if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < math.prod(shape) * dtype.itemsize:
+            return empty(shape, dtype)
+        return old.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+    def read(self, layer: int, start: int, stop: int, *, out: torch.Tensor | None = None) -> None:
         """Fill `kv[layer, :, start:stop]` and verify it; both ends lie on borders of `extents`.
+
+        Args:
+            out: filled instead, `[2, stop - start, kv_heads, head_dim]`, where that is not None.
 
         Raises OSError when the bytes cannot be had, ValueError when they are damaged: nothing of them may be used.
         """
@@ -341,7 +363,7 @@ class StoredVariant:
         offset, nbytes = self._blocks[layer]
         whole = stop - start == tokens
         slices = (slice(0, nbytes),) if whole else codec.run(layout, tokens, start, stop)
-        out = self.kv[layer, :, start:stop]
+        out = self.own(layer, start, stop) if out is None else out
         block = torch.empty(0 if codec.in_place else sum(s.stop - s.start for s in slices), dtype=torch.uint8)
         if codec.in_place:  # straight into the tensor: a piece of it is two stretches, keys and values
             parts = [memory_of(out)] if whole else [memory_of(out[0]), memory_of(out[1])]
@@ -366,6 +388,7 @@ class StoredVariant:
         """Every layer, in order, once there is room; see `read`."""
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
+        assert self.kv is not None, "there is room"
         return self.kv
 
     def close(self) -> None:

@@ -78,13 +78,17 @@ class MemoryTier:
         held = self._held.get(variant.variant_id)
         return held is not None and held.variant.created == variant.created
 
+    def admits(self, nbytes: int) -> bool:
+        """Whether a tensor of that size is held at all."""
+        return nbytes <= self.budget_bytes
+
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; False when it alone is over the budget.
 
         An older tensor of the same variant is replaced. The caller must not write to `kv` any more.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
-        if held.nbytes > self.budget_bytes:
+        if not self.admits(held.nbytes):
             return False
         leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while
         old: _Held | None

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ from cachecraft_rag.compute import overlapped
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
-from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Steps
 from cachecraft_rag.compute.probe import PROBES
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -73,6 +74,8 @@ def reference(decoder: Decoder) -> Tensor:
 class Disk:
     """The prompt's segments, captured exact, in real files."""
 
+    kept = True  # by memory, once it is loaded
+
     def __init__(self, decoder: Decoder, folder: Path) -> None:
         self.decoder, self.throttle = decoder, Throttle()
         self.tier = DiskTier(folder, self.throttle)
@@ -103,7 +106,11 @@ class Disk:
     ) -> PendingLoads:
         """What the loader begins with, its threads started."""
         opened = [(self.open(segment), BOUNDS[segment]) for segment in segments]
-        extents = [Extent(stored, start, first, last) for stored, start in opened for first, last in stored.extents]
+        extents = [
+            Extent(stored, start, first, last, kept=self.kept)
+            for stored, start in opened
+            for first, last in stored.extents
+        ]
         loads = PendingLoads(self.decoder.layout.layers, extents, Meter(expected))
         for _ in range(readers):
             read(loads)
@@ -116,8 +123,13 @@ def read(loads: PendingLoads) -> None:
 
 
 @pytest.fixture
-def disk(decoder: Decoder, tmp_path: Path) -> Disk:
-    return Disk(decoder, tmp_path)
+def disk(decoder: Decoder, tmp_path: Path, request: pytest.FixtureRequest) -> Disk:
+    made = Disk(decoder, tmp_path)
+    made.kept = getattr(request, "param", True)
+    return made
+
+
+KEPT_OR_NOT = pytest.mark.parametrize("disk", [True, False], indirect=True, ids=["kept", "let go"])
 
 
 def prefilled(
@@ -177,6 +189,7 @@ class Led(Alone):
         return next(self._decisions)
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("last_takes", [0, 30])
 @pytest.mark.parametrize("tokens", [0, 1, 19, 20, 21, 83, 84, 100, 170, 233, 320, 469, 470])
@@ -213,6 +226,7 @@ def test_g4_whatever_the_front_takes_the_logits_are_those_of_full_prefill(
         assert set(range(tokens)) <= set(not_loaded(result))
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("spoilt", [7.0, math.nan])
 @pytest.mark.parametrize("layer", range(6))
@@ -234,6 +248,7 @@ def test_g4_rows_may_join_the_last_pass_before_any_layer(
     assert not_loaded(result) == list(late)
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize(
     ("loading", "rate"),
@@ -249,6 +264,7 @@ def test_g4_at_any_speed_and_in_any_way_of_loading(
         assert loading == "cake" or not not_loaded(result)
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize(("before", "after"), [(0.2e6, math.inf), (20e6, 0.05e6), (1e6, 0.01e6)])
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.06])
@@ -267,6 +283,7 @@ def test_g4_while_the_speed_changes_in_the_middle(
     timer.join()
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("loading", LOADINGS)
 @pytest.mark.parametrize("segment", [0, 1, 2, 3])
@@ -290,6 +307,7 @@ def test_g4_with_a_file_that_is_damaged_in_the_middle(
     assert loading == "cake" or not_loaded(result)
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("loading", LOADINGS)
 def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading) -> None:
@@ -301,6 +319,7 @@ def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, assert_e
     timer.join()
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("rate", [0.2e6, 1e6, 5e6, math.inf])
 @pytest.mark.parametrize("stored", [(1, 3), (0, 2), (3,), (0, 1, 3)])
@@ -321,6 +340,7 @@ def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
         assert len(capture.queries) == decoder.layout.layers
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
 def test_early_termination_beside_loading_leaves_no_position_without_keys(
@@ -352,6 +372,7 @@ def probe_of(kind: str) -> ProbeRequest:
     return ProbeRequest(cast(Any, kind), QUESTION, choose)
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("kind", sorted(PROBES))
 @pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
@@ -386,6 +407,7 @@ def test_probing_and_drift_correction_beside_loading_leave_exact_caches_exact(
     assert result.plan is not None
 
 
+@KEPT_OR_NOT
 @pytest.mark.parametrize("loading", LOADINGS)
 def test_a_request_that_waits_for_the_lock_is_loaded_meanwhile(
     decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
@@ -414,14 +436,14 @@ class Hanging:
         for stored in {id(extent.stored): extent.stored for extent in loads.extents}.values():
             stored.read = self.wrapped(stored.read)  # type: ignore[method-assign]
 
-    def wrapped(self, read: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
-        def slow(layer: int, start: int, stop: int) -> None:
+    def wrapped(self, read: Callable[..., None]) -> Callable[..., None]:
+        def slow(layer: int, start: int, stop: int, *, out: Tensor) -> None:
             self.left -= 1
             if self.left < 0:
                 self.hangs.set()
                 self.again.wait(60)
                 self.answered = True
-            read(layer, start, stop)
+            read(layer, start, stop, out=out)
 
         return slow
 
@@ -472,16 +494,14 @@ def test_g4_with_a_chunk_that_is_lost_between_looking_and_placing(
     plain = disk.loads(readers=0)
     loads = Clumsy(plain.layers, plain.extents, Meter(None), layer_first=True)
     while loads.depth() < 3:
-        job = loads._next()
-        assert job is not None
-        job.extents[0].stored.read(job.layer, job.extents[0].first, job.extents[-1].last)
-        loads._note(job.extents, None)
+        read_one(loads)
     threading.Timer(0.1, read, (loads,)).start()
     result = prefilled(decoder, loads, loading="layerwise")
     assert loads.lost_now
     assert_exact(result)
 
 
+@KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("after", [0, 3, 12, 20])
 @pytest.mark.parametrize("known", [True, False])
@@ -501,13 +521,14 @@ def test_g4_on_a_disk_that_stops_answering(
     assert_exact(result)
 
 
+@KEPT_OR_NOT
 @pytest.mark.parametrize("loading", LOADINGS)
 def test_whatever_a_read_raises_nobody_waits_for_it(
     decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
 ) -> None:
     loads = disk.loads(readers=0)
 
-    def no_memory(layer: int, start: int, stop: int) -> None:
+    def no_memory(*_where: int, out: Tensor) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     loads.extents[-1].stored.read = no_memory  # type: ignore[method-assign]
@@ -600,6 +621,7 @@ def test_what_an_earlier_pass_captured_is_kept_whatever_the_question_shapes_late
     assert [capture.segment for capture in result.recorder.captures] == [1]
 
 
+@KEPT_OR_NOT
 def test_what_a_front_piece_has_computed_is_not_overwritten_by_what_was_stored(
     decoder: Decoder, disk: Disk, assert_exact: Exact, on_ranks: Callable[[Decoder, Ranks], Decoder]
 ) -> None:
@@ -629,6 +651,89 @@ def test_a_running_row_whose_stored_values_did_not_come_is_no_evidence_of_drift(
     )
     assert_exact(result)
     assert result.row_layers == (len(QUESTION) + 4) * 6  # it ran already
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loading", LOADINGS)
+@pytest.mark.parametrize("ahead", [0, 3, 6])
+def test_what_memory_does_not_keep_is_let_go_before_the_last_pass_has_run_a_layer(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading, ahead: int
+) -> None:
+    """Some layers may have come ahead of the request's turn; of the others there is never more than is being read."""
+    disk.kept = False
+    loads = disk.loads(readers=0)
+    loads.layer_first = True
+    while loads.depth() < ahead:
+        read_one(loads)
+    chunks = {id(one.stored): one.stored for one in loads.extents}.values()
+    whole = [weakref.ref(one.kv) for one in chunks if one.kv is not None]
+    assert len(whole) == 4
+    job = PrefillJob(IDS, ONLY_QUESTION.rows, loading=loading)
+    steps = OverlappedPrefill(decoder, job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
+    held: list[int] = []
+
+    def watched() -> Steps:
+        step = next(steps)
+        while True:
+            if isinstance(step, Forward):
+                held.append(sum(ref() is not None for ref in whole))
+            try:
+                step = steps.send((yield step))
+            except StopIteration as end:
+                return cast(PrefillResult, end.value)
+
+    read(loads)
+    result = run(decoder, watched(), FairLock().take)
+    assert not any(held[-decoder.layout.layers :])
+    assert loading == "cake" or not any(held)
+    assert_exact(result)
+
+
+def test_what_memory_keeps_stays_where_it_was_read(decoder: Decoder, disk: Disk, assert_exact: Exact) -> None:
+    loads = disk.loads()
+    assert_exact(prefilled(decoder, loads, loading="whole"))
+    chunks = {extent.start: extent.stored.kv for extent in loads.extents}
+    for capture in disk.captures:
+        kv = chunks[capture.start]
+        assert kv is not None
+        assert torch.equal(kv, capture.kv)
+
+
+def test_a_layer_that_comes_after_its_tokens_were_taken_is_not_placed(decoder: Decoder, disk: Disk) -> None:
+    disk.kept = False
+    loads, placed = disk.loads([1], readers=0), Placed()
+    loads.send_to(placed)
+    loads.layer_first = True
+    job = loads._next()
+    assert job is not None
+    assert job.own is None  # into the reader's own memory
+    assert loads.take(100) == list(range(20, 120))
+    out = torch.zeros(decoder.layout.shape(150)[1:])
+    loads._note(job, None, out)
+    assert sorted(placed.positions) == list(range(120, 170))
+    loads.close()
+    loads._note(job, None, out)  # in flight when it was closed
+    assert len(placed.positions) == 50
+
+
+class Placed:
+    """A sink that remembers where something was placed."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+
+    def place(self, layer: int, chunk: Tensor, start: int) -> None:
+        self.positions += range(start, start + chunk.shape[1])
+
+
+def read_one(loads: PendingLoads) -> None:
+    """One read, as a reader does it before the request has its turn."""
+    job = loads._next()
+    assert job is not None
+    job.extents[0].stored.read(job.layer, job.extents[0].first, job.extents[-1].last, out=job.own)
+    loads._note(job, None, job.own)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

@@ -43,7 +43,11 @@ class Loader:
 
     def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
         """Begin to read; hand what this returns to `end`."""
-        extents = [Extent(one, start, first, last) for one, start in stored for first, last in one.extents]
+        extents = [
+            Extent(one, start, first, last, kept=self._store.keeps(one))
+            for one, start in stored
+            for first, last in one.extents
+        ]
         known = [self._bytes_per_s[one.tier] for one, _ in stored if one.tier in self._bytes_per_s]
         loads = PendingLoads(self._layers, extents, Meter(min(known, default=None)))
         started = [self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))]

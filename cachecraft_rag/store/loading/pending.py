@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, unreadable
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.types import LoadFailure, Unavailable
+
+_SERIAL = 32768  # numbers that torch does not share among threads: those of several readers would wait for each other
 
 
 class KVSink(Protocol):
@@ -37,6 +40,8 @@ class Extent:
     taken        how many of them, from the first on, are computed instead
     layers       how many layers are there, from the first on
     lost         why the rest will not come, where that is so
+    kept         whether memory keeps the chunk-cache when it has come whole
+    waiting      of what memory does not keep: how many first layers came before there was a place for them
     """
 
     stored: StoredVariant
@@ -48,6 +53,8 @@ class Extent:
     busy: bool = False
     placed: bool = False
     lost: Unavailable | None = None
+    kept: bool = True
+    waiting: int = 0
 
     @property
     def positions(self) -> range:
@@ -57,10 +64,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Adjoining extents of one chunk, and the layer of them to be read."""
+    """Adjoining extents of one chunk, and the layer of them to be read.
+
+    own  where in the chunk-cache's tensor it goes; None = into memory of the reader, and from there to its place
+    """
 
     extents: Sequence[Extent]
     layer: int
+    own: Tensor | None
 
 
 @dataclass
@@ -80,6 +91,7 @@ class PendingLoads:
     reads: int = 0
     waited_s: float = 0.0
     _closed: bool = False
+    _sink: KVSink | None = None
     # Taken by itself and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _changed: threading.Condition = field(init=False)
@@ -96,8 +108,9 @@ class PendingLoads:
 
     def read(self) -> None:
         """Read until nothing is left to be read; several threads may run this at once."""
+        scratch: Tensor | None = None
         while (job := self._next()) is not None:
-            extents, layer = job.extents, job.layer
+            extents, layer, out = job.extents, job.layer, job.own
             stored = extents[0].stored
             lost: Unavailable | None = Unavailable(
                 stored.variant.variant_id, LoadFailure.UNREADABLE, "reading it failed"
@@ -105,23 +118,42 @@ class PendingLoads:
             nbytes = stored.token_bytes * (extents[-1].last - extents[0].first) / self.layers
             self.meter.begin(nbytes)
             try:
-                stored.read(layer, extents[0].first, extents[-1].last)
+                if out is None:
+                    out = scratch = stored.scratch(extents[-1].last - extents[0].first, scratch)
+                stored.read(layer, extents[0].first, extents[-1].last, out=out)
                 lost = None
             except READ_ERRORS as error:
                 lost = unreadable(stored.variant.variant_id, error)
             finally:  # whatever happens, no pass may wait for this extent any longer
                 self.meter.end(nbytes, came=lost is None)
-                self._note(extents, lost)
+                self._note(job, lost, out)
 
-    def _note(self, extents: Sequence[Extent], lost: Unavailable | None) -> None:
-        with self._lock:
+    def _note(self, job: _Read, lost: Unavailable | None, out: Tensor | None) -> None:
+        extents = job.extents
+        with self._lock:  # nothing may be taken to be computed while its stored values are being placed
             self.reads += 1
+            if lost is None and out is not None and self._sink is not None and not extents[0].kept:
+                try:
+                    self._put(job, out, self._sink)
+                except READ_ERRORS as error:
+                    lost = unreadable(extents[0].stored.variant.variant_id, error)
             for extent in extents:
                 extent.busy = False
                 extent.layers += lost is None
             if lost is not None and not self._closed and any(extent.positions for extent in extents):
                 self._lose(extents[0].stored, lost)
             self._changed.notify_all()
+
+    def _put(self, job: _Read, out: Tensor, sink: KVSink) -> None:
+        """Place what a reader has just read, but for what is computed by now."""
+        step = max(1, _SERIAL // max(1, out[0, 0].numel()))
+        with torch.inference_mode():
+            for extent in job.extents:
+                begin = extent.start + job.extents[0].first  # position of the first token of `out`
+                where = extent.positions
+                for first in range(where.start, where.stop, step):
+                    last = min(first + step, where.stop)
+                    sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
         """Nothing is being read: mark what has not come as failed."""
@@ -148,7 +180,10 @@ class PendingLoads:
                     chosen.append(extent)
             for extent in chosen:
                 extent.busy = True
-            return _Read(chosen, chosen[0].layers)
+            layer, stored = chosen[0].layers, chosen[0].stored
+            if not chosen[0].kept and self._sink is not None:
+                return _Read(chosen, layer, None)
+            return _Read(chosen, layer, stored.own(layer, chosen[0].first, chosen[-1].last))
 
     def _lose(self, stored: StoredVariant, lost: Unavailable) -> None:
         """What is complete and verified of this chunk stays good; the rest will not come."""
@@ -157,6 +192,16 @@ class PendingLoads:
                 extent.lost = lost
 
     # -- for the pass that computes -----------------------------------------------------------------------------------
+
+    def send_to(self, sink: KVSink) -> None:
+        """From now on readers place what memory does not keep as soon as it has come, and hold a layer of it at most.
+
+        For a sink that any thread may write to. What has come before is placed, and let go, by the next `place`.
+        """
+        with self._lock:
+            self._sink = sink
+            for extent in self.extents:
+                extent.waiting = 0 if extent.kept or extent.placed else extent.layers
 
     def take(self, tokens: float) -> list[int]:
         """Take up to this many tokens from the front of what is incomplete, to be computed; returns their positions."""
@@ -215,16 +260,33 @@ class PendingLoads:
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
         """Put one layer of what has come into `sink`; of what stands before the position `below`, only if complete."""
+        self._place_waiting()
         with self._lock:
             stretches = list(self._stretches(layer, below))
         for stored, start, first, last in stretches:
-            sink.place(layer, stored.kv[layer, :, first:last], start + first)
+            sink.place(layer, stored.own(layer, first, last), start + first)
+
+    def _place_waiting(self) -> None:
+        """Place all layers of what came before `send_to`, chunk by chunk, and let go of it."""
+        if self._sink is None:
+            return
+        for stored in {id(one.stored): one.stored for one in self.extents if not one.kept}.values():
+            with self._lock:
+                early = [one for one in self.extents if one.stored is stored and one.waiting]
+            for layer in range(max((extent.waiting for extent in early), default=0)):
+                for start, first, last in _joined([one for one in early if one.waiting > layer]):
+                    self._sink.place(layer, stored.own(layer, first, last), start + first)
+            for extent in early:
+                extent.waiting = 0
+            stored.release()
 
     def _stretches(self, layer: int, below: int | None) -> Iterator[tuple[StoredVariant, int, int, int]]:
         """(chunk, its place in the prompt, first token, token behind the last) of what adjoins and is to be placed."""
         stretch: tuple[StoredVariant, int, int, int] | None = None
         for extent in self.extents:
             if extent.placed or extent.layers <= layer or not extent.positions:
+                continue
+            if self._sink is not None and not extent.kept:  # placed as soon as it comes
                 continue
             if below is not None:
                 if extent.layers < self.layers or extent.positions.stop > below:
@@ -243,7 +305,7 @@ class PendingLoads:
     def close(self) -> None:
         """Read no more. What is in flight ends soon."""
         with self._lock:
-            self._closed = True
+            self._closed, self._sink = True, None
             self._changed.notify_all()
         for stored in {id(extent.stored): extent.stored for extent in self.extents}.values():
             stored.close()
@@ -254,3 +316,20 @@ class PendingLoads:
             for extent in self.extents
             if extent.layers < self.layers and extent.lost is None and extent.positions
         )
+
+
+def _joined(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
+    """(its chunk's place in the prompt, first token, token behind the last) of what is not computed and adjoins."""
+    found: tuple[int, int, int] | None = None
+    for one in extents:
+        first = one.first + one.taken
+        if first == one.last:
+            continue
+        if found is not None and found[::2] == (one.start, first):
+            found = (*found[:2], one.last)
+            continue
+        if found is not None:
+            yield found
+        found = (one.start, first, one.last)
+    if found is not None:
+        yield found
