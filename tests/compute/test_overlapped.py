@@ -654,7 +654,9 @@ def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(
 
 def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
     loads = disk.loads(readers=0)
-    assert [job.extents[0].first for job in iter(loads._next, None)][:3] == [128, 64, 0]  # of the last chunk
+    jobs = [(job.extents[0].first, job.extents[-1].last) for job in iter(loads._next, None)]
+    assert jobs[:2] == [(64, 150), (0, 64)]  # of the last chunk: a quarter of what is left at most
+    assert [last - first for first, last in jobs[-3:]] == [64, 64, 20]  # near the front one by one
     loads = disk.loads(readers=0)
     assert loads.take(30) == list(range(30))
     assert loads.take(1000)[-1] == BOUNDS[-2] - 1
