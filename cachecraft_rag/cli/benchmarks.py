@@ -149,7 +149,6 @@ def cake(
         "tokens", "compute", "bandwidth", "codec", "computing", "loading", "overlapped", "/ better", "/ best split"
     )
     for cell in cells:
-        better = min(cell.compute_only_s, cell.load_only_s)
         table.add_row(
             str(cell.tokens),
             f"{cell.compute_share:g}",
@@ -158,7 +157,7 @@ def cake(
             f"{cell.compute_only_s:.2f} s",
             f"{cell.load_only_s:.2f} s",
             f"{cell.cake_s:.2f} s",
-            f"{cell.cake_s / better:.2f}",
+            f"{cell.of_better:.2f} ({cell.of_better_lowest:.2f}–{cell.of_better_highest:.2f})",
             f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", answer differs"),
         )
     out.print(table)

@@ -12,6 +12,7 @@ anew from what was measured up to then. What fails to come is computed like what
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -25,23 +26,22 @@ from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.focus import FocusObserver
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.meeting import BothEnds
 from cachecraft_rag.compute.probe import PROBES, Probe
 from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.timing import UNTIMED, Timer
-from cachecraft_rag.planning.balance import preload_depth, tokens_to_compute
+from cachecraft_rag.planning.balance import preload_depth
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
-_PIECE = 256  # most tokens of a front piece: what is decided is decided for its whole duration
-_FIRST_PIECE = 64  # on a machine that has measured nothing yet
 _FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
+_SETTLE_S = 0.1  # and how long where that would change what is done
 _PATIENCE_S = 0.005  # a layer that is late by less is waited for
 _LEAST_SAVING_S = 0.01  # what taking over late tokens must save
-_LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _STALL_S = 0.25  # what is late and has not moved for this long will not come
 
 
@@ -143,6 +143,11 @@ class OverlappedPrefill:
         if loading == "whole":
             return Wait(loads, lambda: not loads.incomplete(), None)
         if loading == "cake":
+            ends = self._ends()
+            if ends.worth_waiting():
+                return Wait(loads, lambda: loads.meter.warm or not loads.incomplete(), _SETTLE_S)
+            if ends.load_first():
+                return Wait(loads, lambda: not loads.incomplete(), 2.0 * ends.load_s)
             return Wait(loads, lambda: True, None)
         rate = loads.meter.bytes_per_s
         prefill_s = speed.seconds(speed.rows(self._rows.open())) if speed.known else 0.0
@@ -152,45 +157,22 @@ class OverlappedPrefill:
 
     def _decide(self) -> tuple[float, bool]:
         """How many tokens the front takes next, and whether the last pass takes them along."""
-        loads, speed = self._loads, self._speed
-        if self._job.loading != "cake" or not loads.incomplete():
+        if self._job.loading != "cake":
             return 0, True
-        if not speed.known:
-            rate = loads.meter.bytes_per_s
-            soon = rate > 0.0 and loads.bytes_left() / rate < 5 * _FIRST_LOOK_S
-            return (0, True) if soon else (_FIRST_PIECE, False)
-        share = self._share(speed.rows(self._rows.open()))
-        if share and not loads.meter.warm:  # the first reads are slow to start: compute a little, then look again
-            return min(share, _FIRST_PIECE), False
-        if share <= _PIECE:
-            return share, True
-        return min(_PIECE, share / 2), False
+        return self._ends().next_piece()
 
-    def _share(self, rows: float, *, layers_left: float = 1.0) -> float:
-        """Tokens for the front, so that both ends are done at the same moment.
-
-        Args:
-            rows: what is computed in any case, see `ComputeSpeed.rows`.
-            layers_left: the part of the layers whose loading it still spares.
-        """
-        waiting, rate = self._loads.incomplete(), self._loads.meter.bytes_per_s
-        if not waiting:
-            return 0.0
-        if rate <= 0.0:  # nothing has ever come
-            return float(len(waiting))
-        load_s = self._loads.bytes_left() / rate
-        token_s = self._speed.seconds(self._speed.rows(waiting[:_PIECE]), passes=0) / min(_PIECE, len(waiting))
-        share = tokens_to_compute(
-            load_s=load_s,
-            compute_s=self._speed.seconds(rows),
-            load_token_s=load_s / len(waiting) * layers_left,
-            compute_token_s=token_s,
+    def _ends(self, rows: float | None = None) -> BothEnds:
+        """What is known just now; `rows` are computed in any case, all that are open if not given."""
+        loads, speed = self._loads, self._speed
+        return BothEnds(
+            waiting=loads.incomplete(),
+            bytes_left=loads.bytes_left(),
+            bytes_per_s=loads.meter.bytes_per_s,
+            settled=loads.meter.warm,
+            rows=speed.rows(self._rows.open()) if rows is None else rows,
+            speed=speed,
+            cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
         )
-        # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
-        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared.
-        if share < _LEAST_SHARE * len(waiting):
-            return 0.0
-        return min(share, float(len(waiting)))
 
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
         """Positions that are faster computed, from the first layer on, than waited for in the layers still to come."""
@@ -199,9 +181,10 @@ class OverlappedPrefill:
             return []
         left = 1.0 - layer / self._layers
         rows = left * speed.rows(self._rows.open()) + speed.rows(late)
-        share = self._share(rows, layers_left=left)  # with what is left of this pass, and catching up
-        rate = loads.meter.bytes_per_s
-        saved = share * loads.bytes_left() / max(len(loads.incomplete()), 1) / rate if rate > 0.0 else 1.0
+        ends = self._ends(rows)
+        share = ends.share(layers_left=left)  # with what is left of this pass, and catching up
+        rate = ends.bytes_per_s
+        saved = share * ends.bytes_left / max(len(ends.waiting), 1) / rate if rate > 0.0 else 1.0
         return loads.take(share) if saved > _LEAST_SAVING_S else []
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -217,7 +200,7 @@ class OverlappedPrefill:
             self._place(layer, here, below=edge)
             yield from self._run_layer(run)
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)  # a server's driver may set it aside
-        self._speed.measured(self._speed.rows(positions), spent)
+        self._speed.measured(self._speed.rows(positions), spent, piece=True)
         self._rows = self._rows.finish(positions)
 
     def _last_pass(self) -> Generator[Step, bool, PrefillResult]:
@@ -247,7 +230,8 @@ class OverlappedPrefill:
                 run.keep(self._focused(run.positions, monitor))
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)
         if not joined and (monitor is None or monitor.focused is None):
-            self._speed.measured(self._speed.rows(positions), spent)
+            places = bool(self._resident or self._loads.extents)
+            self._speed.measured(self._speed.rows(positions), spent, piece=not places)
         if monitor is not None or (self._job.probe is not None and PROBES[self._job.probe.kind].private):
             self._drop_private_captures(captured)
         return PrefillResult(
@@ -415,6 +399,12 @@ class OverlappedPrefill:
         unfocused = ~np.isin(self._rows.segment[positions], focused) & (positions >= self._job.shared_until)
         keep: NDArray[np.bool_] = ~(unfocused & (self._rows.reason[positions] == RowReason.RECOMPUTED))
         return keep
+
+
+def _spare_cores() -> int:
+    """Cores of this process that a pass on the CPU does not use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, cores - torch.get_num_threads())
 
 
 def _ranges(positions: NDArray[np.int64]) -> list[range]:

@@ -43,13 +43,24 @@ class ComputeSpeed:
         """The fixed part. A question's pass also places what is reused, and packs weights that a step does not."""
         return self._step_s if self._few_s is None else self._few_s
 
-    def measured(self, rows: float, seconds: float) -> None:
-        """Take note of a pass; of one with few rows, most of the time goes elsewhere: it tells the fixed part."""
+    @property
+    def piece_s(self) -> float:
+        """The fixed part of a pass that places little: what a decoding step takes. The rest is in its rows' time."""
+        return self._step_s
+
+    def measured(self, rows: float, seconds: float, *, piece: bool = False) -> None:
+        """Take note of a pass; of one with few rows, most of the time goes elsewhere: it tells the fixed part.
+
+        Args:
+            piece: it places little, see `piece_s`. Taking the fixed part of a question's pass for its own would make
+                its rows look several times as fast as they are.
+        """
         if rows < _FEW_ROWS and self._row_s is not None:
             fixed = max(seconds - rows * self._row_s, 0.0)
-            self._few_s = fixed if self._few_s is None else _WEIGHT * fixed + (1.0 - _WEIGHT) * self._few_s
+            if not piece:
+                self._few_s = fixed if self._few_s is None else _WEIGHT * fixed + (1.0 - _WEIGHT) * self._few_s
             return
-        row_s = max(seconds - self._pass_s, 0.2 * seconds) / rows
+        row_s = max(seconds - (self.piece_s if piece else self._pass_s), 0.2 * seconds) / rows
         self._row_s = row_s if self._row_s is None else _WEIGHT * row_s + (1.0 - _WEIGHT) * self._row_s
 
     def stepped(self, seconds: float) -> None:

@@ -57,11 +57,11 @@ def measured_paths(
 def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
     """All that a choice depends on."""
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
-    machine = [_instructions(), torch.__version__, f"{torch.get_num_threads()} threads", *limits]
+    machine = [cpu_instructions(), torch.__version__, f"{torch.get_num_threads()} threads", *limits]
     return " / ".join([*machine, str(dtype).removeprefix("torch."), f"{heads} heads, {kv_heads} kv, {head_dim}"])
 
 
-def _instructions() -> str:
+def cpu_instructions() -> str:
     """The vector instructions that torch found on this CPU."""
     known = torch.cpu.get_capabilities()
     names = [name for name, there in sorted(known.items()) if there is True and name.startswith(("avx", "amx", "sve"))]

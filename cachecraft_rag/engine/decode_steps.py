@@ -134,7 +134,7 @@ class DecodeSteps:
         *,
         most: int,
     ) -> None:
-        self._decoder, self._take_lock, self._speed, self._most = decoder, take_lock, speed, most
+        self._decoder, self._take_lock, self.speed, self._most = decoder, take_lock, speed, most
         self._guard = threading.Lock()  # of `_open`, and of the steps of that group
         self._open: _Group | None = None  # the one that may be joined
         self._served = _Served((), 0.0)  # by the last pass
@@ -187,7 +187,7 @@ class DecodeSteps:
     def _on_its_own(self, step: _Wanted) -> None:
         started = time.perf_counter()
         logits = self._decoder.next_logits(extend(self._decoder, step.buffer, [step.token], step.position))
-        self._speed.stepped(time.perf_counter() - started)
+        self.speed.stepped(time.perf_counter() - started)
         self._rows, step.logits = self._rows.plus(1), logits
 
     def _together(self, steps: Sequence[_Wanted]) -> bool:

@@ -380,6 +380,10 @@ def test_bench_cake_ends_in_one_json_line_and_draws_a_figure(demo_model: Path, t
         assert cell["exact"]
         assert cell["best_split_s"] < min(cell["compute_only_s"], cell["load_only_s"])
         assert cell["cake_s"] < cell["compute_only_s"] + cell["load_only_s"]  # a test may share its cores
+        better = min(cell["compute_only_s"], cell["load_only_s"])
+        assert cell["of_better"] == pytest.approx(cell["cake_s"] / better)
+        assert cell["of_better_lowest"] == pytest.approx(cell["of_better_highest"]) == pytest.approx(cell["of_better"])
+        assert (cell["dtype"], cell["threads"] > 0, bool(cell["cpu"])) == ("float32", True, True)
     assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
 
 

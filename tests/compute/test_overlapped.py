@@ -759,7 +759,9 @@ def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(
 
 def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
     loads = disk.loads(readers=0)
-    assert [job.extents[0].first for job in iter(loads._next, None)][:3] == [128, 64, 0]  # of the last chunk
+    jobs = [(job.extents[0].first, job.extents[-1].last) for job in iter(loads._next, None)]
+    assert jobs[:2] == [(64, 150), (0, 64)]  # of the last chunk: a quarter of what is left at most
+    assert [last - first for first, last in jobs[-3:]] == [64, 64, 20]  # near the front one by one
     loads = disk.loads(readers=0)
     assert loads.take(30) == list(range(30))
     assert loads.take(1000)[-1] == BOUNDS[-2] - 1
@@ -840,6 +842,38 @@ def test_a_meter_forgets_an_old_rate_and_counts_silence(monkeypatch: pytest.Monk
     rate = meter.bytes_per_s
     clock.now += 0.05
     assert meter.bytes_per_s == rate
+
+
+def test_a_meter_tells_how_many_cores_reading_keeps_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(rate_module, "time", clock)
+    meter = Meter(100e6, cpu_s_per_byte=1e-8)  # as an earlier request found it
+    assert meter.cores == pytest.approx(1.0, rel=0.1)
+    for _ in range(100):
+        meter.begin(1e6)
+        clock.now += 0.02
+        meter.end(1e6, came=True, cpu_s=0.015)
+    assert meter.cores == pytest.approx(0.75, rel=0.1)
+    assert Meter(None).cores == 0.0
+
+
+def test_a_last_pass_on_all_cores_waits_for_busy_readers_and_not_for_others(
+    decoder: Decoder, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = ComputeSpeed(decoder.keys_per_row)
+    slow.measured(1000.0, 50.0)  # a machine that takes 50 ms for a row: no front is computed
+    job = PrefillJob(IDS, ONLY_QUESTION.rows)
+    for spare, busy in ((0, True), (100, False)):
+        monkeypatch.setattr(overlapped, "_spare_cores", lambda spare=spare: spare)
+        loads = disk.loads(readers=0, expected=1e9)
+        loads.meter = Meter(1e9, cpu_s_per_byte=1e-8)
+        steps = OverlappedPrefill(decoder, job, loads, slow).steps()
+        wait = next(steps)
+        assert isinstance(wait, overlapped.Wait)
+        assert wait.ready() is not busy
+        loads.read()
+        assert wait.ready()
+        steps.close()
 
 
 def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: Decoder, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.codecs import CODECS, codec_named
+from cachecraft_rag.store.codecs import CODECS, base, codec_named, entropy, int8
 from cachecraft_rag.types import LOSSLESS_CODECS, KVLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -221,3 +221,21 @@ def test_no_block_is_larger_than_its_codec_says(codec: str, tokens: int) -> None
     for kv in (noise, torch.randn(2, tokens, 3, 5), torch.zeros(2, tokens, 3, 5)):
         block = codec_named(codec).encode(kv, layer=0, layers=1)
         assert len(block) <= codec_named(codec).most_bytes(layout, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "entropy"])
+def test_a_chunk_is_decoded_in_runs_and_each_number_as_if_alone(name: str, dtype: torch.dtype) -> None:
+    """Runs are short enough for one thread; where they end is not to be seen in what is decoded."""
+    kv = ordinary_layer((2, 300, 3, 64)).to(dtype)
+    codec, whole, at_once = codec_named(name), torch.empty_like(kv), torch.empty_like(kv)
+    block = codec.encode(kv, layer=0, layers=1)
+    runs = list(base.stretches(kv))
+    assert len(runs) > 3
+    assert all(kv[:, run].numel() < 32_768 for run in runs)
+    codec.decode(block, out=whole)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (int8, entropy):
+            patch.setattr(module, "stretches", lambda out: [slice(0, out.shape[1])])
+        codec.decode(block, out=at_once)
+    assert torch.equal(whole, at_once)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.engine.attention_choice import cpu_instructions
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
@@ -45,6 +46,8 @@ class CakeCell:
     best_split_s     prediction for the best split, from this cell's rates: compute the front and load the rest at the
                      same time, then compute the question
     exact            whether the first tokens of the answer equal those of full prefill
+    of_better        cake_s / the smaller of compute_only_s and load_only_s; lowest and highest: of the single pairs
+    dtype, threads, cpu  of the model, of a pass, and the CPU's vector instructions
     """
 
     tokens: int
@@ -56,6 +59,12 @@ class CakeCell:
     cake_s: float
     best_split_s: float
     exact: bool
+    of_better: float
+    of_better_lowest: float
+    of_better_highest: float
+    dtype: str
+    threads: int
+    cpu: str
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,7 @@ class _Context:
             cake.append(stats.ttft_s)
             exact &= text == right
         only, loaded, alone = map(statistics.median, (compute, load, question))
+        ratios = [both / min(pair) for both, *pair in zip(cake, compute, load, strict=True)]
         return CakeCell(
             tokens=self._tokens,
             bandwidth_ratio=bandwidth,
@@ -139,6 +149,12 @@ class _Context:
             cake_s=statistics.median(cake),
             best_split_s=self._best_split(only - alone, loaded - alone) + alone,
             exact=exact,
+            of_better=statistics.median(cake) / min(only, loaded),
+            of_better_lowest=min(ratios),
+            of_better_highest=max(ratios),
+            dtype=self._decoder.layout.dtype,
+            threads=torch.get_num_threads(),
+            cpu=cpu_instructions(),
         )
 
     def _best_split(self, compute_s: float, load_s: float) -> float:
@@ -168,7 +184,7 @@ class _Context:
 
     def _engine(self, store: ChunkCacheStore) -> Engine:
         engine = Engine(self._decoder, store, best_last=False, new_variants="off")
-        engine.speed = self._speed
+        engine.speed = engine.decode_steps.speed = self._speed
         return engine
 
     def _answer(self, engine: Engine, config: ReuseConfig) -> tuple[str, RequestStats]:

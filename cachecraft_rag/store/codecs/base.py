@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cachecraft_rag.types import KVLayout
 
+_ONE_THREAD = 32_768  # numbers: from so many on, torch shares an operation among threads
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 
@@ -86,6 +88,19 @@ class Codec(Protocol):
         then. Whether its bytes are those that were written is for checksums to say.
         """
         ...
+
+
+def stretches(out: Tensor) -> Iterator[slice]:
+    """Runs of tokens of `out` `[2, tokens, kv_heads, head_dim]`, so short that torch works on each in one thread.
+
+    Larger ones it would share among as many threads as it has, for every reader anew. Those and the threads of a pass
+    that computes meanwhile wait for each other: on two cores both take several times as long.
+
+    >>> [(one.start, one.stop) for one in stretches(torch.empty(2, 100, 3, 64))]
+    [(0, 85), (85, 100)]
+    """
+    tokens = max(1, (_ONE_THREAD - 1) // (2 * out.shape[2] * out.shape[3]))
+    return (slice(first, first + min(tokens, out.shape[1] - first)) for first in range(0, out.shape[1], tokens))
 
 
 def finish(work: Tensor, out: Tensor) -> None:

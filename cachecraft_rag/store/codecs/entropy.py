@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.codecs.base import BlockPart, finish
+from cachecraft_rag.store.codecs.base import BlockPart, finish, stretches
 from cachecraft_rag.types import KVLayout
 
 _KEY_STEP = 0.25  # of the head's spread
@@ -92,9 +92,12 @@ class Entropy:
         keys = int.from_bytes(block[steps + anchors : steps + anchors + 4].numpy().tobytes(), "little")
         deltas = torch.empty(out.shape, dtype=torch.int8)
         self._decompress((frames[:keys], frames[keys:]), deltas.view(2, -1).numpy())
-        work = out if out.dtype == torch.float32 else torch.empty(out.shape)
-        work.copy_(deltas).add_(anchor).mul_(step.expand_as(anchor).contiguous())  # twice as fast as a step per head
-        finish(work, out)
+        steps_each = step.expand_as(anchor).contiguous()  # twice as fast as a step per head
+        for run in stretches(out):
+            part = out[:, run]
+            work = part if out.dtype == torch.float32 else torch.empty(part.shape)
+            work.copy_(deltas[:, run]).add_(anchor).mul_(steps_each)
+            finish(work, part)
 
     def _decompress(self, frames: tuple[memoryview, ...], deltas: np.ndarray) -> None:
         decompressor = self._zstandard.ZstdDecompressor()  # serves one thread only, so it is not kept

@@ -25,6 +25,7 @@ class Loader:
     def __init__(self, store: ChunkCacheStore, layers: int) -> None:
         self._store, self._layers = store, layers
         self._bytes_per_s: dict[str, float] = {}
+        self._cpu_s_per_byte: dict[str, float] = {}
 
     @contextmanager
     def loading(self, stored: Sequence[tuple[StoredVariant, int]]) -> Iterator[PendingLoads]:
@@ -49,7 +50,9 @@ class Loader:
             for first, last in one.extents
         ]
         known = [self._bytes_per_s[one.tier] for one, _ in stored if one.tier in self._bytes_per_s]
-        loads = PendingLoads(self._layers, extents, Meter(min(known, default=None)))
+        costs = [self._cpu_s_per_byte.get(one.tier, 0.0) for one, _ in stored]
+        meter = Meter(min(known, default=None), cpu_s_per_byte=max(costs, default=0.0))
+        loads = PendingLoads(self._layers, extents, meter)
         started = [self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))]
         if extents and not any(started):
             loads.fail(LoadFailure.CLOSED, "the store was closed meanwhile")
@@ -60,7 +63,9 @@ class Loader:
         loads.close()
         tiers = {extent.stored.tier for extent in loads.extents}
         if len(tiers) == 1 and loads.meter.bytes_per_s:  # of a mixture, it is not known whose the rate is
-            self._bytes_per_s[tiers.pop()] = loads.meter.bytes_per_s
+            tier = tiers.pop()
+            self._bytes_per_s[tier] = loads.meter.bytes_per_s
+            self._cpu_s_per_byte[tier] = loads.meter.cpu_s_per_byte
         for stored in {id(extent.stored): extent.stored for extent in loads.extents}.values():
             extents = [extent for extent in loads.extents if extent.stored is stored]
             if (lost := loads.lost(stored)) is not None:

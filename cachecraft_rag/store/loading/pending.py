@@ -21,6 +21,9 @@ from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.types import LoadFailure, Unavailable
 
 _SERIAL = 32768  # numbers that torch does not share among threads: those of several readers would wait for each other
+# From the back, extents are read together: a read of few bytes costs the computing cores as much as one of many.
+_RUN = 4
+_PARTS = 4  # but no more than this part of what is left at once: near the front, every extent counts
 
 
 class KVSink(Protocol):
@@ -117,6 +120,7 @@ class PendingLoads:
             )
             nbytes = stored.token_bytes * (extents[-1].last - extents[0].first) / self.layers
             self.meter.begin(nbytes)
+            started = time.thread_time()
             try:
                 if out is None:
                     out = scratch = stored.scratch(extents[-1].last - extents[0].first, scratch)
@@ -125,7 +129,7 @@ class PendingLoads:
             except READ_ERRORS as error:
                 lost = unreadable(stored.variant.variant_id, error)
             finally:  # whatever happens, no pass may wait for this extent any longer
-                self.meter.end(nbytes, came=lost is None)
+                self.meter.end(nbytes, came=lost is None, cpu_s=time.thread_time() - started)
                 self._note(job, lost, out)
 
     def _note(self, job: _Read, lost: Unavailable | None, out: Tensor | None) -> None:
@@ -170,14 +174,12 @@ class PendingLoads:
                 self.meter.stop()
             if self._closed or not free:
                 return None
-            chosen = [free[-1]]
             if self.layer_first:
-                chosen = [min(free, key=lambda extent: extent.layers)]
-                for extent in free[free.index(chosen[0]) + 1 :]:  # what adjoins is read at once
-                    last = chosen[-1]
-                    if extent.stored is not last.stored or extent.layers != last.layers or extent.first != last.last:
-                        break
-                    chosen.append(extent)
+                first = min(free, key=lambda extent: extent.layers)
+                chosen = _adjoining(free[free.index(first) :])
+            else:
+                most = max(1, min(_RUN, len(free) // _PARTS))
+                chosen = _adjoining(free[: -most - 1 : -1])[::-1]
             for extent in chosen:
                 extent.busy = True
             layer, stored = chosen[0].layers, chosen[0].stored
@@ -333,3 +335,15 @@ def _joined(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
         found = (one.start, first, one.last)
     if found is not None:
         yield found
+
+
+def _adjoining(extents: Sequence[Extent]) -> list[Extent]:
+    """The first of them and what adjoins it, in either direction, as far as the same layer comes next: one read."""
+    run = [extents[0]]
+    for extent in extents[1:]:
+        last = run[-1]
+        apart = extent.first != last.last and extent.last != last.first
+        if extent.stored is not last.stored or extent.layers != last.layers or apart:
+            break
+        run.append(extent)
+    return run

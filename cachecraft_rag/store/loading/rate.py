@@ -17,14 +17,15 @@ class Meter:
     Silence counts: while nothing comes, the rate falls.
     """
 
-    def __init__(self, expected: float | None) -> None:
-        """`expected` is the rate to start from, of an earlier request; None = it is not known."""
+    def __init__(self, expected: float | None, *, cpu_s_per_byte: float = 0.0) -> None:
+        """`expected` is the rate to start from, of an earlier request; None = it is not known. So is the other."""
         self._lock = threading.Lock()
         self._seconds = _PRIOR_S if expected is not None else 0.0
         self._bytes = (expected or 0.0) * self._seconds
         self._at = time.perf_counter()
         self._credit = 0.0  # for what is in flight
         self._stopped, self._known = False, expected is not None
+        self._expected_cpu, self._read_bytes, self._cpu_s = cpu_s_per_byte, 0.0, 0.0
 
     def stop(self) -> None:
         """Nothing more is to come: silence counts no longer."""
@@ -45,12 +46,25 @@ class Meter:
             self._advance()
             self._credit += nbytes / 2
 
-    def end(self, nbytes: float, *, came: bool) -> None:
-        """They came, or will not come."""
+    def end(self, nbytes: float, *, came: bool, cpu_s: float = 0.0) -> None:
+        """They came, or will not come; reading, verifying and decoding them took `cpu_s` of CPU time."""
         with self._lock:
             self._advance()
             self._credit = max(0.0, self._credit - nbytes / 2)
             self._bytes += nbytes * came
+            self._read_bytes += nbytes
+            self._cpu_s += cpu_s
+
+    @property
+    def cpu_s_per_byte(self) -> float:
+        """CPU time of reading, of verifying and decoding for the most part; as expected until something was read."""
+        with self._lock:
+            return self._cpu_s / self._read_bytes if self._read_bytes else self._expected_cpu
+
+    @property
+    def cores(self) -> float:
+        """How many cores reading keeps busy at this rate."""
+        return self.cpu_s_per_byte * self.bytes_per_s
 
     @property
     def bytes_per_s(self) -> float:

@@ -1,0 +1,136 @@
+"""Where the two ends of an overlapped prefill meet: decided from what was measured, and from nothing else.
+
+Three things make a machine lose by computing a front, and each is counted here:
+
+* A pass has a fixed part. The front is computed in few pieces, long enough that this part is small beside them. Where
+  they would take as long as a single pass that computes everything, there is that pass.
+* The first reads of a request come slower than the rest. As long as the rate is not settled, a front is computed only
+  if it would pay with loading several times as fast; otherwise it is better to wait until more is known.
+* Readers use the cores that compute, and threads that compute together wait for the one that was interrupted. What a
+  front spares must be worth it, see `_LEAST_SHARE`; and a pass beside readers that keep as many cores busy as loading
+  takes time ends no sooner than one that begins when they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.planning.balance import tokens_to_compute
+
+PIECE = 256  # tokens that the last pass takes along; a longer front is computed in pieces of its own
+_FIRST_PIECE = 64  # on a machine that has measured nothing yet
+_SOON_S = 0.1  # what is loaded by then is not worth a piece that nothing is known of
+_FIXED = 8  # a piece may take this many times as long as its fixed part, if there is so much to compute
+_SLOW_START = 4.0  # a rate that is not settled may be this many times as high: first reads gave a seventh to a half
+_LEAST_SHARE = 0.25  # of loading, that computing a front must spare
+_BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
+
+
+@dataclass(frozen=True, slots=True)
+class BothEnds:
+    """What is known of both ends when it is decided how many tokens the front takes.
+
+    waiting      positions that are still to be loaded, ascending
+    bytes_left   of them
+    bytes_per_s  at which they come just now; 0 = nothing has come yet
+    settled      whether that rate can be relied on
+    rows         what the last pass computes in any case, see `ComputeSpeed.rows`
+    cores        that readers keep busy and computing lacks
+    """
+
+    waiting: Sequence[int]
+    bytes_left: float
+    bytes_per_s: float
+    settled: bool
+    rows: float
+    speed: ComputeSpeed
+    cores: float = 0.0
+
+    def next_piece(self) -> tuple[float, bool]:
+        """How many tokens the front takes next, and whether the last pass takes them along."""
+        if not self.waiting:
+            return 0.0, True
+        if not self.speed.known:
+            soon = self.bytes_per_s > 0.0 and self.bytes_left / self.bytes_per_s < _SOON_S
+            return (0.0, True) if soon else (_FIRST_PIECE, False)
+        if not self.settled and self.bytes_per_s <= 0.0:
+            return min(_FIRST_PIECE, len(self.waiting)), False
+        share = (self if self.settled else self._faster()).share(pieces=True)
+        if share <= PIECE:
+            return share, True
+        if self.bytes_per_s > 0.0 and self._whole_s() <= self._front_s(share):
+            return float(len(self.waiting)), True
+        return self._piece(share), False
+
+    def worth_waiting(self) -> bool:
+        """Whether a front pays at the rate that came so far, but not at one that is still possible."""
+        if self.settled or not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
+            return False
+        return self.share() > 0.0 and self._faster().share() == 0.0
+
+    def load_first(self) -> bool:
+        """Whether to have everything before the last pass: nothing is to be won by running it beside the readers."""
+        if not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
+            return False
+        return self.cores >= _BUSY_CORES and self.share() == 0.0
+
+    @property
+    def load_s(self) -> float:
+        """How long loading will take still, at a rate above 0."""
+        return self.bytes_left / self.bytes_per_s
+
+    def share(self, *, layers_left: float = 1.0, pieces: bool = False) -> float:
+        """Tokens for the front, so that both ends are done at the same moment.
+
+        Args:
+            layers_left: the part of the layers whose loading it still spares.
+            pieces: whether more than the last pass takes along is computed in pieces of its own.
+        """
+        count = len(self.waiting)
+        if not count or self.bytes_per_s <= 0.0:
+            return float(count)
+        share = self._meeting(layers_left, PIECE, fixed_s=0.0)
+        if pieces and share > PIECE:
+            share = self._meeting(layers_left, round(share), fixed_s=self._pieces(share) * self.speed.piece_s)
+        # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
+        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared.
+        return share if share >= _LEAST_SHARE * count else 0.0
+
+    def _meeting(self, layers_left: float, ahead: int, *, fixed_s: float) -> float:
+        """Tokens, where computing one takes as long as one of the next `ahead` does on average, and `fixed_s` more."""
+        count, speed = len(self.waiting), self.speed
+        front = self.waiting[:ahead]
+        share = tokens_to_compute(
+            load_s=self.load_s,
+            compute_s=speed.seconds(self.rows) + fixed_s,
+            load_token_s=self.load_s / count * layers_left,
+            compute_token_s=speed.seconds(speed.rows(front), passes=0) / len(front),
+        )
+        return min(max(share, 0.0), float(count))
+
+    def _whole_s(self) -> float:
+        """How long computing everything takes, in one pass."""
+        return self.speed.seconds(self.rows + self.speed.rows(self.waiting))
+
+    def _front_s(self, share: float) -> float:
+        """How long the pieces of a front of `share` tokens and the last pass take."""
+        rows = self.rows + self.speed.rows(self.waiting[: round(share)])
+        return self.speed.seconds(rows) + self._pieces(share) * self.speed.piece_s
+
+    def _piece(self, share: float) -> float:
+        """Tokens of the next piece: half of the share, and not too many, since then the share is computed anew."""
+        longest = _FIXED * self.speed.piece_s / self.speed.seconds(1.0, passes=0)  # in rows that attend to nothing
+        return min(share / 2, max(PIECE, longest))
+
+    def _pieces(self, share: float) -> int:
+        """How many pieces a front of `share` tokens takes before the last pass takes the rest along."""
+        count = 0
+        while share > PIECE:
+            share -= self._piece(share)
+            count += 1
+        return count
+
+    def _faster(self) -> BothEnds:
+        return replace(self, bytes_per_s=self.bytes_per_s * _SLOW_START)

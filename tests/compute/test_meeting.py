@@ -1,0 +1,132 @@
+"""Where both ends meet: what is decided, given what was measured. No clock runs here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachecraft_rag.compute.meeting import PIECE, BothEnds
+from cachecraft_rag.compute.speed import ComputeSpeed
+
+TOKENS, QUESTION = 2048, 40
+
+
+def speed_of(*, row_s: float, fixed_s: float) -> ComputeSpeed:
+    """A machine on which a row takes so long, wherever it stands, and a pass so much besides."""
+    speed = ComputeSpeed(keys_per_row=1e12)
+    speed.stepped(fixed_s)
+    speed.measured(1000.0, fixed_s + 1000.0 * row_s, piece=True)
+    return speed
+
+
+def ends_of(times_as_fast: float, *, settled: bool = True, fixed_s: float = 0.03, cores: float = 0.0) -> BothEnds:
+    """A token is loaded so many times as fast as it is computed, and takes a byte."""
+    return BothEnds(
+        waiting=range(TOKENS),
+        bytes_left=TOKENS,
+        bytes_per_s=1000.0 * times_as_fast,
+        settled=settled,
+        rows=QUESTION,
+        speed=speed_of(row_s=1e-3, fixed_s=fixed_s),
+        cores=cores,
+    )
+
+
+def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_the_last_pass() -> None:
+    ends = ends_of(1.0, fixed_s=0.0)
+    assert ends.share() == pytest.approx((TOKENS - QUESTION) / 2)  # both ends take as long
+    assert ends.next_piece() == (PIECE, False)
+    few = replace(ends, waiting=range(500), bytes_left=500)
+    assert few.next_piece() == (pytest.approx((500 - QUESTION) / 2), True)
+
+
+def test_the_larger_the_fixed_part_of_a_pass_the_longer_the_pieces() -> None:
+    lengths = [ends_of(0.25, fixed_s=fixed_s).next_piece()[0] for fixed_s in (0.0, 0.03, 0.05, 0.08)]
+    assert lengths == [PIECE, PIECE, pytest.approx(400), pytest.approx(640)]
+    large = ends_of(1.0, fixed_s=0.2)
+    assert large.next_piece() == (pytest.approx(large.share(pieces=True) / 2), False)  # what is left is decided later
+
+
+def test_where_pieces_would_take_as_long_as_one_pass_over_everything_there_is_that_pass() -> None:
+    assert ends_of(0.25, fixed_s=0.3).next_piece() == (TOKENS, True)
+
+
+def test_what_pieces_cost_beside_their_rows_makes_the_front_smaller() -> None:
+    ends = ends_of(1.0, fixed_s=0.1)
+    assert ends.share(pieces=True) < ends.share() - 50
+
+
+def test_where_loading_is_quick_no_front_is_computed() -> None:
+    assert ends_of(4.0).next_piece() == (0.0, True)
+    assert ends_of(400.0, settled=False).next_piece() == (0.0, True)
+
+
+def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -> None:
+    """Loading is six times as fast as computing, and its first reads gave a seventh of that."""
+    first_reads = ends_of(6.0 / 7.0, settled=False)
+    assert first_reads.share() > TOKENS / 4
+    assert first_reads.worth_waiting()
+    assert first_reads.next_piece() == (0.0, True)
+    assert not replace(first_reads, settled=True).worth_waiting()
+    assert replace(first_reads, settled=True).next_piece()[0] == PIECE
+
+
+def test_a_front_that_pays_at_any_rate_that_is_possible_is_not_waited_for() -> None:
+    slow = ends_of(0.2, settled=False)
+    assert not slow.worth_waiting()
+    assert slow.next_piece() == (PIECE, False)
+    nothing_yet = ends_of(0.0, settled=False)
+    assert not nothing_yet.worth_waiting()
+    assert nothing_yet.next_piece() == (64, False)
+
+
+def test_the_last_pass_waits_for_readers_that_would_take_its_cores() -> None:
+    assert ends_of(6.0, cores=1.0).load_first()
+    assert not ends_of(6.0, cores=0.3).load_first()  # they wait for the disk most of the time
+    assert not ends_of(1.0, cores=1.0).load_first()  # computing a front pays
+    assert not replace(ends_of(6.0, cores=1.0), waiting=(), bytes_left=0.0).load_first()
+
+
+def test_on_a_machine_of_which_nothing_is_known_a_little_is_computed_unless_all_comes_soon() -> None:
+    ends = replace(ends_of(1.0), speed=ComputeSpeed(keys_per_row=1e12))
+    assert ends.next_piece() == (64, False)
+    assert replace(ends, bytes_per_s=1e6).next_piece() == (0.0, True)
+    assert not ends.worth_waiting()
+    assert not ends.load_first()
+
+
+def overlapped_s(tokens: int, *, row_s: float, fixed_s: float, load_token_s: float) -> float:
+    """How long both ends take if they keep to their rates, decision by decision."""
+    speed, layers = speed_of(row_s=row_s, fixed_s=fixed_s), 30
+    now, front = 0.0, 0
+    while True:
+        back = max(front, tokens - int(now / load_token_s))
+        waiting = range(front, back)
+        left = len(waiting) * 1.0
+        count, last = BothEnds(waiting, left, 1.0 / load_token_s, True, QUESTION, speed).next_piece()
+        front += round(count)
+        passed = fixed_s + (round(count) + QUESTION * last) * row_s
+        if last:
+            loaded = now + max(0, back - front) * load_token_s
+            return max(now + passed, loaded + passed / layers)
+        now += passed
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.integers(1024, 16384),
+    row_s=st.floats(1e-5, 0.05),
+    fixed_rows=st.floats(0.0, 200.0),
+    times_as_fast=st.floats(0.1, 20.0),
+)
+def test_on_no_machine_both_ends_take_longer_than_the_better_of_computing_and_loading(
+    tokens: int, row_s: float, fixed_rows: float, times_as_fast: float
+) -> None:
+    fixed_s, load_token_s = fixed_rows * row_s, row_s / times_as_fast
+    computing = fixed_s + (tokens + QUESTION) * row_s
+    loading = tokens * load_token_s + fixed_s + QUESTION * row_s
+    both = overlapped_s(tokens, row_s=row_s, fixed_s=fixed_s, load_token_s=load_token_s)
+    assert both <= 1.05 * min(computing, loading)
