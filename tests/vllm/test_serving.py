@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ CHUNKS = [Chunk(text) for text in TEXTS]
 CONFIG = ReuseConfig(probe_min_rows=0, alpha=0.5, loading="whole")
 QUIET = replace(CONFIG, capture=False)
 TOKENS = 24
+REQUESTS = int(os.environ.get("TESTS_MIXED", "60"))
 
 
 def outcomes(served: Any) -> list[str]:
@@ -60,6 +62,7 @@ def test_what_vllm_captures_serves_both_engines(
 def test_load_preemption_and_cancelling_change_no_answer(
     model_folder: Callable[[str], Path], make_server: Callable[..., Server], tmp_path: Path
 ) -> None:
+    """TESTS_MIXED says how many requests."""
     folder, root = model_folder("Llama"), tmp_path / "caches"
     with ChunkCacheStore.open(root) as store, Engine(Decoder.load(str(folder)), store, config=QUIET) as engine:
         for one in (CHUNKS[:3], CHUNKS[3:]):
@@ -92,7 +95,7 @@ def test_load_preemption_and_cancelling_change_no_answer(
         server.llm.reset_prefix_cache()
     assert any(lone[name, True] != lone[name, False] for name in asks)  # reuse shows, or a leak could not
     dice, engine_ = random.Random(3), server.llm.llm_engine
-    waiting = [(f"m{i}", dice.choice(list(asks)), i % 2 == 0) for i in range(60)]
+    waiting = [(f"m{i}", dice.choice(list(asks)), i % 2 == 0) for i in range(REQUESTS)]
     under_way: dict[str, tuple[str, bool]] = {}
     found: dict[str, list[int]] = {}
     cancelled, steps = 0, 0
