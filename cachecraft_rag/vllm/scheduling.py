@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _CAPTURE_WAIT_S = 10.0  # how long a request waits for captures of its chunks that are under way
+_REMEMBERED = 10_000  # prompts that were filled
 
 Looked = tuple[Found, Mapping[str, TokenScores]]
 
@@ -35,6 +37,7 @@ Looked = tuple[Found, Mapping[str, TokenScores]]
 class Pending:
     """A request from its first look-up until it has finished.
 
+    digest   of its salt and tokens
     refused  why it is computed as any other
     looked   the look-up, perhaps under way; None: captures are waited for first
     cached   tokens that vLLM's own prefix cache had, where it had all chunks
@@ -42,6 +45,7 @@ class Pending:
     """
 
     ask: Ask | None
+    digest: int = 0
     refused: str = ""
     since: float = 0.0
     looked: Future[Looked] | None = None
@@ -75,6 +79,7 @@ class Scheduling:
         self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         self._known: dict[str, Pending] = {}
         self._fills: list[Fill] = []
+        self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
 
     def matched(self, request: Any, computed: int) -> int | None:
@@ -99,8 +104,10 @@ class Scheduling:
             known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
             return 0
         question = known.ask.prompt.bounds[-2]
-        # vLLM computes the rest of the last block itself. After a preemption not: the answer would go on differently.
-        spare = 0 if known.filled else self._block_size - 1
+        # vLLM computes the rest of the last block itself: less than a block, and nearer to full prefill. Not after a
+        # preemption, where the answer would go on differently, and not where the same prompt was filled before: it
+        # would be answered differently.
+        spare = 0 if known.digest in self._filled else self._block_size - 1
         # vLLM's own prefix cache has the chunks. It has nothing of a prompt shorter than a block, which is filled.
         if computed and computed >= question - spare:
             known.cached = computed if known.cached is None else known.cached
@@ -120,6 +127,10 @@ class Scheduling:
             Fill(request.request_id, known.ask, found, scores, last - tokens, last, blocks, known.filled)
         )
         known.filling = known.filled = True
+        self._filled[known.digest] = None
+        self._filled.move_to_end(known.digest)
+        if len(self._filled) > _REMEMBERED:
+            self._filled.popitem(last=False)
 
     def take_fills(self) -> list[Fill]:
         """What the workers are to begin in this step."""
@@ -181,11 +192,11 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, since=self._clock())
+        return Pending(ask, hash((request.cache_salt, *request.prompt_token_ids)), since=self._clock())
 
     def _refused(self, request: Any, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
-        return Pending(None, reason)
+        return Pending(None, refused=reason)
 
     def _look_up(self, ask: Ask) -> Future[Looked]:
         if self._threads is not None:

@@ -349,6 +349,17 @@ def test_vllm_computes_what_is_nearly_there(engine: Engine, scheduling: Scheduli
     assert scheduling.matched(request_of(other, "new"), 0) == 0
 
 
+def test_a_prompt_that_was_filled_before_is_filled_alike(engine: Engine, scheduling: Scheduling) -> None:
+    """What vLLM computed of its chunks itself would answer the same request differently."""
+    asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 2, 1], alpha=0.7)]  # the other one has another salt
+    question = asks[0].prompt.bounds[-2]
+    fill_of(scheduling, asks[0])
+    scheduling.finished(request_of(asks[0]))
+    assert scheduling.matched(request_of(asks[0], "again"), question - 1) == asks[0].prompt.bounds[-1] - question
+    assert scheduling.matched(request_of(asks[0], "whole"), question) == 0
+    assert scheduling.matched(request_of(asks[1], "other"), question - 1) == 0
+
+
 def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, identity: ModelIdentity) -> None:
     ask = ask_of(engine, [0])
     settings = ConnectorSettings("unused", key="key")
