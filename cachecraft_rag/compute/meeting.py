@@ -53,7 +53,7 @@ class BothEnds:
         if not self.waiting:
             return 0.0, True
         if not self.speed.known:
-            soon = self.bytes_per_s > 0.0 and self.bytes_left / self.bytes_per_s < _SOON_S
+            soon = self.bytes_per_s > 0.0 and self.load_s < _SOON_S
             return (0.0, True) if soon else (_FIRST_PIECE, False)
         if not self.settled and self.bytes_per_s <= 0.0:
             return min(_FIRST_PIECE, len(self.waiting)), False

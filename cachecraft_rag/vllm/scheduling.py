@@ -107,7 +107,7 @@ class Scheduling:
         # vLLM computes the rest of the last block itself: less than a block, and nearer to full prefill. Not after a
         # preemption, where the answer would go on differently, and not where the same prompt was filled before: it
         # would be answered differently.
-        spare = 0 if known.digest in self._filled else self._block_size - 1
+        spare = 0 if known.filled or known.digest in self._filled else self._block_size - 1
         # vLLM's own prefix cache has the chunks. It has nothing of a prompt shorter than a block, which is filled.
         if computed and computed >= question - spare:
             known.cached = computed if known.cached is None else known.cached

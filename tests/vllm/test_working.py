@@ -360,6 +360,18 @@ def test_a_prompt_that_was_filled_before_is_filled_alike(engine: Engine, schedul
     assert scheduling.matched(request_of(asks[1], "other"), question - 1) == 0
 
 
+def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
+    engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.vllm.scheduling._REMEMBERED", 0)
+    ask = ask_of(engine, [0, 2, 1])
+    question = ask.prompt.bounds[-2]
+    fill_of(scheduling, ask)
+    scheduling.ended({"r"})
+    assert scheduling.matched(request_of(ask), question - 1) == ask.prompt.bounds[-1] - question
+    assert scheduling.matched(request_of(ask, "new"), question - 1) == 0
+
+
 def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, identity: ModelIdentity) -> None:
     ask = ask_of(engine, [0])
     settings = ConnectorSettings("unused", key="key")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cachecraft_rag.types import KVLayout
 
-_ONE_THREAD = 32_768  # numbers: from so many on, torch shares an operation among threads
+ONE_THREAD = 32_768  # numbers: from so many on, torch shares an operation among threads
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 
@@ -99,7 +99,7 @@ def stretches(out: Tensor) -> Iterator[slice]:
     >>> [(one.start, one.stop) for one in stretches(torch.empty(2, 100, 3, 64))]
     [(0, 85), (85, 100)]
     """
-    tokens = max(1, (_ONE_THREAD - 1) // (2 * out.shape[2] * out.shape[3]))
+    tokens = max(1, (ONE_THREAD - 1) // (2 * out.shape[2] * out.shape[3]))
     return (slice(first, first + min(tokens, out.shape[1] - first)) for first in range(0, out.shape[1], tokens))
 
 

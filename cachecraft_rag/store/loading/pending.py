@@ -16,11 +16,11 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from cachecraft_rag.store.codecs.base import ONE_THREAD
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, unreadable
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.types import LoadFailure, Unavailable
 
-_SERIAL = 32768  # numbers that torch does not share among threads: those of several readers would wait for each other
 # From the back, extents are read together: a read of few bytes costs the computing cores as much as one of many.
 _RUN = 4
 _PARTS = 4  # but no more than this part of what is left at once: near the front, every extent counts
@@ -150,7 +150,7 @@ class PendingLoads:
 
     def _put(self, job: _Read, out: Tensor, sink: KVSink) -> None:
         """Place what a reader has just read, but for what is computed by now."""
-        step = max(1, _SERIAL // max(1, out[0, 0].numel()))
+        step = max(1, ONE_THREAD // max(1, out[0, 0].numel()))  # see `codecs.base.stretches`
         with torch.inference_mode():
             for extent in job.extents:
                 begin = extent.start + job.extents[0].first  # position of the first token of `out`
