@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -250,6 +250,9 @@ def memory(
     recompute_ratio: Annotated[
         float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
     ] = 0.15,
+    loading: Annotated[
+        Literal["layerwise", "cake", "whole"], typer.Option("--loading", help="Way of loading from the disk.")
+    ] = "layerwise",
     as_json: options.Json = False,
 ) -> None:
     """Peak memory of a request, against the weights and the keys and values of its prompt. Linux only."""
@@ -257,7 +260,7 @@ def memory(
         from cachecraft_rag.evaluation.latency.memory import run
         from cachecraft_rag.evaluation.latency.ttft import Shape
 
-        report = run(model, Shape.of_prompt(tokens), dtype=dtype, ratio=recompute_ratio)
+        report = run(model, Shape.of_prompt(tokens), dtype=dtype, ratio=recompute_ratio, loading=loading)
     if as_json:
         print_json(asdict(report))
         return

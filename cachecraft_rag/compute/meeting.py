@@ -3,9 +3,9 @@
 Three things make a machine lose by computing a front, and each is counted here:
 
 * A pass has a fixed part. The front is computed in few pieces, long enough that this part is small beside them. Where
-  they would take as long as a single pass that computes everything, there is that pass.
+  they would not be clearly faster than a single pass that computes everything, there is that pass.
 * The first reads of a request come slower than the rest. As long as the rate is not settled, a front is computed only
-  if it would pay with loading several times as fast; otherwise it is better to wait until more is known.
+  if it would pay with loading twice as fast; otherwise it is better to wait until more is known.
 * Readers use the cores that compute, and threads that compute together wait for the one that was interrupted. What a
   front spares must be worth it, see `_LEAST_SHARE`; and a pass beside readers that keep as many cores busy as loading
   takes time ends no sooner than one that begins when they are done.
@@ -21,9 +21,10 @@ from cachecraft_rag.planning.balance import tokens_to_compute
 
 PIECE = 256  # tokens that the last pass takes along; a longer front is computed in pieces of its own
 _FIRST_PIECE = 64  # on a machine that has measured nothing yet
-_SOON_S = 0.1  # what is loaded by then is not worth a piece that nothing is known of
+_SOON_S = 0.5  # what is loaded by then is not worth a piece that nothing is known of: it costs a pass
 _FIXED = 8  # a piece may take this many times as long as its fixed part, if there is so much to compute
-_SLOW_START = 4.0  # a rate that is not settled may be this many times as high: first reads gave a seventh to a half
+_SLOW_START = 2.0  # a rate that is not settled may be this many times as high: most first reads gave half of it or more
+_ONE_PASS = 1.25  # one pass over everything may take this many times as long as pieces, which readers disturb
 _LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
 
@@ -38,6 +39,7 @@ class BothEnds:
     settled      whether that rate can be relied on
     rows         what the last pass computes in any case, see `ComputeSpeed.rows`
     cores        that readers keep busy and computing lacks
+    untouched    whether nothing of the prompt is computed or loaded yet
     """
 
     waiting: Sequence[int]
@@ -47,22 +49,30 @@ class BothEnds:
     rows: float
     speed: ComputeSpeed
     cores: float = 0.0
+    untouched: bool = False
 
     def next_piece(self) -> tuple[float, bool]:
         """How many tokens the front takes next, and whether the last pass takes them along."""
         if not self.waiting:
             return 0.0, True
         if not self.speed.known:
-            soon = self.bytes_per_s > 0.0 and self.load_s < _SOON_S
-            return (0.0, True) if soon else (_FIRST_PIECE, False)
+            return (0.0, True) if self.comes_soon else (_FIRST_PIECE, False)
         if not self.settled and self.bytes_per_s <= 0.0:
             return min(_FIRST_PIECE, len(self.waiting)), False
-        share = (self if self.settled else self._faster()).share(pieces=True)
+        possible = self if self.settled else self._faster()
+        share = possible.share(pieces=True)
         if share <= PIECE:
             return share, True
-        if self.bytes_per_s > 0.0 and self._whole_s() <= self._front_s(share):
+        if self.bytes_per_s > 0.0 and self._rest_s() <= min(
+            possible.load_s, _ONE_PASS * self._front_s(self.share(pieces=True))
+        ):
             return float(len(self.waiting)), True
         return self._piece(share), False
+
+    @property
+    def comes_soon(self) -> bool:
+        """Whether all of it will be there so soon that nothing else need be known."""
+        return self.bytes_left <= _SOON_S * self.bytes_per_s
 
     def worth_waiting(self) -> bool:
         """Whether a front pays at the rate that came so far, but not at one that is still possible."""
@@ -110,9 +120,10 @@ class BothEnds:
         )
         return min(max(share, 0.0), float(count))
 
-    def _whole_s(self) -> float:
-        """How long computing everything takes, in one pass."""
-        return self.speed.seconds(self.rows + self.speed.rows(self.waiting))
+    def _rest_s(self) -> float:
+        """How long computing everything that is left takes, in one pass."""
+        rows = self.rows + self.speed.rows(self.waiting)
+        return self.speed.whole_s(rows) if self.untouched else self.speed.seconds(rows)
 
     def _front_s(self, share: float) -> float:
         """How long the pieces of a front of `share` tokens and the last pass take."""

@@ -30,7 +30,7 @@ from cachecraft_rag.compute.meeting import BothEnds
 from cachecraft_rag.compute.probe import PROBES, Probe
 from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
-from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.speed import ComputeSpeed, PassKind
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.planning.balance import preload_depth
@@ -111,7 +111,6 @@ class OverlappedPrefill:
         `in_pass`: what follows, up to the next one of these, needs the driver's lock.
         """
         loads, cake = self._loads, self._job.loading == "cake"
-        loads.layer_first = not cake
         if cake and not loads.meter.warm:  # nothing is known: see whether it comes at once
             with self._timer("loading"):
                 yield Wait(loads, lambda: not loads.incomplete(), _FIRST_LOOK_S)
@@ -119,7 +118,7 @@ class OverlappedPrefill:
             with self._timer("loading"):
                 yield self._ahead()
             tokens, last = self._stack.ranks.lead(self._decide())  # only now: in the meantime more has come
-            loads.layer_first = last
+            loads.layer_first = last  # while a front is computed, whole extents from the back
             taken = loads.take(tokens)
             self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
             self._compute_instead(taken)
@@ -143,10 +142,13 @@ class OverlappedPrefill:
         if loading == "whole":
             return Wait(loads, lambda: not loads.incomplete(), None)
         if loading == "cake":
+            if not (speed.known or loads.meter.warm):
+                return Wait(loads, lambda: self._ends().comes_soon, _SETTLE_S)
             ends = self._ends()
             if ends.worth_waiting():
                 return Wait(loads, lambda: loads.meter.warm or not loads.incomplete(), _SETTLE_S)
             if ends.load_first():
+                loads.layer_first = True
                 return Wait(loads, lambda: not loads.incomplete(), 2.0 * ends.load_s)
             return Wait(loads, lambda: True, None)
         rate = loads.meter.bytes_per_s
@@ -164,14 +166,16 @@ class OverlappedPrefill:
     def _ends(self, rows: float | None = None) -> BothEnds:
         """What is known just now; `rows` are computed in any case, all that are open if not given."""
         loads, speed = self._loads, self._speed
+        waiting, own = loads.incomplete(), self._rows.open()
         return BothEnds(
-            waiting=loads.incomplete(),
+            waiting=waiting,
             bytes_left=loads.bytes_left(),
             bytes_per_s=loads.meter.bytes_per_s,
             settled=loads.meter.warm,
-            rows=speed.rows(self._rows.open()) if rows is None else rows,
+            rows=speed.rows(own) if rows is None else rows,
             speed=speed,
             cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
+            untouched=len(np.union1d(own, waiting)) == len(self._ids),
         )
 
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
@@ -200,7 +204,7 @@ class OverlappedPrefill:
             self._place(layer, here, below=edge)
             yield from self._run_layer(run)
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)  # a server's driver may set it aside
-        self._speed.measured(self._speed.rows(positions), spent, piece=True)
+        self._measured(positions, spent, "piece")
         self._rows = self._rows.finish(positions)
 
     def _last_pass(self) -> Generator[Step, bool, PrefillResult]:
@@ -230,8 +234,7 @@ class OverlappedPrefill:
                 run.keep(self._focused(run.positions, monitor))
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)
         if not joined and (monitor is None or monitor.focused is None):
-            places = bool(self._resident or self._loads.extents)
-            self._speed.measured(self._speed.rows(positions), spent, piece=not places)
+            self._measured(positions, spent, "last" if self._resident or self._loads.extents else "piece")
         if monitor is not None or (self._job.probe is not None and PROBES[self._job.probe.kind].private):
             self._drop_private_captures(captured)
         return PrefillResult(
@@ -320,6 +323,10 @@ class OverlappedPrefill:
             absent=absent,
             timer=timer or self._timer,
         )
+
+    def _measured(self, positions: NDArray[np.int64], seconds: float, kind: PassKind) -> None:
+        whole = len(positions) == len(self._ids)
+        self._speed.measured(self._speed.rows(positions), seconds, kind="whole" if whole else kind)
 
     def _run_layer(self, run: RowPass) -> Generator[Step, bool, None]:
         self._row_layers += len(run.positions)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 _FEW_ROWS = 48  # a pass of fewer is mostly fixed cost
 _WEIGHT = 0.5  # of the newest pass in the average
+_MOST_APART = 2.0  # a piece's row may take this many times as long as one of a whole prompt's pass
+
+PassKind = Literal["last", "piece", "whole"]
+"""last   the question's: it also places what is reused
+piece  of a front: it places little
+whole  a prompt from its first token to its last: it attends by torch's causal kernel, so its rows take less
+"""
 
 
 class ComputeSpeed:
@@ -20,9 +28,11 @@ class ComputeSpeed:
 
     def __init__(self, keys_per_row: float) -> None:
         self._keys_per_row = keys_per_row
-        self._row_s: float | None = None
+        self._row_s: float | None = None  # of the last pass and of pieces
+        self._whole_row_s: float | None = None
+        self._apart = 1.0  # the first / the second
         self._step_s = 0.0
-        self._few_s: float | None = None  # of a pass of few rows, apart from them
+        self._few_s: float | None = None  # of a last pass of few rows, apart from them
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
         """Rows at these positions, in rows that attend to nothing."""
@@ -38,6 +48,11 @@ class ComputeSpeed:
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._pass_s + rows * self._row_s
 
+    def whole_s(self, rows: float) -> float:
+        """What a whole prompt of so many rows takes in one pass; needs `known`."""
+        assert self._row_s is not None, "no pass was measured yet"
+        return self._step_s + rows * (self._whole_row_s or self._row_s)
+
     @property
     def _pass_s(self) -> float:
         """The fixed part. A question's pass also places what is reused, and packs weights that a step does not."""
@@ -48,21 +63,29 @@ class ComputeSpeed:
         """The fixed part of a pass that places little: what a decoding step takes. The rest is in its rows' time."""
         return self._step_s
 
-    def measured(self, rows: float, seconds: float, *, piece: bool = False) -> None:
+    def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
         """Take note of a pass; of one with few rows, most of the time goes elsewhere: it tells the fixed part.
 
-        Args:
-            piece: it places little, see `piece_s`. Taking the fixed part of a question's pass for its own would make
-                its rows look several times as fast as they are.
+        Taking the fixed part of a question's pass for that of a piece would make its rows look several times as fast as
+        they are.
         """
         if rows < _FEW_ROWS and self._row_s is not None:
-            fixed = max(seconds - rows * self._row_s, 0.0)
-            if not piece:
-                self._few_s = fixed if self._few_s is None else _WEIGHT * fixed + (1.0 - _WEIGHT) * self._few_s
+            if kind == "last":
+                self._few_s = _average(self._few_s, max(seconds - rows * self._row_s, 0.0))
             return
-        row_s = max(seconds - (self.piece_s if piece else self._pass_s), 0.2 * seconds) / rows
-        self._row_s = row_s if self._row_s is None else _WEIGHT * row_s + (1.0 - _WEIGHT) * self._row_s
+        row_s = max(seconds - (self._pass_s if kind == "last" else self.piece_s), 0.2 * seconds) / rows
+        if kind == "whole":
+            self._whole_row_s = _average(self._whole_row_s, row_s)
+            self._row_s = _average(self._row_s, row_s * self._apart)  # a machine that slows down does so for both
+            return
+        self._row_s = _average(self._row_s, row_s)
+        if self._whole_row_s is not None:
+            self._apart = min(max(self._row_s / self._whole_row_s, 1.0), _MOST_APART)
 
     def stepped(self, seconds: float) -> None:
         """Take note of a decoding step: one row, so nearly all of it is the fixed part. The fastest tells most."""
         self._step_s = min(seconds, 0.98 * self._step_s + 0.02 * seconds) if self._step_s else seconds
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else _WEIGHT * new + (1.0 - _WEIGHT) * old

@@ -362,7 +362,7 @@ def test_bench_ttft_of_several_lengths(demo_model: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is told by Linux")
 def test_bench_memory(demo_model: Path, tmp_path: Path) -> None:
-    report = last_json(run("bench", "memory", "--tokens", "200", "--json", cwd=tmp_path))
+    report = last_json(run("bench", "memory", "--tokens", "200", "--loading", "cake", "--json", cwd=tmp_path))
     assert report["merged_kv_bytes"] == report["prompt_tokens"] * 46_080
     assert report["weights_bytes"] > 500e6
     # What loading has freed may serve the request again, but there is never a second copy of the weights.

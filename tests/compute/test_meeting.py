@@ -18,7 +18,7 @@ def speed_of(*, row_s: float, fixed_s: float) -> ComputeSpeed:
     """A machine on which a row takes so long, wherever it stands, and a pass so much besides."""
     speed = ComputeSpeed(keys_per_row=1e12)
     speed.stepped(fixed_s)
-    speed.measured(1000.0, fixed_s + 1000.0 * row_s, piece=True)
+    speed.measured(1000.0, fixed_s + 1000.0 * row_s, kind="piece")
     return speed
 
 
@@ -44,7 +44,7 @@ def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_
 
 
 def test_the_larger_the_fixed_part_of_a_pass_the_longer_the_pieces() -> None:
-    lengths = [ends_of(0.25, fixed_s=fixed_s).next_piece()[0] for fixed_s in (0.0, 0.03, 0.05, 0.08)]
+    lengths = [ends_of(0.4, fixed_s=fixed_s).next_piece()[0] for fixed_s in (0.0, 0.03, 0.05, 0.08)]
     assert lengths == [PIECE, PIECE, pytest.approx(400), pytest.approx(640)]
     large = ends_of(1.0, fixed_s=0.2)
     assert large.next_piece() == (pytest.approx(large.share(pieces=True) / 2), False)  # what is left is decided later
@@ -52,6 +52,26 @@ def test_the_larger_the_fixed_part_of_a_pass_the_longer_the_pieces() -> None:
 
 def test_where_pieces_would_take_as_long_as_one_pass_over_everything_there_is_that_pass() -> None:
     assert ends_of(0.25, fixed_s=0.3).next_piece() == (TOKENS, True)
+
+
+def test_where_a_whole_pass_attends_faster_than_pieces_do_there_is_that_pass() -> None:
+    ends = ends_of(0.3, fixed_s=0.0)
+    assert ends.next_piece() == (PIECE, False)
+    ends.speed.measured(1000.0, 0.6, kind="whole")  # 0.6 ms for a row, and 1 ms in pieces
+    ends.speed.measured(1000.0, 1.0, kind="piece")
+    assert replace(ends, untouched=True).next_piece() == (TOKENS, True)
+    assert ends.next_piece() == (PIECE, False)  # what is left is no whole prompt
+
+
+def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
+    """There is no way back from it. Pieces look expensive here, and loading may be twice as fast as it seems."""
+    first_reads = replace(ends_of(1.0, settled=False, fixed_s=0.0), untouched=True)
+    first_reads.speed.measured(1000.0, 0.6, kind="whole")
+    for _ in range(9):
+        first_reads.speed.measured(1000.0, 1.2, kind="piece")
+    assert first_reads.next_piece() == (PIECE, False)
+    slow = replace(first_reads, bytes_per_s=300.0)
+    assert slow.next_piece() == (TOKENS, True)
 
 
 def test_what_pieces_cost_beside_their_rows_makes_the_front_smaller() -> None:
@@ -65,8 +85,8 @@ def test_where_loading_is_quick_no_front_is_computed() -> None:
 
 
 def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -> None:
-    """Loading is six times as fast as computing, and its first reads gave a seventh of that."""
-    first_reads = ends_of(6.0 / 7.0, settled=False)
+    """Loading is three times as fast as computing, and its first reads gave half of that."""
+    first_reads = ends_of(3.0 / 2.0, settled=False)
     assert first_reads.share() > TOKENS / 4
     assert first_reads.worth_waiting()
     assert first_reads.next_piece() == (0.0, True)
@@ -75,7 +95,7 @@ def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -
 
 
 def test_a_front_that_pays_at_any_rate_that_is_possible_is_not_waited_for() -> None:
-    slow = ends_of(0.2, settled=False)
+    slow = ends_of(0.5, settled=False)
     assert not slow.worth_waiting()
     assert slow.next_piece() == (PIECE, False)
     nothing_yet = ends_of(0.0, settled=False)

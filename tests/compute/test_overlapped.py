@@ -492,7 +492,7 @@ def test_g4_with_a_chunk_that_is_lost_between_looking_and_placing(
     decoder: Decoder, disk: Disk, assert_exact: Exact
 ) -> None:
     plain = disk.loads(readers=0)
-    loads = Clumsy(plain.layers, plain.extents, Meter(None), layer_first=True)
+    loads = Clumsy(plain.layers, plain.extents, Meter(None))
     while loads.depth() < 3:
         read_one(loads)
     threading.Timer(0.1, read, (loads,)).start()
@@ -664,7 +664,6 @@ def test_what_memory_does_not_keep_is_let_go_before_the_last_pass_has_run_a_laye
     """Some layers may have come ahead of the request's turn; of the others there is never more than is being read."""
     disk.kept = False
     loads = disk.loads(readers=0)
-    loads.layer_first = True
     while loads.depth() < ahead:
         read_one(loads)
     chunks = {id(one.stored): one.stored for one in loads.extents}.values()
@@ -705,7 +704,6 @@ def test_a_layer_that_comes_after_its_tokens_were_taken_is_not_placed(decoder: D
     disk.kept = False
     loads, placed = disk.loads([1], readers=0), Placed()
     loads.send_to(placed)
-    loads.layer_first = True
     job = loads._next()
     assert job is not None
     assert job.own is None  # into the reader's own memory
@@ -759,6 +757,7 @@ def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(
 
 def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
     loads = disk.loads(readers=0)
+    loads.layer_first = False
     jobs = [(job.extents[0].first, job.extents[-1].last) for job in iter(loads._next, None)]
     assert jobs[:2] == [(64, 150), (0, 64)]  # of the last chunk: a quarter of what is left at most
     assert [last - first for first, last in jobs[-3:]] == [64, 64, 20]  # near the front one by one
@@ -771,7 +770,6 @@ def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_
 
 def test_layer_first_reads_what_adjoins_at_once(disk: Disk) -> None:
     loads = disk.loads(readers=0)
-    loads.layer_first = True
     jobs = [loads._next() for _ in range(4)]
     assert [(job.layer, job.extents[0].first, job.extents[-1].last) for job in jobs if job] == [
         (0, 0, 20),
@@ -874,6 +872,47 @@ def test_a_last_pass_on_all_cores_waits_for_busy_readers_and_not_for_others(
         loads.read()
         assert wait.ready()
         steps.close()
+
+
+def test_until_a_front_is_computed_loading_goes_layer_by_layer(decoder: Decoder, disk: Disk) -> None:
+    loads = disk.loads(readers=0)  # nothing comes
+    steps = OverlappedPrefill(decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, measured(decoder)).steps()
+    assert isinstance(next(steps), overlapped.Wait)
+    assert isinstance(steps.send(False), overlapped.Wait)
+    assert loads.layer_first
+    assert isinstance(steps.send(True), Forward)
+    assert not loads.layer_first
+    assert loads.extents[0].taken
+    steps.close()
+
+
+def test_what_is_recomputed_of_a_stored_chunk_belongs_to_an_untouched_prompt_once(decoder: Decoder, disk: Disk) -> None:
+    """It is to be loaded and to be computed."""
+    rows = ONLY_QUESTION.rows.mark(range(20, 60), RowReason.RECOMPUTED)
+    loads = disk.loads(readers=0)
+    prefill = OverlappedPrefill(decoder, PrefillJob(IDS, rows), loads, measured(decoder))
+    assert prefill._ends().untouched
+    loads.read()
+    assert not prefill._ends().untouched
+
+
+def test_an_engine_that_has_measured_nothing_looks_longer_before_it_computes_a_front(
+    decoder: Decoder, disk: Disk
+) -> None:
+    """It cannot know that a front pays. It goes on as soon as it sees that the rest will not take long."""
+    loads = disk.loads(readers=0)
+    unmeasured = ComputeSpeed(decoder.keys_per_row)
+    steps = OverlappedPrefill(decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, unmeasured).steps()
+    assert isinstance(next(steps), overlapped.Wait)
+    look = steps.send(False)
+    assert isinstance(look, overlapped.Wait)
+    assert look.timeout_s
+    assert not look.ready()
+    loads.meter = Meter(1e9)  # what came by then
+    assert look.ready()
+    assert isinstance(steps.send(True), overlapped.Wait)  # the last pass waits for its first layer
+    assert not loads.extents[0].taken
+    steps.close()
 
 
 def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: Decoder, tmp_path: Path) -> None:

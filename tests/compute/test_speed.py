@@ -30,3 +30,17 @@ def test_a_pass_of_few_rows_tells_the_fixed_part_and_nothing_of_a_row() -> None:
     assert speed.seconds(100.0, passes=0) == pytest.approx(0.5)
     speed.measured(10.0, 0.01)  # faster than its rows alone would be
     assert speed.seconds(0.0) == pytest.approx(0.125)
+
+
+def test_a_whole_prompts_rows_are_told_apart_from_those_of_pieces() -> None:
+    speed = ComputeSpeed(keys_per_row=1000.0)
+    speed.measured(100.0, 0.2, kind="whole")
+    assert speed.seconds(100.0) == speed.whole_s(100.0) == pytest.approx(0.2)  # nothing else is known yet
+    for _ in range(20):
+        speed.measured(100.0, 0.3, kind="piece")
+    assert speed.whole_s(100.0) == pytest.approx(0.2)
+    assert speed.seconds(100.0) == pytest.approx(0.3)
+    for _ in range(20):
+        speed.measured(100.0, 0.4, kind="whole")  # half as fast now, and so are pieces
+    assert speed.whole_s(100.0) == pytest.approx(0.4)
+    assert speed.seconds(100.0) == pytest.approx(0.6)

@@ -21,7 +21,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.latency.common import QUESTION, chunks_of
 from cachecraft_rag.evaluation.latency.ttft import Shape
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 
@@ -52,14 +52,16 @@ class MemoryReport:
     dtype: str
 
 
-def run(model: str, shape: Shape, *, dtype: str = "auto", ratio: float = 0.15) -> MemoryReport:
+def run(
+    model: str, shape: Shape, *, dtype: str = "auto", ratio: float = 0.15, loading: Loading = "layerwise"
+) -> MemoryReport:
     """Measure one request with reuse and one without. Raises ConfigError where the system does not tell a peak."""
     if not _CLEAR.exists():
         raise ConfigError("peak memory can be measured on Linux only: it needs /proc/self/clear_refs")
     with tempfile.TemporaryDirectory(prefix="cachecraft-memory-") as folder:
         given = (model, dtype, folder, shape)
         _alone(_prime, *given)
-        reused = _alone(_request, *given, ReuseConfig(recompute_ratio=ratio, capture=False, loading="layerwise"))
+        reused = _alone(_request, *given, ReuseConfig(recompute_ratio=ratio, capture=False, loading=loading))
         full = _alone(_request, *given, ReuseConfig(reuse=False, capture=False))
     weights = reused["weights_bytes"]
     floor = weights + reused["merged_kv_bytes"]

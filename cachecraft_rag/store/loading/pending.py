@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -82,7 +82,7 @@ class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
     meter        of what comes
-    layer_first  False: whole extents from the back (Cake); True: layer by layer, for the last pass
+    layer_first  True: layer by layer, in few large reads; False: whole extents from the back, while a front is computed
     reads        how many have ended: while this stands still, nothing comes
     waited_s     seconds spent in `wait`
     """
@@ -90,7 +90,7 @@ class PendingLoads:
     layers: int
     extents: Sequence[Extent]
     meter: Meter
-    layer_first: bool = False
+    layer_first: bool = True
     reads: int = 0
     waited_s: float = 0.0
     _closed: bool = False
@@ -264,7 +264,7 @@ class PendingLoads:
         """Put one layer of what has come into `sink`; of what stands before the position `below`, only if complete."""
         self._place_waiting()
         with self._lock:
-            stretches = list(self._stretches(layer, below))
+            stretches = list(_stretches(self._to_place(layer, below)))
         for stored, start, first, last in stretches:
             sink.place(layer, stored.own(layer, first, last), start + first)
 
@@ -276,33 +276,22 @@ class PendingLoads:
             with self._lock:
                 early = [one for one in self.extents if one.stored is stored and one.waiting]
             for layer in range(max((extent.waiting for extent in early), default=0)):
-                for start, first, last in _joined([one for one in early if one.waiting > layer]):
+                for _, start, first, last in _stretches(one for one in early if one.waiting > layer):
                     self._sink.place(layer, stored.own(layer, first, last), start + first)
             for extent in early:
                 extent.waiting = 0
             stored.release()
 
-    def _stretches(self, layer: int, below: int | None) -> Iterator[tuple[StoredVariant, int, int, int]]:
-        """(chunk, its place in the prompt, first token, token behind the last) of what adjoins and is to be placed."""
-        stretch: tuple[StoredVariant, int, int, int] | None = None
+    def _to_place(self, layer: int, below: int | None) -> Iterator[Extent]:
+        """What `place` puts into its place, of what is not placed as soon as it comes."""
         for extent in self.extents:
-            if extent.placed or extent.layers <= layer or not extent.positions:
-                continue
-            if self._sink is not None and not extent.kept:  # placed as soon as it comes
+            if extent.placed or extent.layers <= layer or not (extent.kept or self._sink is None):
                 continue
             if below is not None:
                 if extent.layers < self.layers or extent.positions.stop > below:
                     continue
                 extent.placed = layer == self.layers - 1
-            first = extent.first + extent.taken
-            if stretch is not None and stretch[0] is extent.stored and stretch[3] == first:
-                stretch = (*stretch[:3], extent.last)
-                continue
-            if stretch is not None:
-                yield stretch
-            stretch = (extent.stored, extent.start, first, extent.last)
-        if stretch is not None:
-            yield stretch
+            yield extent
 
     def close(self) -> None:
         """Read no more. What is in flight ends soon."""
@@ -320,19 +309,19 @@ class PendingLoads:
         )
 
 
-def _joined(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
-    """(its chunk's place in the prompt, first token, token behind the last) of what is not computed and adjoins."""
-    found: tuple[int, int, int] | None = None
+def _stretches(extents: Iterable[Extent]) -> Iterator[tuple[StoredVariant, int, int, int]]:
+    """(chunk, its place in the prompt, first token, token behind the last) of what is not computed and adjoins."""
+    found: tuple[StoredVariant, int, int, int] | None = None
     for one in extents:
         first = one.first + one.taken
         if first == one.last:
             continue
-        if found is not None and found[::2] == (one.start, first):
-            found = (*found[:2], one.last)
+        if found is not None and found[0] is one.stored and found[3] == first:
+            found = (*found[:3], one.last)
             continue
         if found is not None:
             yield found
-        found = (one.start, first, one.last)
+        found = (one.stored, one.start, first, one.last)
     if found is not None:
         yield found
 
