@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +55,17 @@ class HalfPrecision:
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "demo"])
-def precisions(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path) -> HalfPrecision:
+def precisions(
+    request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path
+) -> Iterator[HalfPrecision]:
+    threads = torch.get_num_threads()
     if request.param == "demo":
         half = Decoder.load(str(demo_model), dtype="bfloat16")
+        torch.set_num_threads(os.cpu_count() or 1)  # minutes, where the CPU has no bf16 instructions
     else:
         half = tiny_decoder(request.param, dtype="bfloat16")
-    return HalfPrecision(half, Decoder(copy.deepcopy(half.model).float(), half.tokenizer, name="exact"))
+    yield HalfPrecision(half, Decoder(copy.deepcopy(half.model).float(), half.tokenizer, name="exact"))
+    torch.set_num_threads(threads)
 
 
 def relative(found: Tensor, truth: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.planning.balance import tokens_to_compute
 
@@ -38,6 +40,7 @@ class BothEnds:
     bytes_per_s  at which they come just now; 0 = nothing has come yet
     settled      whether that rate can be relied on
     rows         what the last pass computes in any case, see `ComputeSpeed.rows`
+    own          positions of those; where they are waited for as well, a front takes them at no cost
     cores        that readers keep busy and computing lacks
     untouched    whether nothing of the prompt is computed or loaded yet
     """
@@ -48,6 +51,7 @@ class BothEnds:
     settled: bool
     rows: float
     speed: ComputeSpeed
+    own: Sequence[int] = ()
     cores: float = 0.0
     untouched: bool = False
 
@@ -116,19 +120,23 @@ class BothEnds:
             load_s=self.load_s,
             compute_s=speed.seconds(self.rows) + fixed_s,
             load_token_s=self.load_s / count * layers_left,
-            compute_token_s=speed.seconds(speed.rows(front), passes=0) / len(front),
+            compute_token_s=speed.seconds(self._more(front), passes=0) / len(front),
         )
         return min(max(share, 0.0), float(count))
 
     def _rest_s(self) -> float:
         """How long computing everything that is left takes, in one pass."""
-        rows = self.rows + self.speed.rows(self.waiting)
+        rows = self.rows + self._more(self.waiting)
         return self.speed.whole_s(rows) if self.untouched else self.speed.seconds(rows)
 
     def _front_s(self, share: float) -> float:
         """How long the pieces of a front of `share` tokens and the last pass take."""
-        rows = self.rows + self.speed.rows(self.waiting[: round(share)])
+        rows = self.rows + self._more(self.waiting[: round(share)])
         return self.speed.seconds(rows) + self._pieces(share) * self.speed.piece_s
+
+    def _more(self, front: Sequence[int]) -> float:
+        """Rows that computing these positions adds to those of the last pass."""
+        return self.speed.rows(np.setdiff1d(np.asarray(front, dtype=np.int64), self.own, assume_unique=True))
 
     def _piece(self, share: float) -> float:
         """Tokens of the next piece: half of the share, and not too many, since then the share is computed anew."""

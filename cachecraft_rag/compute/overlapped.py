@@ -174,6 +174,7 @@ class OverlappedPrefill:
             settled=loads.meter.warm,
             rows=speed.rows(own) if rows is None else rows,
             speed=speed,
+            own=own,
             cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
             untouched=len(np.union1d(own, waiting)) == len(self._ids),
         )

@@ -74,6 +74,14 @@ def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
     assert slow.next_piece() == (TOKENS, True)
 
 
+def test_what_is_computed_in_any_case_costs_a_front_nothing_more() -> None:
+    """Every second token of the chunks is recomputed."""
+    ends = replace(ends_of(1.0, fixed_s=0.0), own=range(0, TOKENS, 2), rows=TOKENS / 2)
+    share = ends.share()
+    assert TOKENS / 2 + share / 2 == pytest.approx(TOKENS - share)  # both ends take as long, in milliseconds
+    assert replace(ends, bytes_per_s=250.0).next_piece() == (TOKENS, True)  # one pass over TOKENS rows, and no more
+
+
 def test_what_pieces_cost_beside_their_rows_makes_the_front_smaller() -> None:
     ends = ends_of(1.0, fixed_s=0.1)
     assert ends.share(pieces=True) < ends.share() - 50
