@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.planning.balance import tokens_to_compute
@@ -51,7 +52,7 @@ class BothEnds:
     settled: bool
     rows: float
     speed: ComputeSpeed
-    own: Sequence[int] = ()
+    own: Sequence[int] | NDArray[np.int64] = ()
     cores: float = 0.0
     untouched: bool = False
 
