@@ -43,7 +43,7 @@ class BothEnds:
     rows         what the last pass computes in any case, see `ComputeSpeed.rows`
     own          positions of those; where they are waited for as well, a front takes them at no cost
     cores        that readers keep busy and computing lacks
-    untouched    whether nothing of the prompt is computed or loaded yet
+    tokens       of the whole prompt
     """
 
     waiting: Sequence[int]
@@ -54,7 +54,7 @@ class BothEnds:
     speed: ComputeSpeed
     own: Sequence[int] | NDArray[np.int64] = ()
     cores: float = 0.0
-    untouched: bool = False
+    tokens: int = 0
 
     def next_piece(self) -> tuple[float, bool]:
         """How many tokens the front takes next, and whether the last pass takes them along."""
@@ -78,6 +78,11 @@ class BothEnds:
     def comes_soon(self) -> bool:
         """Whether all of it will be there so soon that nothing else need be known."""
         return self.bytes_left <= _SOON_S * self.bytes_per_s
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing of the prompt is computed or loaded yet."""
+        return len(np.union1d(self.own, self.waiting)) == self.tokens
 
     def worth_waiting(self) -> bool:
         """Whether a front pays at the rate that came so far, but not at one that is still possible."""

@@ -166,9 +166,9 @@ class OverlappedPrefill:
     def _ends(self, rows: float | None = None) -> BothEnds:
         """What is known just now; `rows` are computed in any case, all that are open if not given."""
         loads, speed = self._loads, self._speed
-        waiting, own = loads.incomplete(), self._rows.open()
+        own = self._rows.open()
         return BothEnds(
-            waiting=waiting,
+            waiting=loads.incomplete(),
             bytes_left=loads.bytes_left(),
             bytes_per_s=loads.meter.bytes_per_s,
             settled=loads.meter.warm,
@@ -176,7 +176,7 @@ class OverlappedPrefill:
             speed=speed,
             own=own,
             cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
-            untouched=len(np.union1d(own, waiting)) == len(self._ids),
+            tokens=len(self._ids),
         )
 
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:

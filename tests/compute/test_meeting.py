@@ -59,13 +59,13 @@ def test_where_a_whole_pass_attends_faster_than_pieces_do_there_is_that_pass() -
     assert ends.next_piece() == (PIECE, False)
     ends.speed.measured(1000.0, 0.6, kind="whole")  # 0.6 ms for a row, and 1 ms in pieces
     ends.speed.measured(1000.0, 1.0, kind="piece")
-    assert replace(ends, untouched=True).next_piece() == (TOKENS, True)
+    assert replace(ends, tokens=TOKENS).next_piece() == (TOKENS, True)
     assert ends.next_piece() == (PIECE, False)  # what is left is no whole prompt
 
 
 def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
     """There is no way back from it. Pieces look expensive here, and loading may be twice as fast as it seems."""
-    first_reads = replace(ends_of(1.0, settled=False, fixed_s=0.0), untouched=True)
+    first_reads = replace(ends_of(1.0, settled=False, fixed_s=0.0), tokens=TOKENS)
     first_reads.speed.measured(1000.0, 0.6, kind="whole")
     for _ in range(9):
         first_reads.speed.measured(1000.0, 1.2, kind="piece")
