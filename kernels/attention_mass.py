@@ -1,4 +1,4 @@
-"""The attention mass that rows give to each segment, and what each key receives."""
+"""Attention mass from rows to segments, and the mass that each key receives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_mass(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Where the rows' attention falls: on which segment, row by row, and on which key, from all rows together.
+    """Attention of the rows: to each segment, row by row, and to each key, from all rows together.
 
     Averaged over heads; a row's own position is left out, which makes the sum of the first over a chunk's rows exactly
     eq. 3 (other segments) and eq. 4 (its own) of Cache-Craft. The second is H2O's accumulated attention (its §4), from
@@ -30,7 +30,7 @@ def attention_mass(
     Args:
         q: `[rows, heads, head_dim]`, rotated.
         k: `[keys, kv_heads, head_dim]`, rotated.
-        visible: which keys each row sees.
+        visible: the keys that each row sees.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.
         scale, softcap: as in `attention`.
 

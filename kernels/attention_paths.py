@@ -1,4 +1,4 @@
-"""The ways to attend on a CPU: all give the same; which is fastest depends on the machine, the dtype and the shape.
+"""The ways to attend on a CPU: same results; the fastest depends on the machine, the dtype and the shape.
 
 A path is chosen by measuring (`engine/attention_choice.py`), never by what a CPU is called. Masks are made once per
 pass and shared by its layers, as what is added to the scores: torch would make that of a bool mask in every layer.
@@ -63,7 +63,7 @@ def paths_for(shape: ShapeClass) -> list[str]:
 
 @dataclass(frozen=True)
 class AttentionPaths:
-    """Which path each class of shapes takes, by names of `PATHS`.
+    """Paths of the classes of shapes, by names of `PATHS`.
 
     few, some  scattered rows: up to 64, and more
     front      the first rows of a prompt, all of them
@@ -145,7 +145,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float)
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """As `fused`, with the group's heads as rows; the mask is repeated for each."""
+    """The result of `fused`, with the group's heads as rows; the mask is repeated for each."""
     kv_heads, group, rows, head_dim = q.shape
     together = q.reshape(1, kv_heads, group * rows, head_dim)
     keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
@@ -153,7 +153,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """As many keys as rows, each row seeing those up to its own; `q` `[kv_heads, group, rows, head_dim]`."""
+    """Attention of a prompt's first rows, each to the keys up to its own; `q` `[kv_heads, group, rows, head_dim]`."""
     seen = partial(_expanded, group=q.shape[1])
     return scaled_dot_product_attention(q, seen(k), seen(v), is_causal=True, scale=scale)
 

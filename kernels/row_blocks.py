@@ -60,7 +60,7 @@ def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBl
 
 
 def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor | None:
-    """What is added to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None where every row sees every key."""
+    """Mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None where every row sees every key."""
     if block.hidden is None:
         return None
     mask = block.hidden.new_zeros((len(block.hidden), block.last_key - block.first_key), dtype=dtype)

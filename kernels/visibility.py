@@ -1,4 +1,4 @@
-"""Which keys each row of a pass sees."""
+"""Keys that each row of a pass sees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Visibility:
     _prepared: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     def prepared(self, prepare: Callable[[Visibility], T]) -> T:
-        """What a kernel derives from it, made at the first call and shared by all layers of a pass."""
+        """Derivation of a kernel, made at the first call and shared by all layers of a pass."""
         if prepare not in self._prepared:
             self._prepared[prepare] = prepare(self)
         found: T = self._prepared[prepare]

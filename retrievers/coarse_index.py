@@ -1,9 +1,9 @@
-"""Names the candidates of a search among very many vectors, from 4-bit copies of them.
+"""Candidates of a search among very many vectors, from 4-bit copies of them.
 
 Product quantisation with 16 centroids for each pair of dimensions (Jégou et al. 2011), scanned with tables in registers
 (André et al. 2015; FAISS calls it fast scan): a quarter of a byte for each dimension, and some 100 million vectors of
-384 dimensions per second and core. The candidates are then scored exactly by whoever asked, so the copies decide only
-who is a candidate at all. Vectors can be removed, which most of FAISS's faster indexes cannot do.
+384 dimensions per second and core. The caller scores the candidates exactly; the copies
+only choose them. Vectors can be removed, which most of FAISS's faster indexes cannot do.
 """
 
 from __future__ import annotations

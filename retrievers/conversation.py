@@ -29,7 +29,7 @@ _LETTERS = 600  # of them, from their end: an embedding model reads 256 tokens, 
 
 
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
-    """What to search for: the question, and for a follow-up also the questions before it and the question.
+    """Texts to search for: the question, and for a follow-up also the questions before it and the question.
 
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)

@@ -1,8 +1,8 @@
 """Read files and folders into documents: text, Markdown, reStructuredText, HTML, PDF, Word, tables and JSON.
 
-What comes out is Markdown where the source has headings (Markdown, reStructuredText, HTML, Word) and plain text where
-it has none (.txt, PDF, tables, JSON); `metadata["format"]` says which, and the splitter goes by it. Line ends become
-line feeds, so that the same text saved on two systems gives the same chunks. In a PDF a form feed stands between pages.
+The text is Markdown where the source has headings (Markdown, reStructuredText, HTML, Word) and plain otherwise (.txt,
+PDF, tables, JSON); the splitter goes by `metadata["format"]`. Line ends become line feeds, so that the same text saved
+on two systems gives the same chunks. In a PDF a form feed stands between pages.
 
 Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8, and last Windows-1252, noted in
 `metadata["encoding"]`. One bad file never loses the rest of a folder: it becomes a `Problem` beside the documents.
@@ -45,9 +45,9 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 
-# What a page may declare, by Python's names. Not all that Python knows: its "undefined" raises, "punycode" is none for
-# pages, and a page in UTF-16 could not be read far enough to find the declaration, so the HTML standard takes that for
-# UTF-8. It also takes Latin-1 and ASCII for Windows-1252.
+# Encodings that a page may declare, by Python's names. Not all that Python knows: its "undefined" raises, "punycode"
+# is not for pages. A page in UTF-16 could not be read far enough to find the declaration, so the HTML standard takes
+# "utf-16" for UTF-8. It also takes Latin-1 and ASCII for Windows-1252.
 _PAGE_CODECS = {
     "ascii": "cp1252",
     "iso8859-1": "cp1252",
@@ -79,7 +79,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a file or folder gave no document.
+    """A file or folder that gave no document, and the reason.
 
     kind  `unsupported`: not a kind of file this module reads; `inaccessible`: it is there but cannot be opened, so
           nothing is known of its content; `unreadable`: its content was seen and holds no text that can be read;
@@ -144,21 +144,7 @@ def parse_document(file: SourceFile, data: bytes) -> Document:
     Raises `DocumentError` if they hold no readable text, and `MissingReaderError` if the package that reads this kind
     of file is not installed.
     """
-    parsers: dict[str, Callable[[Path, bytes], tuple[str, dict[str, Scalar]]]] = {
-        ".txt": _parse_text,
-        ".md": _parse_markdown,
-        ".markdown": _parse_markdown,
-        ".rst": _parse_rst,
-        ".html": _parse_html,
-        ".htm": _parse_html,
-        ".pdf": _parse_pdf,
-        ".docx": _parse_docx,
-        ".csv": _parse_table,
-        ".tsv": _parse_table,
-        ".json": _parse_json,
-        ".jsonl": _parse_json,
-    }
-    parser = parsers.get(file.path.suffix.lower())
+    parser = _PARSERS.get(file.path.suffix.lower())
     if parser is None:
         raise DocumentError(_unsupported(file.path))
     if len(data) > LARGEST_FILE:
@@ -273,7 +259,7 @@ class _Walk:
             self.problems.append(Problem(doc_id, "inaccessible", inaccessible(path, error)))
 
     def _leads_out(self, entry: os.DirEntry[str]) -> bool:
-        """Whether the entry is a link to something outside the root that may not be followed; OSError for a loop."""
+        """True for a link out of the root that may not be followed; raises OSError for a loop."""
         if self._follow_links or not entry.is_symlink():
             return False
         try:
@@ -325,12 +311,8 @@ def _parse_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 def _parse_markdown(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     text, metadata = _decode(path, data)
+    text = rst_to_markdown(_clean(text)) if path.suffix.lower() == ".rst" else text
     return text, {"format": "markdown", **metadata}
-
-
-def _parse_rst(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    text, metadata = _decode(path, data)
-    return rst_to_markdown(_clean(text)), {"format": "markdown", **metadata}
 
 
 def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
@@ -378,3 +360,14 @@ def _parse_table(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 def _parse_json(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     text, metadata = _decode(path, data)
     return json_to_text(_clean(text)), {"format": "text", **metadata}
+
+
+_PARSERS: dict[str, Callable[[Path, bytes], tuple[str, dict[str, Scalar]]]] = {
+    **dict.fromkeys((".md", ".markdown", ".rst"), _parse_markdown),
+    **dict.fromkeys((".html", ".htm"), _parse_html),
+    **dict.fromkeys((".csv", ".tsv"), _parse_table),
+    **dict.fromkeys((".json", ".jsonl"), _parse_json),
+    ".txt": _parse_text,
+    ".pdf": _parse_pdf,
+    ".docx": _parse_docx,
+}

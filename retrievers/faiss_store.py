@@ -1,9 +1,8 @@
 """The vector store: chunks of documents in SQLite, found by FAISS, returned by chunk id.
 
 SQLite is the truth, the vectors included. The FAISS index is derived from it: each search compares the index's
-generation with the database's and brings in what has changed, whichever process changed it. So there is nothing to keep
-in step: a process killed at any moment, a lost or damaged index file, another process that writes, all end in the same
-catching up.
+generation with the database's and brings in what has changed, whichever process changed it. A process killed at any
+moment, a lost or damaged index file and a write by another process are all mended by the next search.
 
 A chunk has one row and one vector, and an owner for each place in a document where it stands. It goes with its last
 owner.
@@ -12,12 +11,13 @@ owner.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +66,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Sizes of an index; `nbytes` is what its files take on the disk."""
+    """Sizes of an index, and the number of its changes."""
 
     documents: int
     chunks: int
     owners: int
-    dim: int
     generation: int
-    embedder: str
-    nbytes: int
 
 
 def chunk_number(chunk_id: str, salt: int) -> int:
@@ -89,19 +86,11 @@ class FaissStore(Closeable):
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        db: Database,
-        settings: Mapping[str, str],
-        *,
-        number_of: Callable[[str, int], int] = chunk_number,
-    ) -> None:
+    def __init__(self, folder: Path, db: Database, settings: Mapping[str, str]) -> None:
         """Use `open`."""
         self.folder = folder
         self._home = HomeProcess("retrieval index")
         self._db = db
-        self._number_of = number_of
         self._closed = False
         self._store, self.dim, self.embedder = settings["store"], int(settings["dim"]), settings["embedder"]
         self._index: VectorIndex | None = None  # changed only within `_reading`: one thread at a time
@@ -109,12 +98,7 @@ class FaissStore(Closeable):
 
     @classmethod
     def open(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        dim: int | None = None,
-        embedder_fingerprint: str | None = None,
-        number_of: Callable[[str, int], int] = chunk_number,
+        cls, folder: str | os.PathLike[str], *, dim: int | None = None, embedder_fingerprint: str | None = None
     ) -> Self:
         """Open the store in a folder; it is made if it is not there, provided that `dim` and the fingerprint are given.
 
@@ -137,7 +121,7 @@ class FaissStore(Closeable):
         db, settings = open_database(
             path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S, read_only=read_only
         )
-        return cls(path, db, settings, number_of=number_of)
+        return cls(path, db, settings)
 
     # --- changes ---
 
@@ -296,13 +280,10 @@ class FaissStore(Closeable):
 
     def stats(self) -> IndexStats:
         """Sizes of the store."""
+        counts = ", ".join(f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners"))
         with self._reading() as db:
-            documents, chunks, owners = db.execute(
-                "SELECT (SELECT COUNT(*) FROM documents), (SELECT COUNT(*) FROM chunks), (SELECT COUNT(*) FROM owners)"
-            ).fetchone()
-            generation = int(_setting(db, "generation"))
-        nbytes = sum(path.stat().st_size for path in self.folder.glob("index.*") if path.is_file())
-        return IndexStats(documents, chunks, owners, self.dim, generation, self.embedder, nbytes)
+            documents, chunks, owners = db.execute(f"SELECT {counts}").fetchone()
+            return IndexStats(documents, chunks, owners, int(_setting(db, "generation")))
 
     # --- life ---
 
@@ -398,12 +379,9 @@ class FaissStore(Closeable):
         return added
 
     def _free_number(self, db: sqlite3.Connection, chunk_id: str) -> int:
-        salt = 0
-        while True:
-            number = self._number_of(chunk_id, salt)
-            if db.execute("SELECT 1 FROM chunks WHERE number = ?", (number,)).fetchone() is None:
-                return number
-            salt += 1
+        numbers = (chunk_number(chunk_id, salt) for salt in itertools.count())
+        taken = "SELECT 1 FROM chunks WHERE number = ?"
+        return next(number for number in numbers if db.execute(taken, (number,)).fetchone() is None)
 
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
         """Remove the places with these keys and whatever document and chunk is left with none; the chunks' ids."""
@@ -426,7 +404,7 @@ class FaissStore(Closeable):
         ]
 
     def _changed(self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]) -> Change:
-        """What a call did, after a new generation has begun if the index is affected."""
+        """Begin a new generation if the index is affected; return the change."""
         if added or removed:
             db.execute("UPDATE settings SET value = value + 1 WHERE key = 'generation'")
             db.execute("UPDATE settings SET value = ? WHERE key = 'stamp'", (uuid.uuid4().hex,))
@@ -440,7 +418,7 @@ class FaissStore(Closeable):
         generation, stamp = int(_setting(db, "generation")), _setting(db, "stamp")
         if self._index is not None and self._index.stamp == stamp:
             return self._index
-        # Not behind and yet not the same: the database was restored from an older copy, and generations mean nothing.
+        # Another stamp without a later generation: the database was restored from an older copy.
         if self._index is None or self._index.generation >= generation:
             self._index = VectorIndex(self.dim)
         index = self._index

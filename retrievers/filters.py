@@ -11,7 +11,7 @@ from cachecraft_rag.checks import check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Scalar
 
-# What a chunk's metadata must be: values (1 is not True), or comparisons such as {"$in": ["a", "b"]}; or a predicate.
+# Conditions on a chunk's metadata: values (1 is not True), or comparisons such as {"$in": ["a", "b"]}; or a predicate.
 Where = Mapping[str, "Scalar | Mapping[str, Any] | Sequence[Mapping[str, Any]]"] | Callable[[Metadata], bool]
 
 
@@ -81,7 +81,7 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Whether metadata passes a filter; everything passes None.
+    """True if metadata passes a filter; everything passes None.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]

@@ -3,7 +3,7 @@
 Every document from a folder has a `doc_id` that begins with the folder's label: `docs/kettle.md` for `kettle.md` in a
 folder named `docs`. A second folder of the same name gets the label `docs-2`, so that folders never overwrite one
 another. A folder (or a single file) below one that has been indexed before belongs to it, under its label; a folder
-around earlier ones takes over their documents. Folders are told apart by their absolute path, links not followed.
+around earlier ones takes over their documents. A folder is identified by its absolute path, links not followed.
 
 A run deletes only documents of its own folder. A file that exists but cannot be opened keeps its chunks, because its
 content may be unchanged; a file whose content can no longer be parsed (emptied, damaged) loses them. Both are in the
@@ -180,7 +180,7 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
 
 
 def _contains(root: str, folder: str) -> bool:
-    """Whether indexing `root` includes `folder`: it is inside and not in a hidden folder."""
+    """True if indexing `root` includes `folder`: it is inside and not in a hidden folder."""
     if not PurePath(folder).is_relative_to(root):
         return False
     return not any(part.startswith(".") for part in PurePath(folder).relative_to(root).parts)
@@ -243,7 +243,7 @@ class _Run:
         return data
 
     def is_unchanged(self, doc_id: str, content: str, *, root: str) -> bool:
-        """Whether the index has the document with this content and chunk size; if so, it is added to `unchanged`.
+        """True if the index has the document with this content and chunk size; it is then added to `unchanged`.
 
         A stored digest ends in a colon and the name of the answering model whose tokens limited the chunks. With no
         name, or another one, the chunks are counted again: nearly all are short enough.

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole, config_errors
+from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
-from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
-from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.retrievers.removal import Evictions
+from cachecraft_rag.retrievers.retriever import Retriever
+from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Metadata, SearchHit, chunk_id_of, digest
 
 try:
-    from langchain_core.callbacks import CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
     from langchain_core.embeddings import Embeddings
-    from langchain_core.retrievers import BaseRetriever
     from langchain_core.vectorstores import VectorStore
     from langchain_core.vectorstores.utils import maximal_marginal_relevance
-    from pydantic import ConfigDict, Field
 except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
@@ -70,11 +68,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     caches     chunk-caches to delete with their documents; None: they stay until the store needs the space
     """
 
-    def __init__(self, index: FaissStore, embedding: Embeddings, *, caches: ChunkCacheStore | None = None) -> None:
+    def __init__(self, index: FaissStore, embedding: Embeddings, *, caches: Caches | None = None) -> None:
         check_kind("index", index, FaissStore, advice="FaissStore.open makes one")
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
-        check_kind("caches", caches, ChunkCacheStore, optional=True, advice="engine.store is one")
-        self.index, self._embedding, self._caches = index, embedding, caches
+        check_kind("caches", caches, Caches, optional=True, advice="engine.store is one")
+        self.index, self._embedding, self._evictions = index, embedding, Evictions(caches)
         self._owns_index = False
 
     @classmethod
@@ -120,7 +118,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
     def close(self) -> None:
-        """Close the index if it was opened here."""
+        """Delete the chunk-caches of deleted documents, and close the index if it was opened here."""
+        self._evictions.finish(self.index)
         if self._owns_index:
             self.index.close()
 
@@ -144,19 +143,25 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         known = self.index.known_vectors(chunk.chunk_id for chunk in chunks)
         new = list(dict.fromkeys(chunk.text for chunk in chunks if chunk.chunk_id not in known))
         vectors = dict(zip(new, self._embedding.embed_documents(new), strict=True)) if new else {}
+        removed: list[str] = []
         for name, chunk in zip(names, chunks, strict=True):
             vector = known[chunk.chunk_id] if chunk.chunk_id in known else unit_vectors(vectors[chunk.text])
-            self._forget(self.index.upsert(name, [chunk], vector[None]).removed)
+            removed += self.index.upsert(name, [chunk], vector[None]).removed
+        self._evictions.settle(self.index, removed)
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Delete documents, all of them if `ids` is None. Unknown ids are no error."""
+        """Delete documents, all of them if `ids` is None. Unknown ids are no error.
+
+        Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first.
+        """
         check_names(kwargs, ())
         index = self.index
         for name in [document.doc_id for document in index.documents()] if ids is None else ids:
             # Chunks that were not added through LangChain have their chunk id as their document id.
             whole = ids is None or index.chunks_of(name)
-            self._forget((index.delete_document(name) if whole else index.delete_chunks([name])).removed)
+            change = index.delete_document(name) if whole else index.delete_chunks([name])
+            self._evictions.later(index, change.removed)
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -203,19 +208,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return self._search(unit_vectors(self._embedding.embed_query(query)), k, filter=filter)
 
     def max_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        *,
-        filter: Filter | None = None,
-        **kwargs: Any,
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
         """`k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
-        check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         vector = self._embedding.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, filter=filter)
+        return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, **kwargs)
 
     def max_marginal_relevance_search_by_vector(
         self,
@@ -247,36 +244,6 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return lambda cosine: min(1.0, max(0.0, cosine))  # LangChain requires 0 to 1
-
-    def _forget(self, removed: Iterable[str]) -> None:
-        if self._caches is not None and removed:
-            self._caches.evict(RowFilter(chunk_ids=tuple(removed)))
-
-
-class CacheCraftRetriever(BaseRetriever):
-    """The `k` nearest documents of a `CacheCraftVectorStore`, best first, with the `score` in each one's metadata.
-
-    It is optional: `CacheCraftGenerator` takes the documents of any retriever.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    store: CacheCraftVectorStore = Field(exclude=True, repr=False)
-    k: int = DEFAULT_TOP_K
-    filter: Any = None
-
-    def __init__(self, **settings: Any) -> None:
-        with config_errors():
-            super().__init__(**settings)
-        check_whole("k", self.k, least=1)
-
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        found = self.store.similarity_search_with_score(query, k or self.k, filter=self.filter)
-        for document, score in found:
-            document.metadata["score"] = score
-        return [document for document, _ in found]
 
 
 def _chunk(document: Document, name: str) -> Chunk:

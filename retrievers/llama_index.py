@@ -7,9 +7,10 @@ text share one chunk, with one vector and one chunk-cache.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.bridge.pydantic import PrivateAttr
     from llama_index.core.callbacks import CallbackManager
+    from llama_index.core.indices.query.embedding_utils import get_top_k_mmr_embeddings
     from llama_index.core.schema import (
         BaseNode,
         MetadataMode,
@@ -35,10 +37,7 @@ try:
         VectorStoreQueryMode,
         VectorStoreQueryResult,
     )
-    from llama_index.core.vector_stores.utils import (
-        metadata_dict_to_node,
-        node_to_metadata_dict,
-    )
+    from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 except ImportError as error:
     raise ImportError(
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
@@ -50,19 +49,26 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
-from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.llama_index_filters import NODE, where_of
-from cachecraft_rag.retrievers.ranking import WordIndex, fused, marginal_relevance
+from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
-from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, SearchHit
 
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})
-_BY_VECTOR = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR, VectorStoreQueryMode.HYBRID)
-_BY_WORDS = (VectorStoreQueryMode.HYBRID, VectorStoreQueryMode.TEXT_SEARCH, VectorStoreQueryMode.SPARSE)
+
+
+def _in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The asynchronous version of a method; LlamaIndex's own would block the event loop."""
+
+    @functools.wraps(method)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(method, *args, **kwargs)
+
+    return call
 
 
 class CacheCraftEmbedding(BaseEmbedding):
@@ -118,14 +124,9 @@ class CacheCraftEmbedding(BaseEmbedding):
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         return self._embedder.encode_document(texts).tolist()  # type: ignore[no-any-return]
 
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return await asyncio.to_thread(self._get_query_embedding, query)
-
-    async def _aget_text_embedding(self, text: str) -> list[float]:
-        return await asyncio.to_thread(self._get_text_embedding, text)
-
-    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        return await asyncio.to_thread(self._get_text_embeddings, texts)
+    _aget_query_embedding = _in_thread(_get_query_embedding)
+    _aget_text_embedding = _in_thread(_get_text_embedding)
+    _aget_text_embeddings = _in_thread(_get_text_embeddings)
 
 
 class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
@@ -152,28 +153,27 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     embedding: str | None = None
 
     _store: FaissStore | None = PrivateAttr(default=None)
-    _caches: ChunkCacheStore | None = PrivateAttr(default=None)
+    _evictions: Evictions = PrivateAttr()
     _owned: bool = PrivateAttr(default=True)
-    _words: WordIndex | None = PrivateAttr(default=None)
     _opening: Any = PrivateAttr(default_factory=threading.Lock)
 
     def __init__(
         self,
         folder: str | os.PathLike[str] | FaissStore = "chunk-caches/index",
         *,
-        caches: ChunkCacheStore | None = None,
+        caches: Caches | None = None,
         embedding: str | CacheCraftEmbedding | None = None,
     ) -> None:
         if isinstance(embedding, CacheCraftEmbedding):
             embedding = embedding.embedder.fingerprint
         if not isinstance(folder, FaissStore):
             check_path("folder", folder)
-        check_kind("caches", caches, ChunkCacheStore, optional=True, advice="engine.store is one")
+        check_kind("caches", caches, Caches, optional=True, advice="engine.store is one")
         check_text("embedding", embedding, optional=True, empty=False)
         given = folder if isinstance(folder, FaissStore) else None
         path = given.folder if given is not None else Path(str(folder))
         super().__init__(stores_text=True, folder=str(path), embedding=embedding)  # type: ignore[call-arg]
-        self._store, self._caches, self._owned = given, caches, given is None
+        self._store, self._evictions, self._owned = given, Evictions(caches), given is None
         if given is None and os.path.isfile(path / DATABASE):
             self._store = FaissStore.open(path, embedder_fingerprint=embedding)
 
@@ -207,18 +207,25 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         documents: dict[str, dict[str, BaseNode]] = {}
         for node in nodes:
             documents.setdefault(node.ref_doc_id or node.node_id, {})[node.node_id] = node
+        removed: list[str] = []
         for doc_id, by_id in documents.items():
             vectors = unit_vectors([node.get_embedding() for node in by_id.values()])
             store = self._opened(vectors.shape[1])
-            change = store.add(doc_id, [_chunk_of(node) for node in by_id.values()], vectors, keys=list(by_id))
-            self._evict(change.removed)
+            removed += store.add(
+                doc_id, [_chunk_of(node) for node in by_id.values()], vectors, keys=list(by_id)
+            ).removed
+        if self._store is not None:
+            self._evictions.settle(self._store, removed)
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache."""
+        """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache.
+
+        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first.
+        """
         check_names(delete_kwargs, ())
         if self._store is not None:
-            self._evict(self._store.delete_document(ref_doc_id).removed)
+            self._evictions.later(self._store, self._store.delete_document(ref_doc_id).removed)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -229,30 +236,19 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
         if self._store is not None:
             chosen = node_ids if filters is None else [node.node_id for node in self.get_nodes(node_ids, filters)]
-            self._evict(self._store.delete_keys(chosen or ()).removed)
+            self._evictions.later(self._store, self._store.delete_keys(chosen or ()).removed)
 
     def clear(self) -> None:
         """Remove everything."""
-        for document in self._store.documents() if self._store is not None else ():
-            self.delete(document.doc_id)
+        if self._store is not None:
+            for document in self._store.documents():
+                self.delete(document.doc_id)
+            self._evictions.settle(self._store)
 
-    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """`add`, in a thread."""
-        return await asyncio.to_thread(self.add, nodes, **kwargs)
-
-    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """`delete`, in a thread."""
-        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
-
-    async def adelete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
-    ) -> None:
-        """`delete_nodes`, in a thread."""
-        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
-
-    async def aclear(self) -> None:
-        """`clear`, in a thread."""
-        await asyncio.to_thread(self.clear)
+    async_add = _in_thread(add)
+    adelete = _in_thread(delete)
+    adelete_nodes = _in_thread(delete_nodes)
+    aclear = _in_thread(clear)
 
     # --- questions ---
 
@@ -264,47 +260,48 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The best nodes, best first; filters may be nested.
 
-        Query modes: the default, by embedding; `mmr`, near the query and unlike each other, with `mmr_threshold` (1:
-        only near) over `mmr_prefetch_k` nodes (default: four times as many); `text_search` and `sparse`, by words
-        (BM25); `hybrid`, by both, weighted by `alpha` (1: only the embedding).
+        Query modes: the default, by embedding, and `mmr`, near the query and unlike each other, with `mmr_threshold`
+        (1: only near) over `mmr_prefetch_k` nodes (default: four times as many).
 
-        Raises `ConfigError` for other modes, and for a query without the embedding or the text that its mode needs.
+        Raises `ConfigError` for other modes, and for a query without an embedding.
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
-        if query.mode not in _BY_VECTOR + _BY_WORDS:
-            names = ", ".join(dict.fromkeys(mode.value for mode in _BY_VECTOR + _BY_WORDS))
-            raise ConfigError(f"CacheCraftVectorStore has no mode {query.mode.value!r}; there are {names}")
-        if query.mode in _BY_VECTOR and query.query_embedding is None:
+        if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
+            raise ConfigError(
+                f"CacheCraftVectorStore has no mode {query.mode.value!r}; there are default and mmr. For a search by "
+                "words or by both use LlamaIndex's BM25Retriever and QueryFusionRetriever over get_nodes()"
+            )
+        if query.query_embedding is None:
             raise ConfigError("the query has no embedding; give the index or the retriever an embed_model")
-        if query.mode in _BY_WORDS and query.query_str is None:
-            raise ConfigError("the query has no text, and this mode searches by words")
-        hits = self._ranked(query, kwargs) if self._store is not None else []
+        hits = self._ranked(self._store, query, kwargs) if self._store is not None else []
         nodes = [_node_of(hit) for hit, _ in hits]
         return VectorStoreQueryResult(
             nodes=nodes, similarities=[score for _, score in hits], ids=[node.node_id for node in nodes]
         )
 
-    def _ranked(self, query: VectorStoreQuery, options: Options) -> Ranked:
-        assert self._store is not None
+    def _ranked(
+        self, store: FaissStore, query: VectorStoreQuery, options: Mapping[str, Any]
+    ) -> list[tuple[SearchHit, float]]:
         where = where_of(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
-        if query.mode not in _BY_WORDS:
-            rank = _unlike if query.mode == VectorStoreQueryMode.MMR else _nearest
-            return rank(self._store, query, where, options)
-        with self._opening:
-            self._words = self._words or WordIndex(self._store)
-        if query.mode == VectorStoreQueryMode.HYBRID:
-            return _by_both(self._store, self._words, query, where)
-        return _by_words(self._words, query, where)
+        vector = unit_vectors(query.query_embedding or [])
+        if query.mode == VectorStoreQueryMode.DEFAULT:
+            return [(hit, hit.score) for hit in store.search(vector, query.similarity_top_k, where=where)]
+        weight = query.mmr_threshold if query.mmr_threshold is not None else options.get("mmr_threshold", 0.5)
+        check_number("mmr_threshold", weight, most=1)
+        reach = options.get("mmr_prefetch_k", 4 * query.similarity_top_k)
+        check_whole("mmr_prefetch_k", reach, least=1)
+        hits = store.search(vector, reach, where=where)
+        known = store.known_vectors(hit.chunk_id for hit in hits)
+        scores, chosen = get_top_k_mmr_embeddings(
+            vector.tolist(),
+            [known[hit.chunk_id].tolist() for hit in hits],
+            similarity_top_k=query.similarity_top_k,
+            mmr_threshold=weight,
+        )
+        return [(hits[row], score) for row, score in zip(chosen, scores, strict=True)]
 
-    async def aget_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
-        """`get_nodes`, in a thread."""
-        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
-
-    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """`query`, in a thread."""
-        return await asyncio.to_thread(self.query, query, **kwargs)
+    aget_nodes = _in_thread(get_nodes)
+    aquery = _in_thread(query)
 
     # --- life ---
 
@@ -314,10 +311,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._store.save()
 
     def close(self) -> None:
-        """Close the index if it was opened here."""
-        if self._words is not None:
-            self._words.close()
-            self._words = None
+        """Delete the chunk-caches of deleted nodes, and close the index if it was opened here."""
+        if self._store is not None:
+            self._evictions.finish(self._store)
         if self._owned and self._store is not None:
             self._store.close()
 
@@ -328,48 +324,6 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
                     self.folder, dim=dim, embedder_fingerprint=self.embedding or UNKNOWN_EMBEDDING
                 )
             return self._store
-
-    def _evict(self, chunk_ids: tuple[str, ...]) -> None:
-        if self._caches is not None and chunk_ids:
-            self._caches.evict(RowFilter(chunk_ids=chunk_ids))
-
-
-# --- query modes ---
-
-Ranked = list[tuple[SearchHit, float]]
-Options = Mapping[str, Any]
-
-
-def _nearest(store: FaissStore, query: VectorStoreQuery, where: Where | None, options: Options) -> Ranked:
-    hits = store.search(unit_vectors(query.query_embedding or []), query.similarity_top_k, where=where)
-    return [(hit, hit.score) for hit in hits]
-
-
-def _unlike(store: FaissStore, query: VectorStoreQuery, where: Where | None, options: Options) -> Ranked:
-    weight = query.mmr_threshold if query.mmr_threshold is not None else options.get("mmr_threshold", 0.5)
-    check_number("mmr_threshold", weight, most=1)
-    reach = options.get("mmr_prefetch_k", 4 * query.similarity_top_k)
-    check_whole("mmr_prefetch_k", reach, least=1)
-    vector = unit_vectors(query.query_embedding or [])
-    hits = store.search(vector, reach, where=where)
-    known = store.known_vectors(hit.chunk_id for hit in hits)
-    vectors = [known[hit.chunk_id] for hit in hits]
-    return [
-        (hits[row], score) for row, score in marginal_relevance(vector, vectors, query.similarity_top_k, weight=weight)
-    ]
-
-
-def _by_words(words: WordIndex, query: VectorStoreQuery, where: Where | None) -> Ranked:
-    hits = words.search(query.query_str or "", query.sparse_top_k or query.similarity_top_k, where=where)
-    return [(hit, hit.score) for hit in hits]
-
-
-def _by_both(store: FaissStore, words: WordIndex, query: VectorStoreQuery, where: Where | None) -> Ranked:
-    alpha = 0.5 if query.alpha is None else query.alpha
-    check_number("alpha", alpha, most=1)
-    near = [hit for hit, _ in _nearest(store, query, where, {})]
-    worded = [hit for hit, _ in _by_words(words, query, where)]
-    return fused(near, worded, query.hybrid_top_k or query.similarity_top_k, alpha=alpha)
 
 
 @dataclass
@@ -426,8 +380,7 @@ class CacheCraftRetriever(BaseRetriever):
             hits = self._rag.index.search(unit_vectors(vector), self._top_k, where=where)
         return [NodeWithScore(node=_node_of(hit), score=hit.score) for hit in hits]
 
-    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return await asyncio.to_thread(self._retrieve, query_bundle)
+    _aretrieve = _in_thread(_retrieve)
 
 
 def _chunk_of(node: BaseNode) -> Chunk:

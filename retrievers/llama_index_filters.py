@@ -50,7 +50,7 @@ def _exact(filters: MetadataFilters) -> dict[str, str] | None:
 
 
 def _passes(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
-    """Whether metadata passes filters. They may be nested, which LlamaIndex's own function does not support."""
+    """True if metadata passes the filters, which may be nested (LlamaIndex's own function supports no nesting)."""
 
     def one(condition: MetadataFilter | MetadataFilters) -> bool:
         if isinstance(condition, MetadataFilters):

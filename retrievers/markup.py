@@ -103,6 +103,7 @@ class _HtmlRenderer:
         self.out: list[str] = []
         self.last = ""  # kind of the last block
         self.line: list[str] = []
+        self.line_has_text = False  # kept, because joining `line` at each cell is quadratic in a row's cells
         self.prefix = ""  # of the block that is being gathered
         self.pre = 0  # depth of <pre>
         self.lists = 0  # depth of lists
@@ -143,6 +144,7 @@ class _HtmlRenderer:
             self.title_text.append(text)
         if not self.unseen:
             self.line.append(text if self.pre else re.sub(r"\s+", " ", text))
+            self.line_has_text = self.line_has_text or bool(text.strip())
 
     def close(self) -> None:
         """The page has ended."""
@@ -160,7 +162,7 @@ class _HtmlRenderer:
         if name == "br":
             self.line.append("\n")
         elif name in ("td", "th"):
-            if "".join(self.line).strip():
+            if self.line_has_text:
                 self.line.append(" | ")
         elif name not in _INLINE:
             if not (name in ("p", "div") and self.prefix.strip() == "-"):  # a list item's own paragraph keeps the dash
@@ -183,7 +185,7 @@ class _HtmlRenderer:
     def _flush(self) -> None:
         """End the current block."""
         raw, prefix = "".join(self.line), self.prefix
-        self.line, self.prefix = [], ""
+        self.line, self.line_has_text, self.prefix = [], False, ""
         if not raw.strip():
             return
         if self.pre:
@@ -207,7 +209,7 @@ class _HtmlRenderer:
 
 
 def _unseen(name: str, attributes: Mapping[str, str]) -> bool:
-    """Whether a browser hides the tag, or shows it only for navigation."""
+    """True if a browser hides the tag, or shows it only for navigation."""
     style = attributes.get("style", "").replace(" ", "").lower()
     return (
         name in _UNSEEN

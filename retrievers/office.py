@@ -21,7 +21,7 @@ _LONGEST_NAME = 200  # characters of a name that stands before each of its value
 
 
 class FormatError(ValueError):
-    """What is wrong with a file, and what to do about it."""
+    """A file that cannot be read as its format; the message says what to do."""
 
 
 class MissingReaderError(ImportError):
@@ -51,11 +51,7 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
     if unpacked > most_bytes:
         raise FormatError(f"it unpacks to more than {most_bytes >> 20} MiB; split it or leave it out")
     # Neither pictures nor the file's own style map: both come from whoever wrote the document.
-    found = mammoth.convert_to_html(
-        io.BytesIO(data),
-        include_embedded_style_map=False,
-        convert_image=lambda _image: [],
-    )
+    found = mammoth.convert_to_html(io.BytesIO(data), include_embedded_style_map=False, convert_image=lambda _image: [])
     return html_to_markdown(f"<html><body>{found.value}</body></html>")[0]
 
 

@@ -1,25 +1,31 @@
-"""Removing documents from the index together with their chunk-caches."""
+"""Removing chunks from the index together with their chunk-caches."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_text, listed
-from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 
 if TYPE_CHECKING:
-    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.store.caches import Caches
+
+GRACE_S = 60.0  # an upsert of a framework is a deletion, then embedding, then an addition
+logger = logging.getLogger("cachecraft_rag.retrievers.removal")
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """What a removal took away: doc_ids, the chunks that no document has any more, and the chunk-caches of those.
+class RemovalReport:
+    """Documents removed by doc_id, chunks left without any document, and the chunk-caches deleted with those chunks.
 
-    `nbytes` is what the chunk-caches took on disk.
+    `nbytes` is the disk space of the chunk-caches.
     """
 
     documents: tuple[str, ...]
@@ -28,7 +34,7 @@ class Removed:
     nbytes: int
 
 
-def remove_documents(index: FaissStore, names: Iterable[str], *, caches: ChunkCacheStore | None = None) -> Removed:
+def remove_documents(index: FaissStore, names: Iterable[str], *, caches: Caches | None = None) -> RemovalReport:
     """Remove documents by `doc_id`, or all below a folder by its label and a slash (`docs/`).
 
     A chunk that another document has too stays, with its chunk-caches.
@@ -36,8 +42,6 @@ def remove_documents(index: FaissStore, names: Iterable[str], *, caches: ChunkCa
     Raises:
         DocumentError: a name that no document has; nothing was removed then.
     """
-    from cachecraft_rag.store import RowFilter
-
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
     for name in listed("names", names):
@@ -49,7 +53,59 @@ def remove_documents(index: FaissStore, names: Iterable[str], *, caches: ChunkCa
             raise DocumentError(f"{name}: there is no such document in the index; {meant}")
         chosen |= dict.fromkeys(found)
     gone = [chunk_id for doc_id in chosen for chunk_id in index.delete_document(doc_id).removed]
-    freed = None if caches is None or not gone else caches.evict(RowFilter(chunk_ids=tuple(gone)))
-    return Removed(
-        tuple(chosen), tuple(gone), 0 if freed is None else freed.variants, 0 if freed is None else freed.nbytes
-    )
+    return RemovalReport(tuple(chosen), tuple(gone), *evict_chunks(caches, gone))
+
+
+def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
+    """Delete the chunk-caches of these chunks; return their number and their bytes."""
+    from cachecraft_rag.store import RowFilter
+
+    chosen = tuple(chunk_ids)
+    if caches is None or not chosen:
+        return 0, 0
+    freed = caches.evict(RowFilter(chunk_ids=chosen))
+    return freed.variants, freed.nbytes
+
+
+class Evictions:
+    """Deletion of the chunk-caches of chunks that left an index and did not come back.
+
+    A framework replaces a document by deleting it and adding its new nodes. Chunks that are in both keep their
+    chunk-caches, because those of a deletion are deleted with the next addition, after `grace_s`, or at `close`.
+    """
+
+    def __init__(self, caches: Caches | None, *, grace_s: float = GRACE_S) -> None:
+        self._caches, self._grace_s = caches, grace_s
+        self._lock = threading.Lock()
+        self._waiting: dict[str, None] = {}
+        self._timer: threading.Timer | None = None
+
+    def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
+        """Delete the chunk-caches of these chunks unless the next addition brings them back."""
+        with self._lock:
+            self._waiting |= dict.fromkeys(chunk_ids if self._caches is not None else ())
+            if not self._waiting or self._timer is not None:
+                return
+            self._timer = threading.Timer(self._grace_s, self.finish, (index,))
+            self._timer.daemon = True  # a program that ends does not wait for it
+            self._timer.start()
+            atexit.register(self.finish, index)
+
+    def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
+        """Delete the chunk-caches of these and of all waiting chunks that are not in the index."""
+        with self._lock:
+            gone = self._waiting | dict.fromkeys(chunk_ids)
+            self._waiting = {}
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                atexit.unregister(self.finish)
+        present = index.known_vectors(gone) if self._caches is not None and gone else {}
+        evict_chunks(self._caches, (chunk_id for chunk_id in gone if chunk_id not in present))
+
+    def finish(self, index: FaissStore) -> None:
+        """`settle`; a store of chunk-caches that was closed before keeps them, with a warning in the log."""
+        try:
+            self.settle(index)
+        except CacheCraftError as error:
+            logger.warning("chunk-caches of deleted documents stay until their space is needed: %s", error)

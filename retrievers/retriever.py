@@ -14,11 +14,11 @@ from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore, StoredDocument
 from cachecraft_rag.retrievers.filters import Where
-from cachecraft_rag.retrievers.removal import Removed, remove_documents
+from cachecraft_rag.retrievers.removal import RemovalReport, remove_documents
 from cachecraft_rag.types import SearchHit
 
 if TYPE_CHECKING:
-    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.store.caches import Caches
 
 DEFAULT_TOP_K = 5
 INDEX_FOLDER = "index"  # inside the store folder
@@ -34,16 +34,11 @@ class Retriever:
     caches    the chunk-caches of these chunks, to evict what is deleted from the index; None if there are none
     """
 
-    def __init__(self, index: FaissStore, embedder: Embedder, *, caches: ChunkCacheStore | None = None) -> None:
+    def __init__(self, index: FaissStore, embedder: Embedder, *, caches: Caches | None = None) -> None:
         self.index, self.embedder, self.caches = index, embedder, caches
 
     def retrieve(
-        self,
-        question: str,
-        *,
-        top_k: int = DEFAULT_TOP_K,
-        where: Where | None = None,
-        history: Iterable[Turn] = (),
+        self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None, history: Iterable[Turn] = ()
     ) -> list[SearchHit]:
         """The `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
 
@@ -69,7 +64,7 @@ class Retriever:
         """All documents of the index, sorted by `doc_id`, with the number of their chunks."""
         return self.index.documents()
 
-    def remove_documents(self, names: Iterable[str]) -> Removed:
+    def remove_documents(self, names: Iterable[str]) -> RemovalReport:
         """Remove documents by `doc_id` (or all of a folder: `docs/`), with the chunk-caches of their chunks.
 
         Files stay where they are, so indexing their folder again brings them back.

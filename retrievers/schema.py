@@ -12,7 +12,7 @@ from cachecraft_rag.store.database import Database, Kind
 from cachecraft_rag.types import Chunk, chunk_id_of
 
 DATABASE = "index.sqlite"
-UNKNOWN_EMBEDDING = "llama-index"  # made by LlamaIndex, which does not tell a vector store its embedding model
+UNKNOWN_EMBEDDING = "llama-index"  # made by LlamaIndex, which does not name its embedding model to a vector store
 
 # Append only: migration n brings a database from user_version n to n + 1.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -78,12 +78,12 @@ def open_database(
 
 
 def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
-    """What the index was made with; written down where it is new."""
+    """Settings that the index was made with; stored if it is new."""
     with db.reading() as connection:
         stored = dict(connection.execute("SELECT key, value FROM settings").fetchall())
     if stored:
         return stored
-    if dim is None or fingerprint is None:  # whoever began to make it was killed
+    if dim is None or fingerprint is None:  # the process that began to make it was killed
         raise IndexStoreError(f"{folder}: there is no index here; make one with `cachecraft index`")
     values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": fingerprint}
     values |= {"generation": "0", "stamp": uuid.uuid4().hex}  # of the vectors; both change with them
@@ -112,7 +112,7 @@ _KIND = Kind(
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Whether two fingerprints `name@digest` are of one model; the name may differ, as of a copy in another folder."""
+    """True if two fingerprints `name@digest` are of one model; names differ for a copy in another folder."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 

@@ -55,7 +55,7 @@ class VectorIndex:
         return np.sort(ids)
 
     def add(self, numbers: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add vectors `[n, dim]`. None of the numbers may be there already: FAISS would keep both, without a word."""
+        """Add vectors `[n, dim]`. None of the numbers may be there already: FAISS would silently keep both."""
         self._index.add_with_ids(np.ascontiguousarray(vectors), numbers)
         if self._coarse is not None:
             self._coarse.add(numbers, vectors)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.formats.dataset import Dataset
+    from cachecraft_rag.evaluation.dataset import Dataset
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.catalog import Catalog
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Models of a test are tiny: more threads only wait for each other, which on a busy machine takes eight times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "200"  # tables are as wide on every terminal, and without one
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would warn at every subprocess a test starts
 # The settings of whoever runs the tests are not the tests'; `CACHECRAFT_CACHE` keeps the demo model's files.
 for name in [name for name in os.environ if name.startswith("CACHECRAFT_") and name != "CACHECRAFT_CACHE"]:
@@ -35,6 +38,19 @@ for name in [name for name in os.environ if name.startswith("CACHECRAFT_") and n
 # No test may fail because the machine is busy, and Hypothesis gives an example 0.2 s.
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
+
+
+def _import_benchmarks() -> None:
+    """Make `benchmarks` importable, which is not installed, without the repository's other folders."""
+    init = Path(__file__).parents[1] / "benchmarks" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("benchmarks", init)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["benchmarks"])
+
+
+_import_benchmarks()
 
 
 class Clock:
@@ -231,7 +247,7 @@ def decoder_of_letters(tiny_decoder: Callable[..., Decoder]) -> Callable[..., De
 @pytest.fixture(scope="session")
 def town_dataset() -> Dataset:
     """Six questions over two documents of four short passages, three in each prompt, with gold answers."""
-    from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.dataset import Dataset, Question
     from cachecraft_rag.types import Chunk
 
     documents = tuple(

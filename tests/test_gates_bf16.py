@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ class HalfPrecision:
     exact: Decoder
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "demo"])
+# A CPU without bf16 instructions takes minutes for the demo model.
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("demo", marks=pytest.mark.slow)])
 def precisions(
     request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path
 ) -> Iterator[HalfPrecision]:
@@ -75,7 +77,7 @@ def relative(found: Tensor, truth: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layers:
-    """What went into each of a model's layers, and its attention at the question's rows: `[layers, rows · hidden]`."""
+    """Inputs of a model's layers, and their attention at the question's rows: `[layers, rows · hidden]`."""
 
     inputs: list[Tensor]
     own: Tensor
@@ -97,7 +99,7 @@ def layers(precisions: HalfPrecision) -> list[Layers]:
 
 @torch.inference_mode()
 def attention_of_layers(decoder: Decoder, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What our attention makes of each layer's input at the question's rows: `[layers, rows · hidden]` of each path."""
+    """Our attention of each layer's input at the question's rows: `[layers, rows · hidden]` of each path."""
     everything, question = torch.tensor(EVERYTHING), torch.tensor(QUESTION)
     buffer, again = KVBuffer(decoder, BOUNDS[-1]), KVBuffer(decoder, BOUNDS[-1])
     recorder = CaptureRecorder(decoder.layout, buffer.kv, [(0, 0, QUESTION.start)])
@@ -132,11 +134,17 @@ def layers_are_as_exact_as_the_models_own(half: Decoder, layers: list[Layers]) -
     return passed
 
 
+def path(scattered: str, front: str) -> Any:
+    """A cell of the matrix of paths; each kind once, and its other sizes with `make test-all` only."""
+    once = (scattered, front) in {("blocks", "causal"), ("folded blocks of 288", "causal"), ("products", "causal")}
+    return pytest.param(scattered, front, marks=[] if once or front == "blocks" else pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("scattered", "front"),
     [
-        *((name, "causal") for name in paths_for("some")),
-        *((paths_for("some")[0], name) for name in paths_for("front")[1:]),
+        *(path(name, "causal") for name in paths_for("some")),
+        *(path(paths_for("some")[0], name) for name in paths_for("front")[1:]),
     ],
 )
 def test_no_layer_in_bf16_is_further_from_fp32_than_the_models_own(
@@ -160,6 +168,7 @@ def rotated_there_and_back(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor |
     return rotate(raw, cos, sin, out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precisions", ["demo"], indirect=True)
 @pytest.mark.parametrize(
     ("where", "worse"),

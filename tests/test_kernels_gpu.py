@@ -54,8 +54,8 @@ def test_the_gpu_bench_runs_on_a_toy_model_and_needs_little_else(tmp_path: Path)
     code = f"""
 import runpy, sys
 for name in {without}: sys.modules[name] = None  # importing it now fails
-sys.argv = ["gpu_bench.py", "--tiny", "--tokens", "22,38", "--json", {str(tmp_path / "gpu.json")!r}]
-runpy.run_path("examples/gpu_bench.py", run_name="__main__")
+sys.argv = ["gpu.py", "--tiny", "--tokens", "22,38", "--json", {str(tmp_path / "gpu.json")!r}]
+runpy.run_path("benchmarks/gpu.py", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

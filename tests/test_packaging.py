@@ -31,10 +31,9 @@ def run_python(code: str, *, cwd: Path) -> str:
 
 
 def expected_files() -> set[str]:
-    """Every module, the handbook and the follow-up questions, by their paths inside a wheel."""
+    """Every module and the handbook, by their paths inside a wheel."""
     found = {f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")}
     found |= {"cachecraft_rag/handbook/.questions.json", "cachecraft_rag/handbook/__init__.py"}
-    found.add("cachecraft_rag/evaluation/retrieval/follow-ups.jsonl")
     for inside, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             found.add(f"{inside}/{path.relative_to(ROOT / folder).as_posix()}")
@@ -123,7 +122,7 @@ def test_every_folder_with_modules_is_listed_in_pyproject() -> None:
 def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads: building in the checkout would pick up remains of earlier builds."""
     target = tmp_path_factory.mktemp("tree")
-    for name in ("cachecraft_rag", "kernels", "retrievers", "examples", "tests", "docs"):
+    for name in ("cachecraft_rag", "kernels", "retrievers", "benchmarks", "examples", "tests", "docs"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (
         "pyproject.toml",
@@ -156,6 +155,8 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(clean_tree: Path, tmp_path:
         "constraints.txt",
         "mkdocs.yml",
         "docs/site/hooks.py",
+        "benchmarks/__main__.py",
+        "benchmarks/follow-ups.jsonl",
         "tests/test_packaging.py",
         "examples/handbook/welcome.md",
     ):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.engine.decoder import chunk_bound_of
+from cachecraft_rag.engine.decoder import Decoder, chunk_bound_of
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.errors import ConfigError, IndexStoreError, StoreError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
+from cachecraft_rag.retrievers.retriever import open_index
+from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document, Progress
 
 PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
@@ -49,22 +53,32 @@ def fresh(rag: CacheCraft) -> CacheCraft:
     return rag
 
 
-def test_an_empty_index_says_what_to_do(demo_model: Path, tmp_path: Path) -> None:
-    with (
-        CacheCraft.from_pretrained(str(demo_model), store=tmp_path) as empty,
-        pytest.raises(IndexStoreError, match="cachecraft index"),
-    ):
-        empty.ask("Anything?")
+@pytest.fixture
+def tiny(tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore, tmp_path: Path) -> Iterator[CacheCraft]:
+    """A facade with a tiny model and an empty index."""
+    embedder = Embedder()
+    with Engine(tiny_decoder("Llama"), store) as engine, open_index(tmp_path / "own", embedder) as index:
+        yield CacheCraft(engine, index, embedder)
 
 
-def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(demo_model: Path, tmp_path: Path) -> None:
+def test_an_empty_index_says_what_to_do(tiny: CacheCraft) -> None:
+    with pytest.raises(IndexStoreError, match="cachecraft index"):
+        tiny.ask("Anything?")
+
+
+def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, own = list[ChunkCacheStore](), ChunkCacheStore.open
+    monkeypatch.setattr(ChunkCacheStore, "open", lambda *given: opened.append(own(*given)) or opened[-1])
     FaissStore.open(tmp_path / "index", dim=3, embedder_fingerprint="another model@1").close()
     with pytest.raises(IndexStoreError, match="another model"):
         CacheCraft.from_pretrained(str(demo_model), store=tmp_path)
-    assert list((tmp_path / "caches" / "writers").iterdir()) == []  # an open store has a lock file here
+    with pytest.raises(StoreError, match="closed"):
+        opened[0].stats()
 
 
-def test_the_second_question_reuses_the_captures_of_the_first(fresh: CacheCraft) -> None:
+def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(fresh: CacheCraft) -> None:
     first = fresh.ask(QUESTION, sampling=SHORT)
     second = fresh.ask(QUESTION, sampling=SHORT)
     assert {chunk.outcome for chunk in first.stats.chunks} == {"computed"}
@@ -73,8 +87,14 @@ def test_the_second_question_reuses_the_captures_of_the_first(fresh: CacheCraft)
     assert second.stats.tokens_recomputed == 0
     ranked = [source.chunk_id for source in first.sources]
     assert ranked == [chunk.chunk_id for chunk in reversed(first.stats.chunks)]  # the best stands nearest the question
+    other = fresh.ask("What does the warranty say about limescale?", sampling=SHORT)
+    moved = [chunk for chunk in other.stats.chunks if chunk.outcome == "reused"]
+    assert moved
+    assert all(0 < chunk.recomputed < chunk.tokens for chunk in moved)
+    assert all(chunk.cfo is not None and 0 < chunk.cfo < 1 for chunk in moved)
 
 
+@pytest.mark.slow  # tests/test_gates.py has the quick one
 def test_reuse_of_exact_caches_gives_the_answer_of_full_prefill_in_fp32(
     demo_model: Path, documents: Path, tmp_path: Path
 ) -> None:
@@ -84,15 +104,6 @@ def test_reuse_of_exact_caches_gives_the_answer_of_full_prefill_in_fp32(
         reused = rag.ask(QUESTION, sampling=SHORT)
     assert reused.stats.tokens_reused > 0
     assert reused.text == full.text
-
-
-def test_a_chunk_moves_when_another_question_ranks_it_elsewhere(fresh: CacheCraft) -> None:
-    fresh.ask(QUESTION, sampling=SHORT)
-    other = fresh.ask("What does the warranty say about limescale?", sampling=SHORT)
-    moved = [chunk for chunk in other.stats.chunks if chunk.outcome == "reused"]
-    assert moved
-    assert all(0 < chunk.recomputed < chunk.tokens for chunk in moved)
-    assert all(chunk.cfo is not None and 0 < chunk.cfo < 1 for chunk in moved)
 
 
 def test_priming_captures_every_chunk_once_and_resumes(fresh: CacheCraft) -> None:
@@ -119,10 +130,10 @@ def test_streamed_pieces_are_the_answer(fresh: CacheCraft) -> None:
     assert stream.stats.tokens_generated <= SHORT.max_new_tokens
 
 
-def test_the_chunk_caches_of_a_removed_document_go_with_it(demo_model: Path, documents: Path, tmp_path: Path) -> None:
+def test_the_chunk_caches_of_a_removed_document_go_with_it(tiny: CacheCraft, documents: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pages"
     shutil.copytree(documents, folder)
-    with CacheCraft.from_pretrained(str(demo_model), store=tmp_path / "store") as rag:
+    with tiny as rag:
         steps: list[Progress] = []
         rag.add_documents(folder, prime=True, progress=steps.append)
         assert [step.what.split()[0] for step in steps[:3]] == ["reading"] * 3
@@ -145,17 +156,7 @@ def test_documents_in_memory_and_filters(fresh: CacheCraft) -> None:
     fresh.index.delete_document("note")
 
 
-def test_another_namespace_sees_no_chunk_caches(fresh: CacheCraft, documents: Path) -> None:
-    from cachecraft_rag.engine.engine import Engine
-
-    fresh.ask(QUESTION, sampling=SHORT)
-    tenant = Engine(fresh.engine.decoder, fresh.engine.store, namespace="another tenant")
-    theirs = CacheCraft(tenant, fresh.index, fresh.embedder)
-    answer = theirs.ask(QUESTION, sampling=SHORT)
-    theirs.close()
-    assert {chunk.outcome for chunk in answer.stats.chunks} == {"computed"}
-
-
+@pytest.mark.slow
 def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others(
     demo_model: Path, documents: Path, tmp_path: Path
 ) -> None:
@@ -165,9 +166,11 @@ def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others
         rag.add_documents(documents)
         index_documents([glyphs], rag.index, rag.embedder)  # as an index made without the model holds it
         (whole,) = rag.index.chunks_of("glyphs")
-        told: list[str] = []
-        assert rag.prime(skipped=told.append) == rag.index.stats().chunks  # the system segment, and all but one chunk
-        assert told == [
+        skipped: list[str] = []
+        assert (
+            rag.prime(skipped=skipped.append) == rag.index.stats().chunks
+        )  # the system segment, and all but one chunk
+        assert skipped == [
             "glyphs: 1 of 1 chunks are too long for the model and were not computed; index the document again with "
             "this model"
         ]
@@ -179,8 +182,8 @@ def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others
         bound = rag.engine.decoder.chunk_bound
         assert bound.name == chunk_bound_of(str(demo_model)).name
         assert max(bound.count(chunk.text) for chunk in rag.index.chunks_of("glyphs")) <= bound.limit
-        assert rag.prime(skipped=told.append) == len(rag.index.chunks_of("glyphs"))
-        assert len(told) == 1
+        assert rag.prime(skipped=skipped.append) == len(rag.index.chunks_of("glyphs"))
+        assert len(skipped) == 1
 
 
 def test_a_question_without_words_is_refused(rag: CacheCraft) -> None:

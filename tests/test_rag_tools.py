@@ -1,4 +1,4 @@
-"""What the facade offers besides questions: sampling by name, async answers, sizes, documents; on a tiny model."""
+"""The facade besides questions: sampling by name, async answers, sizes, documents; on a tiny model."""
 
 from __future__ import annotations
 

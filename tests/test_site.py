@@ -44,7 +44,7 @@ def test_every_public_name_is_explained(site: Path) -> None:
 @pytest.mark.slow
 def test_fields_and_examples_are_readable(site: Path) -> None:
     settings = (site / "api" / "settings.html").read_text()
-    assert re.search(r"<li>\s*(<p>)?<code>recompute_ratio</code>: a fixed share", settings)
+    assert re.search(r"<li>\s*(<p>)?<code>recompute_ratio</code>: share of each", settings)
     assert "&gt;&gt;&gt;" in settings
     assert "<blockquote>" not in settings  # what Markdown makes of >>>
 

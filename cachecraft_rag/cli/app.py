@@ -14,57 +14,34 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import (
-    ask,
-    benchmarks,
-    calibrate,
-    chat,
-    demo,
-    doctor,
-    documents,
-    early_termination,
-    evaluate,
-    follow_ups,
-    serve,
-    settings,
-    simulate,
-    sizes,
-    store,
-)
+from cachecraft_rag.cli import benchmarks, documents, store
+from cachecraft_rag.cli.ask import ask, index
+from cachecraft_rag.cli.calibrate import calibrate
+from cachecraft_rag.cli.chat import chat
+from cachecraft_rag.cli.demo import demo
+from cachecraft_rag.cli.doctor import doctor
+from cachecraft_rag.cli.evaluate import evaluate
 from cachecraft_rag.cli.options import err, print_error
+from cachecraft_rag.cli.serve import serve
+from cachecraft_rag.cli.settings import settings
+from cachecraft_rag.cli.simulate import simulate
+from cachecraft_rag.cli.sizes import sizes
 from cachecraft_rag.errors import CacheCraftError
 
-INTERRUPTED = 130  # 128 + SIGINT, as in shells
-
-# Spellings of earlier versions, without their dashes. They keep working and are not in --help.
-_OLD_NAMES = {"births": "origin", "focus": "early-termination"}
+INTERRUPTED = (129, 130, 143)  # 128 + SIGHUP, SIGINT and SIGTERM, as in shells
 
 app = typer.Typer(
     name="cachecraft",
     help="RAG that is several times faster to the first token: it reuses the key/value caches of retrieved chunks, "
     "wherever they stand in the prompt.",
-    context_settings={"token_normalize_func": lambda name: _OLD_NAMES.get(name, name)},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("index")(ask.index)
-app.command("ask")(ask.ask)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
+for command in (demo, index, ask, chat, serve, sizes, doctor, settings, calibrate, simulate):
+    app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(documents.app, name="documents")
-app.command("sizes")(sizes.sizes)
-app.command("doctor")(doctor.doctor)
-app.command("settings")(settings.settings)
-app.command("calibrate")(calibrate.calibrate)
-app.command("simulate")(simulate.simulate)
-evaluation = typer.Typer()
-evaluation.callback(invoke_without_command=True)(evaluate.evaluate)
-evaluation.command("early-termination")(early_termination.early_termination)
-evaluation.command("follow-ups")(follow_ups.follow_ups)
-app.add_typer(evaluation, name="eval")
-app.command("judge-focus", hidden=True)(early_termination.early_termination)  # its name in earlier versions
 app.add_typer(store.app, name="store")
 app.add_typer(benchmarks.app, name="bench")
 
@@ -83,7 +60,7 @@ def _settings(
         bool, typer.Option("--log-json", help="Write log messages to stderr as lines of JSON, one for each request.")
     ] = False,
     settings_file: Annotated[
-        Path | None, typer.Option("--settings", help="Settings' file.", show_default="cachecraft.toml, if it is there")
+        Path | None, typer.Option("--settings", help="Settings file.", show_default="cachecraft.toml, if it is there")
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
@@ -100,7 +77,7 @@ def _settings(
     logger.handlers[:] = [handler]  # one, however often an app in Python calls this
     logger.setLevel(logging.INFO if verbose or log_json else logging.WARNING)
     logger.propagate = False
-    settings.keep(context, settings_file)
+    context.obj = settings_file
 
 
 def main() -> None:
@@ -111,6 +88,6 @@ def main() -> None:
         print_error(error)
         sys.exit(2)
     except SystemExit as leaving:
-        if leaving.code == INTERRUPTED:  # typer's exit code for Ctrl-C
+        if leaving.code in INTERRUPTED:  # typer's exit code for Ctrl-C is 130
             err.print("interrupted; finished work is kept")
         raise

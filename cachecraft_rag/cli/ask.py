@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.option_groups import CacheOptions, ComputeOptions, SamplingOptions, takes
-from cachecraft_rag.cli.options import DEFAULT_STORE, err, megabytes, out, print_json, progress_bar, waiting
-from cachecraft_rag.errors import IndexStoreError, ModelNotFoundError
+from cachecraft_rag.cli.options import (
+    ANSWER_KEYS,
+    ENGINE_KEYS,
+    err,
+    megabytes,
+    out,
+    print_json,
+    progress_bar,
+    quiet_libraries,
+    takes,
+    waiting,
+)
+from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.chunk_bound import ModelTokens
-    from cachecraft_rag.engine.config import EngineConfig
     from cachecraft_rag.engine.priming import PrimingEstimate
     from cachecraft_rag.engine.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, CacheCraft
+    from cachecraft_rag.retrievers.filters import Where
     from cachecraft_rag.retrievers.indexer import IndexReport
+    from cachecraft_rag.store import ChunkCacheStore
 
 
 def require_index(store: Path) -> None:
@@ -36,82 +50,76 @@ def require_index(store: Path) -> None:
         )
 
 
-def load(
-    model: str,
-    store: Path,
-    config: EngineConfig,
-    *,
-    embeddings: str | None = None,
-    server: str | None = None,
-    system: str | None = None,
-) -> CacheCraft:
+def load(settings: Settings, *, server: str | None = None, **options: Any) -> CacheCraft:
     """Open a `CacheCraft`, with a spinner while the model loads; over a server, where one is named.
 
-    Args:
-        system: the instruction, where it was chosen; `config` has it too.
+    `options` of `EngineConfig` go before the settings.
     """
+    config = settings.engine_config(**options)
+    store, model = settings["store"], settings["model"]
     with waiting(f"Loading {model}" if server is None else f"Connecting to {server}"):
         from cachecraft_rag.rag import CacheCraft
 
-        options.quiet_libraries()
-        chosen = {} if embeddings is None else {"embeddings": embeddings}
+        options_of_index = {} if settings["embeddings"] is None else {"embeddings": settings["embeddings"]}
         if server is not None:
-            return CacheCraft.connect(server, store=store, system=system, **chosen)
-        return CacheCraft.from_pretrained(model, store=store, config=config, **chosen)
+            system = settings.given().get("system")
+            return CacheCraft.connect(server, store=store, system=system, **options_of_index)
+        quiet_libraries()
+        return CacheCraft.from_pretrained(model, store=store, config=config, **options_of_index)
 
 
-@takes(compute=ComputeOptions, caches=CacheOptions)
+@dataclass(frozen=True)
+class IndexOptions:
+    """Options of `index`.
+
+    prime         also compute all chunk-caches now, so that the first question is fast too
+    alone         with --prime, each chunk without its neighbours: good with the learned correction of calibrate
+    follow_links  also index files outside the folder that links in it point to
+    """
+
+    prime: bool = False
+    alone: bool = False
+    follow_links: bool = False
+
+
+@takes(*ENGINE_KEYS, "embeddings", chosen=IndexOptions)
 def index(
-    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
-    store: options.Store = DEFAULT_STORE,
-    prime: Annotated[
-        bool, typer.Option("--prime", help="Also compute all chunk-caches now, so that the first question is fast too.")
-    ] = False,
-    alone: Annotated[
-        bool,
-        typer.Option(
-            "--alone",
-            help="With --prime: each chunk without its neighbours. Good with the learned correction of calibrate.",
-        ),
-    ] = False,
-    model: options.Model = "demo",
-    embeddings: options.Embeddings = None,
-    follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="Also index files outside the folder that links in it point to.")
-    ] = False,
     as_json: options.Json = False,
     *,
-    compute: ComputeOptions,
-    caches: CacheOptions,
+    settings: Settings,
+    chosen: IndexOptions,
 ) -> None:
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
-    options.set_threads(compute.threads)
-    config = caches.engine_config(context.obj, compute=compute)
+    settings.engine_config()
     require_readable(folder)  # before the models are loaded and a store is made
-    report = index_into(store, folder, model=model, embeddings=embeddings, follow_links=follow_links)
-    evict_removed(store, report)
+    report = index_into(settings, folder, follow_links=chosen.follow_links)
+    if report.removed_chunk_ids:
+        from cachecraft_rag.retrievers.removal import evict_chunks
+
+        with opened_caches(Path(settings["store"])) as caches:
+            evict_chunks(caches, report.removed_chunk_ids)
     primed = Primed(None, None, ())
-    if prime:
-        with load(model, store, config, embeddings=embeddings) as rag:
-            primed = prime_all(rag, alone=alone)
+    if chosen.prime:
+        with load(settings) as rag:
+            primed = prime_all(rag, alone=chosen.alone)
     if as_json:
         print_json(asdict(report) | asdict(primed))
     else:
         print_index_report(report, primed)
 
 
-def index_into(store: Path, folder: Path, *, model: str, embeddings: str | None, follow_links: bool) -> IndexReport:
+def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
     """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded."""
     with waiting("Loading the embedding model"):
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
         from cachecraft_rag.retrievers.retriever import open_index
 
-        options.quiet_libraries()
-        embedder = Embedder(embeddings or BUNDLED_EMBEDDER)
-        bound = chunk_bound(model)
-    with progress_bar("Indexing") as show, open_index(store, embedder) as found:
+        quiet_libraries()
+        embedder = Embedder(settings["embeddings"] or BUNDLED_EMBEDDER)
+        bound = chunk_bound(settings["model"])
+    with progress_bar("Indexing") as show, open_index(settings["store"], embedder) as found:
         return index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
 
 
@@ -125,16 +133,16 @@ class Primed:
 
 
 def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
-    """Say what priming will take, and do it."""
+    """Print the estimate of priming, and prime."""
     estimate, skipped = rag.estimate_priming(alone=alone), list[str]()
-    print_estimate(estimate, rag.engine.store.config.codec)
+    print_estimate(estimate, rag.engine.disk_space().codec)
     with progress_bar("Computing chunk-caches", remaining=True) as show:
         captured = rag.prime(alone=alone, progress=show, skipped=skipped.append)
     return Primed(captured, estimate, tuple(skipped))
 
 
 def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
-    """What priming will compute and store, before it starts; a warning if not all of it can stay."""
+    """The work and space that priming takes, before it starts; a warning if not all of it can stay."""
     err.print(
         f"to compute: {estimate.captures} chunk-caches, {estimate.tokens:,} tokens, "
         f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
@@ -144,7 +152,7 @@ def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
     )
     if not estimate.fits:
         err.print(
-            "That is more than fits: the least useful chunk-caches will be removed. Raise --disk-mb, or choose a "
+            "That is more than fits: the least useful chunk-caches will be removed. Raise --disk-bytes, or choose a "
             "smaller --codec (docs/sizes.md).",
             style="yellow",
             highlight=False,
@@ -162,14 +170,17 @@ def chunk_bound(model: str) -> ModelTokens | None:
         return None
 
 
-def evict_removed(store: Path, report: IndexReport) -> None:
-    """Remove the chunk-caches of chunks that no document contains any more."""
-    from cachecraft_rag.engine.base import CACHE_FOLDER
-    from cachecraft_rag.store import ChunkCacheStore, RowFilter
+@contextmanager
+def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
+    """The chunk-caches of a store folder; None where there are none yet."""
+    from cachecraft_rag.store import ChunkCacheStore
+    from cachecraft_rag.store.config import CACHE_FOLDER
 
-    if report.removed_chunk_ids and (store / CACHE_FOLDER).is_dir():
-        with ChunkCacheStore.open(store / CACHE_FOLDER) as caches:
-            caches.evict(RowFilter(chunk_ids=report.removed_chunk_ids))
+    if not os.path.isdir(store / CACHE_FOLDER):
+        yield None
+        return
+    with ChunkCacheStore.open(store / CACHE_FOLDER) as caches:
+        yield caches
 
 
 def print_index_report(report: IndexReport, primed: Primed) -> None:
@@ -188,40 +199,35 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
         err.print(sentence, style="yellow", markup=False, highlight=False)
 
 
-@takes(compute=ComputeOptions, caches=CacheOptions, sampling=SamplingOptions)
+@takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse")
 def ask(
-    context: typer.Context,
     question: Annotated[str, typer.Argument(help="Your question.")],
-    store: options.Store = DEFAULT_STORE,
-    model: options.Model = "demo",
-    embeddings: options.Embeddings = None,
-    top_k: options.TopK = 5,
-    max_new_tokens: options.MaxTokens = 128,
-    recompute_ratio: options.Ratio = None,
-    early_termination: options.EarlyTermination = "off",
-    reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse stored chunk-caches.")] = True,
     where: options.WhereOption = None,
     server: options.Server = None,
     as_json: options.Json = False,
     *,
-    compute: ComputeOptions,
-    caches: CacheOptions,
-    sampling: SamplingOptions,
+    settings: Settings,
 ) -> None:
     """Answer one question over the indexed documents."""
-    options.set_threads(compute.threads)
-    how = {"reuse": reuse, "recompute_ratio": recompute_ratio, "early_termination": early_termination}
-    config = caches.engine_config(context.obj, compute=compute, reuse=how)
-    drawn = sampling.params(max_new_tokens)
-    allowed = options.where_of(where)
-    require_index(store)
-    with load(model, store, config, embeddings=embeddings, server=server, system=caches.system) as rag:
-        chosen = None if server is None else config.reuse  # in this process the engine has it
-        stream = rag.stream(question, top_k=top_k, where=allowed, sampling=drawn, config=chosen)
+    if not question.strip():
+        raise ConfigError('the question is empty; write one, for example cachecraft ask "How often?"')
+    config, sampling, allowed = settings.engine_config(), settings.sampling(), options.where_of(where)
+    require_index(Path(settings["store"]))
+    with load(settings, server=server) as rag:
+        reuse = None if server is None else config.reuse  # in this process the engine has it
+        stream = rag.stream(question, top_k=settings["top_k"], where=allowed, sampling=sampling, config=reuse)
+        require_found(stream, allowed)
         if as_json:
             print_json(stream.answer().as_dict())
         else:
             print_answer(rag, stream)
+
+
+def require_found(stream: AnswerStream, where: Where | None) -> None:
+    """Raise ConfigError where a filter left no chunk: the model would answer from nothing."""
+    if where is not None and not stream.sources:
+        stream.close()
+        raise ConfigError("no chunk matches --where; `cachecraft documents ls` shows the documents that there are")
 
 
 def print_answer(rag: CacheCraft, stream: AnswerStream) -> None:
@@ -244,25 +250,14 @@ def print_sources(stream: AnswerStream) -> None:
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
     table = Table(box=None)
     for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier"):
-        table.add_column(
-            name, overflow="fold", no_wrap=name in ("#", "score", "tokens", "recomputed", "computed", "tier")
-        )
+        table.add_column(name, overflow="fold", no_wrap=name not in ("source", "heading", "chunk-cache"))
     for place, source in enumerate(stream.sources, start=1):
         chunk = reports[source.chunk_id]
         outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
         score = "" if source.score is None else f"{source.score:.2f}"
-        where, heading = (str(source.metadata.get(key) or "") for key in ("source", "heading"))
-        table.add_row(
-            str(place),
-            where,
-            heading,
-            score,
-            str(chunk.tokens),
-            outcome,
-            str(chunk.recomputed),
-            str(chunk.computed),
-            chunk.tier or "",
-        )
+        origin = [source.metadata.get(key) or "" for key in ("source", "heading")]
+        row = (place, *origin, score, chunk.tokens, outcome, chunk.recomputed, chunk.computed, chunk.tier or "")
+        table.add_row(*map(str, row))
     out.print(table)
 
 

@@ -8,66 +8,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
-from typing import TYPE_CHECKING
-
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.ask import load, print_calibration, print_sources, print_stats, print_stream, require_index
-from cachecraft_rag.cli.option_groups import CacheOptions, ComputeOptions, SamplingOptions, takes
-from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_error
-from cachecraft_rag.errors import ContextLengthError
+from cachecraft_rag.cli.ask import (
+    load,
+    print_calibration,
+    print_sources,
+    print_stats,
+    print_stream,
+    require_found,
+    require_index,
+)
+from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, err, out, print_error, takes
+from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.errors import ConfigError, ContextLengthError
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.prompt import Turn
-    from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.engine.stats import RequestStats
-    from cachecraft_rag.planning.config import ReuseConfig
-    from cachecraft_rag.rag import AnswerStream, CacheCraft
-    from cachecraft_rag.retrievers.filters import Where
+    from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
 
 
-@takes(compute=ComputeOptions, caches=CacheOptions, sampling=SamplingOptions)
-def chat(
-    context: typer.Context,
-    store: options.Store = DEFAULT_STORE,
-    model: options.Model = "demo",
-    embeddings: options.Embeddings = None,
-    top_k: options.TopK = 5,
-    max_new_tokens: options.MaxTokens = 256,
-    recompute_ratio: options.Ratio = None,
-    where: options.WhereOption = None,
-    server: options.Server = None,
-    metrics_port: options.MetricsPort = None,
-    new_variants: options.NewVariantsOption = "idle",
-    *,
-    compute: ComputeOptions,
-    caches: CacheOptions,
-    sampling: SamplingOptions,
-) -> None:
+@takes(*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants", defaults={"max_new_tokens": 256})
+def chat(where: options.WhereOption = None, server: options.Server = None, *, settings: Settings) -> None:
     """Chat about the indexed documents.
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
-    options.set_threads(compute.threads)
-    config = caches.engine_config(
-        context.obj, compute=compute, reuse={"recompute_ratio": recompute_ratio}, new_variants=new_variants
-    )
-    drawn = sampling.params(max_new_tokens)
-    allowed = options.where_of(where)
-    require_index(store)
-    with (
-        load(model, store, config, embeddings=embeddings, server=server, system=caches.system) as rag,
-        metrics(rag, metrics_port),
-    ):
+    config, sampling, allowed = settings.engine_config(), settings.sampling(), options.where_of(where)
+    require_index(Path(settings["store"]))
+    with load(settings, server=server) as rag, metrics(rag, settings["metrics_port"]):
         conversation = Conversation(
             rag,
-            top_k=top_k,
-            sampling=drawn,
+            top_k=settings["top_k"],
+            sampling=sampling,
             where=allowed,
-            reuse=None if server is None else config.reuse,  # in this process the engine has it
+            config=None if server is None else config.reuse,  # in this process the engine has it
         )
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
@@ -107,16 +87,8 @@ def converse(conversation: Conversation) -> None:
 class Conversation:
     """The turns so far, and the handling of the next line."""
 
-    def __init__(
-        self,
-        rag: CacheCraft,
-        *,
-        top_k: int,
-        sampling: SamplingParams,
-        where: Where | None = None,
-        reuse: ReuseConfig | None = None,
-    ) -> None:
-        self._rag, self._top_k, self._sampling, self._where, self._reuse = rag, top_k, sampling, where, reuse
+    def __init__(self, rag: CacheCraft, **asking: Unpack[AskOptions]) -> None:
+        self._rag, self._asking = rag, asking
         self._session = uuid.uuid4().hex
         self._history: list[Turn] = []
         self._last: AnswerStream | None = None
@@ -138,15 +110,9 @@ class Conversation:
         """Answer and add the turn to the history. Ctrl-C ends only the answer; its text so far is kept."""
         said = ""
         try:
-            stream = self._rag.stream(
-                question,
-                top_k=self._top_k,
-                where=self._where,
-                history=self._history,
-                session=self._session,
-                sampling=self._sampling,
-                config=self._reuse,
-            )
+            asking: AskOptions = {**self._asking, "history": self._history, "session": self._session}
+            stream = self._rag.stream(question, **asking)
+            require_found(stream, self._asking.get("where"))
             try:
                 print_stream(stream)
                 print_stats(stream.stats)
@@ -160,6 +126,8 @@ class Conversation:
             err.print("\nstopped", style="dim")
         except ContextLengthError as error:
             print_error(error, "/new forgets the conversation.")
+        except ConfigError as error:  # nothing matches the filter
+            print_error(error)
         if said:
             self._history += [("user", question), ("assistant", said)]
 

@@ -1,7 +1,7 @@
 """The two consoles. They print text from documents, models and other users, and treat all of it as plain text.
 
-Markup is not interpreted, and control characters are shown escaped instead of reaching the terminal. This is the only
-place that guarantees it: every output goes through these two consoles or through `as_json`.
+Markup is not interpreted, and control characters are escaped instead of reaching the terminal. Only this module
+guarantees that: every output goes through these two consoles or through `as_json`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """As rich does, after escaping control characters, so that column widths are right."""
+        """Rich's own, with control characters escaped first, so that column widths are right."""
         return super().render_str(visible(text), **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does; escapes control characters in text that did not come as a string (a `Text`, a spinner)."""
+        """Rich's own, with control characters escaped in text that was no string (a `Text`, a spinner)."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
-from cachecraft_rag.cli.option_groups import CacheOptions
-from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import err, out, print_json, progress_bar, takes, waiting
 from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
+from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
@@ -44,26 +44,23 @@ class Compared:
         return self.own_prefill_s / self.reused.stats.ttft_s
 
     def is_right(self, answer: Answer) -> bool:
-        """Whether the answer contains the expected facts."""
+        """True if the answer contains the expected facts."""
         return all(re.search(pattern, answer.text, re.IGNORECASE) for pattern in self.asked.expect)
 
 
+@takes("store", "top_k", "threads", "remote.url", "remote.key_file", defaults={"store": "chunk-caches/demo"})
 def demo(
-    store: options.Store = DEFAULT_STORE / "demo",
     questions: Annotated[int, typer.Option("--questions", min=1, help="How many to ask.")] = 10,
-    top_k: options.TopK = 5,
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
-    threads: options.Threads = None,
     as_json: options.Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Index a sample handbook, answer questions about it, and compare with full prefill.
 
     A second run starts from the chunk-caches on disk.
     """
-    options.set_threads(threads)
-    caches = CacheOptions(remote=remote, remote_key_file=remote_key_file)
-    with load("demo", store, caches.engine_config(new_variants="off")) as rag:
+    top_k = settings["top_k"]
+    with load(settings.only("store", "top_k", "threads", "remote."), new_variants="off") as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []
@@ -180,7 +177,7 @@ def _print_summary(compared: list[Compared]) -> None:
 
 
 def _verdict(one: Compared) -> str:
-    """Which of the two answers contain the facts."""
+    """The answers that contain the facts: both, one or neither."""
     if one.is_right(one.reused):
         return "both" if one.is_right(one.full) else "reuse"
     return "full" if one.is_right(one.full) else "neither"

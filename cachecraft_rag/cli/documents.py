@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,8 +12,9 @@ import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.ask import require_index
-from cachecraft_rag.cli.options import DEFAULT_STORE, out, print_json
+from cachecraft_rag.cli.ask import opened_caches, require_index
+from cachecraft_rag.cli.options import out, print_json, takes
+from cachecraft_rag.engine.settings import Settings
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -34,9 +34,10 @@ def opened(store: Path) -> Iterator[FaissStore]:
 
 
 @app.command()
-def ls(store: options.Store = DEFAULT_STORE, as_json: options.Json = False) -> None:
+@takes("store")
+def ls(as_json: options.Json = False, *, settings: Settings) -> None:
     """List the documents, with the number of their chunks and the folder they were read from."""
-    with opened(store) as index:
+    with opened(Path(settings["store"])) as index:
         found = index.documents()
     if as_json:
         print_json([asdict(document) for document in found])
@@ -51,27 +52,24 @@ def ls(store: options.Store = DEFAULT_STORE, as_json: options.Json = False) -> N
 
 
 @app.command()
+@takes("store")
 def remove(
     names: Annotated[
         list[str], typer.Argument(help="Documents as `documents ls` shows them, or docs/ for all of a folder.")
     ],
-    store: options.Store = DEFAULT_STORE,
     as_json: options.Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Remove documents from the index, and the chunk-caches of chunks that no other document has.
 
     Files stay where they are: `cachecraft index` of their folder brings them back.
     """
-    from cachecraft_rag.engine.base import CACHE_FOLDER
     from cachecraft_rag.retrievers.removal import remove_documents
-    from cachecraft_rag.store import ChunkCacheStore
 
-    with opened(store) as index:
-        if os.path.isdir(store / CACHE_FOLDER):
-            with ChunkCacheStore.open(store / CACHE_FOLDER) as caches:
-                removed = remove_documents(index, names, caches=caches)
-        else:
-            removed = remove_documents(index, names)
+    store = Path(settings["store"])
+    with opened(store) as index, opened_caches(store) as caches:
+        removed = remove_documents(index, names, caches=caches)
         index.save()
     if as_json:
         print_json(asdict(removed))

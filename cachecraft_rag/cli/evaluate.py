@@ -1,8 +1,10 @@
-"""`cachecraft eval`: the answer quality of every method on your model and data."""
+"""`cachecraft eval`: what reuse costs in answers, on your model and questions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,14 +14,16 @@ from rich.table import Table
 
 from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, takes, waiting
+from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.formats.dataset import Dataset
-    from cachecraft_rag.evaluation.quality.measuring import Record
-    from cachecraft_rag.evaluation.quality.methods import Method
-    from cachecraft_rag.evaluation.quality.report import Report
-    from cachecraft_rag.evaluation.quality.runner import Settings
+    from cachecraft_rag.evaluation.dataset import Dataset
+    from cachecraft_rag.evaluation.formats import Source
+    from cachecraft_rag.evaluation.measuring import Method, Record
+    from cachecraft_rag.evaluation.origins import OriginCondition
+    from cachecraft_rag.evaluation.report import Report
+    from cachecraft_rag.store import ChunkCacheStore
 
 DEFAULT_OUT = Path("cachecraft-eval")
 
@@ -28,18 +32,13 @@ Data = Annotated[
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", help="squad, musique, drop, jsonl …", show_default="recognised from the first record"),
+    typer.Option("--format", help="squad or jsonl", show_default="recognised from the first record"),
 ]
 Methods = Annotated[
     str | None,
-    typer.Option(
-        "--methods",
-        help='Comma-separated, or "all", or "ablations". Compressors run only if named: mapreduce, for which the model '
-        "writes every summary, and lingua2, which needs --lingua2-model.",
-        show_default="all but compressors",
-    ),
+    typer.Option("--methods", help="Comma-separated.", show_default="full_recompute,prefix_cache,full_cache,default"),
 ]
-Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios; for compressors the share to keep.")]
+Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios.")]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions, including those of the warm-up.")]
 Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
 ChunkTokens = Annotated[
@@ -56,7 +55,7 @@ Origin = Annotated[
     str,
     typer.Option(
         "--origin",
-        help="What chunks are captured behind: unrelated, neighbours, alone, similar; or stream: as in production.",
+        help="What chunks are captured behind: unrelated, neighbours, alone; or stream: as in production.",
     ),
 ]
 Warmup = Annotated[
@@ -72,9 +71,6 @@ Corrected = Annotated[
         "no_correction goes without.",
     ),
 ]
-LinguaModel = Annotated[
-    str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds the method lingua2.")
-]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation resumes from it.")]
 Seed = Annotated[
     int,
@@ -85,158 +81,130 @@ Seed = Annotated[
 Restart = Annotated[bool, typer.Option("--restart", help="Discard the measurements in --out.")]
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Options: the questions to ask, and their passages."""
+
+    data: Data = None
+    format: Format = None
+    limit: Limit = 100
+    passages: Passages = 5
+    chunk_tokens: ChunkTokens = None
+    answer_tokens: AnswerTokens = 16
+    seed: Seed = 0
+
+    def load(self, read: Callable[[Path, str | None], Source] | None = None) -> Dataset:
+        """The questions of a file, or those of the sample handbook if there is no file.
+
+        Args:
+            read: reads a file in the format named; None = the formats of `evaluation.formats`.
+        """
+        from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
+        from cachecraft_rag.evaluation.formats import read_source
+
+        drawn: dict[str, Any] = {"passages": self.passages, "limit": self.limit, "seed": self.seed}
+        if self.data is not None:
+            chunk_tokens = self.chunk_tokens
+            return load_dataset(
+                self.data, format=self.format, chunk_tokens=chunk_tokens, read=read or read_source, **drawn
+            )
+        if self.format is not None or self.chunk_tokens is not None:
+            raise ConfigError("--format and --chunk-tokens apply to a file of questions: name it with --data")
+        return handbook_dataset(**drawn)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Options: the model and store to measure with, at which ratios, and where results go."""
+
+    model: options.Model = "demo"
+    ratios: Ratios = "0.05,0.1,0.15,0.2,0.3"
+    origin: Origin = "unrelated"
+    warmup: Warmup = 20
+    store: Corrected = options.DEFAULT_STORE
+    folder: Out = DEFAULT_OUT
+    dtype: options.Dtype = "float32"
+    restart: Restart = False
+
+    def run(
+        self,
+        dataset: Dataset,
+        questions: Questions,
+        methods: Sequence[Method],
+        *,
+        origin: OriginCondition,
+        kind: type[ChunkCacheStore] | None = None,
+    ) -> tuple[dict[str, Any], list[Record]]:
+        """Measure what the folder's records lack; returns the settings as written there, and all records."""
+        from cachecraft_rag.evaluation import runner
+        from cachecraft_rag.evaluation.measuring import trials_of
+        from cachecraft_rag.evaluation.records import RecordLog
+
+        trials = trials_of(methods, numbers(self.ratios))
+        settings = runner.Settings(trials, origin, self.warmup, questions.answer_tokens, questions.seed)
+        settings.measured(dataset)
+        options.quiet_libraries()
+        with ExitStack() as opened:
+            with waiting("Loading the model"):
+                engine = opened.enter_context(runner.open_engine(self.model, self.folder, dtype=self.dtype, kind=kind))
+                engine.use_correction(self.store)
+                described = settings.describe(engine, dataset)
+                log = opened.enter_context(RecordLog(self.folder, described, restart=self.restart))
+            with progress_bar("Measuring", remaining=True) as show:
+                return described, runner.evaluate(engine, dataset, settings, log=log, progress=show)
+
+
+@takes(questions=Questions, measuring=Measuring)
 def evaluate(
-    context: typer.Context = None,  # type: ignore[assignment]  # typer fills it in
-    data: Data = None,
-    format: Format = None,
-    model: options.Model = "demo",
     methods: Methods = None,
-    ratios: Ratios = "0.05,0.1,0.15,0.2,0.3",
-    limit: Limit = 100,
-    passages: Passages = 5,
-    chunk_tokens: ChunkTokens = None,
-    origin: Origin = "unrelated",
-    warmup: Warmup = 20,
-    answer_tokens: AnswerTokens = 16,
-    lingua2_model: LinguaModel = None,
-    store: Corrected = options.DEFAULT_STORE,
-    folder: Out = DEFAULT_OUT,
-    dtype: options.Dtype = "float32",
-    seed: Seed = 0,
     threads: options.Threads = None,
-    restart: Restart = False,
     as_json: options.Json = False,
+    *,
+    questions: Questions,
+    measuring: Measuring,
 ) -> None:
-    """Compare the answers of every method with full prefill's, question by question.
+    """Compare the answers with reuse to full prefill's, question by question.
 
-    Writes report.md with figures to --out. After Ctrl-C, the same command resumes.
+    Writes report.md to --out. After Ctrl-C, the same command resumes.
     """
-    if context is not None and context.invoked_subcommand is not None:
-        _refuse_options(context)
-        return
     options.set_threads(threads)
-    from cachecraft_rag.evaluation.plotting import pyplot
-    from cachecraft_rag.evaluation.quality.figures import EXTRA
-    from cachecraft_rag.evaluation.quality.measuring import trials_of
-    from cachecraft_rag.evaluation.quality.report import summarise
-    from cachecraft_rag.evaluation.quality.runner import Settings
-
     require_packages()
-    pyplot(EXTRA)
-    trials = trials_of(_methods(methods, lingua2=lingua2_model is not None), numbers(ratios))
-    settings = Settings(trials, origin=origin, warmup=warmup, answer_tokens=answer_tokens, seed=seed)
-    dataset = dataset_of(data, format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
-    settings.measured(dataset)
-    described, records = _measure(
-        settings, dataset, folder, store=store, model=model, dtype=dtype, restart=restart, lingua2_model=lingua2_model
-    )
-    report = summarise(records)
-    page = _write(report, described, folder)
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        _print(report, page)
+    from cachecraft_rag.evaluation.measuring import METHODS, methods_named
+    from cachecraft_rag.evaluation.origins import condition_named
+    from cachecraft_rag.evaluation.report import summarise
+
+    names = [name for name in METHODS if name != "no_correction"]
+    chosen = methods_named(names if methods is None else [name.strip() for name in methods.split(",")])
+    origin = condition_named(measuring.origin)
+    described, records = measuring.run(questions.load(), questions, chosen, origin=origin)
+    show_report(summarise(records, order=list(METHODS)), described, measuring.folder, as_json=as_json)
 
 
 def require_packages() -> None:
-    """Raise ConfigError if a package of the extra `eval` is missing: before the work, not after it."""
-    from cachecraft_rag.evaluation.quality.intervals import mean_interval
-    from cachecraft_rag.evaluation.quality.metrics import rouge_l
+    """Raise ConfigError if the package of the extra `eval` is missing: before the work, not after it."""
+    from cachecraft_rag.evaluation.metrics import rouge_l
 
     rouge_l("one", "two")
-    mean_interval([1.0, 2.0], resamples=2)
 
 
-def _refuse_options(context: typer.Context) -> None:
-    """Options before the subcommand would be silently ignored. Raises ConfigError."""
-    from cachecraft_rag.errors import ConfigError
-
-    given = [
-        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    if given:
-        raise ConfigError(f"write options behind the subcommand: cachecraft eval {context.invoked_subcommand} …")
-
-
-def _methods(names: str | None, *, lingua2: bool) -> list[Method]:
-    """The methods named; without names all except compressors, plus lingua2 if its model is given."""
-    from cachecraft_rag.evaluation.quality.methods import METHODS, methods_named
-
-    if names is not None and names != "all":
-        return methods_named([*(name.strip() for name in names.split(",")), *(["lingua2"] if lingua2 else [])])
-    wanted = {None, "mapreduce" if names == "all" else None, "lingua2" if lingua2 else None}
-    return [method for method in METHODS.values() if method.compression in wanted]
-
-
-def dataset_of(
-    path: Path | None, format: str | None, *, passages: int, limit: int, seed: int, chunk_tokens: int | None
-) -> Dataset:
-    """The questions of a file, or those of the sample handbook if there is no file."""
-    from cachecraft_rag.errors import ConfigError
-    from cachecraft_rag.evaluation.formats.dataset import handbook_dataset, load_dataset
-
-    if path is not None:
-        return load_dataset(path, format=format, passages=passages, limit=limit, seed=seed, chunk_tokens=chunk_tokens)
-    if format is not None or chunk_tokens is not None:
-        raise ConfigError("--format and --chunk-tokens apply to a file of questions: name it with --data")
-    return handbook_dataset(passages=passages, limit=limit, seed=seed)
-
-
-def _measure(
-    settings: Settings,
-    dataset: Dataset,
-    folder: Path,
-    *,
-    store: Path,
-    model: str,
-    dtype: str,
-    restart: bool,
-    lingua2_model: str | None,
-) -> tuple[dict[str, Any], list[Record]]:
-    """The settings as written to the records, and all records."""
-    from cachecraft_rag.evaluation.quality import runner
-    from cachecraft_rag.evaluation.quality.records import RecordLog
-
-    options.quiet_libraries()
-    with ExitStack() as opened:
-        with waiting("Loading the model"):
-            engine = opened.enter_context(runner.open_engine(model, folder, dtype=dtype))
-            engine.use_correction(store)
-            described = settings.describe(engine, dataset)
-            if lingua2_model is not None:
-                described["lingua2_model"] = lingua2_model
-            log = opened.enter_context(RecordLog(folder, described, restart=restart))
-            compressors = runner.compressors_of(engine, settings.trials, lingua2_model=lingua2_model)
-        with progress_bar("Measuring", remaining=True) as show:
-            records = runner.evaluate(engine, dataset, settings, log=log, compressors=compressors, progress=show)
-    return described, records
-
-
-def _write(report: Report, described: dict[str, Any], folder: Path) -> Path:
-    """Write the figures and the page that shows them; returns the page's path."""
-    from cachecraft_rag.errors import ConfigError
-    from cachecraft_rag.evaluation.quality.figures import draw
-    from cachecraft_rag.evaluation.quality.report import markdown
+def show_report(
+    report: Report, described: dict[str, Any], folder: Path, *, figures: Sequence[str] = (), as_json: bool
+) -> None:
+    """Write the page with the report into the folder, and print the report."""
+    from cachecraft_rag.evaluation.report import markdown
 
     page = folder / "report.md"
-    figures = draw(report, folder)
     try:
         page.write_text(markdown(report, described, figures), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{page} cannot be written: {error}") from error
-    return page
-
-
-def _print(report: Report, page: Path) -> None:
-    from cachecraft_rag.evaluation.quality.report import HEADINGS, short_rows
-
+    if as_json:
+        print_json(report.as_dict())
+        return
     table = Table(box=SIMPLE_HEAD)
-    for place, heading in enumerate(HEADINGS):
+    for place, heading in enumerate(report.headings):
         table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
-    for row in short_rows(report):
+    for row in report.rows(intervals=False):
         table.add_row(*row)
     out.print(table)
-    out.print(
-        f"means over {report.questions} questions; the report with intervals and figures: {page}",
-        highlight=False,
-    )
+    out.print(f"means over {report.questions} questions; the report with intervals: {page}", highlight=False)

@@ -1,46 +1,66 @@
-"""What the commands share: single options, progress bars, output of results and errors."""
+"""Parts that the commands share: single options, progress bars, output of results and errors."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, fields
+from datetime import timedelta
 from fnmatch import fnmatchcase
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich import progress as bars
 from rich.text import Text
 
-from cachecraft_rag.checks import MOST, check_number
 from cachecraft_rag.cli.console import as_json, console_on
+from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings, load_settings
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.types import Metadata, Progress
 
-MOST_THREADS = 1024
-if TYPE_CHECKING:
-    from cachecraft_rag.store.remote import RemoteConfig
+DEFAULT_STORE = Path("chunk-caches")
+PROGRESS_S = 10.0  # between two lines of progress without a terminal
+_SHORT = {"store": ["-s"], "model": ["-m"], "top_k": ["-k"], "max_new_tokens": ["--max-tokens"]}
+_METAVARS = {"int": "INTEGER", "float": "FLOAT"}
 
-Store = Annotated[Path, typer.Option("--store", "-s", help="Folder of the retrieval index and the chunk-caches.")]
-Remote = Annotated[
-    str | None,
-    typer.Option(
-        "--remote", help="Share chunk-caches through redis://…, s3://… or another remote; see docs/remote.md."
-    ),
+
+def option_of(key: str, **more: Any) -> Any:
+    """The option of a setting, as its dataclass describes it."""
+    known, flag = known_settings()[key], flag_of(key)
+    names = [f"{flag}/--no-{flag[2:]}"] if known.kind == "bool" else [flag, *_SHORT.get(key, ())]
+    metavar = None if known.kind == "bool" else "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
+    return typer.Option(*names, help=sentence(known.help), **({"metavar": metavar} | more))
+
+
+def sentence(text: str) -> str:
+    """A description as a sentence of --help.
+
+    >>> sentence("chunks to retrieve")
+    'Chunks to retrieve.'
+    """
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+# Settings that commands without settings take, as plain parameters.
+Store = Annotated[Path, option_of("store", metavar="PATH")]
+Model = Annotated[str, option_of("model")]
+Embeddings = Annotated[str | None, option_of("embeddings")]
+Dtype = Annotated[str, option_of("dtype")]
+Threads = Annotated[int | None, option_of("threads", min=1, max=1024)]
+TopK = Annotated[int, option_of("top_k", min=1)]
+NewVariantsOption = Annotated[str, option_of("new_variants")]
+NewVariantsShare = Annotated[
+    float,
+    typer.Option("--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token served."),
 ]
-RemoteKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--remote-key-file", help="File with the key of all engines: sign shared chunk-caches, use only signed ones."
-    ),
-]
-Model = Annotated[
-    str,
-    typer.Option("--model", "-m", help='Hugging Face name or folder, or "demo" for the bundled SmolLM2-135M-Instruct.'),
-]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
 Server = Annotated[
     str | None,
     typer.Option(
@@ -49,110 +69,88 @@ Server = Annotated[
         "the model and its chunk-caches are then the server's own.",
     ),
 ]
-Embeddings = Annotated[
-    str | None,
-    typer.Option("--embeddings", help="sentence-transformers model for retrieval.", show_default="the bundled one"),
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="Number format of the model: float32, bfloat16, float16 or auto.")]
-Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1 … or auto.")]
-Namespace = Annotated[
-    str, typer.Option("--namespace", help="Tenant. Chunk-caches are not shared with other tenants; the index is.")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads.", show_default="torch's choice"),
-]
-Seed = Annotated[int | None, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Makes sampled answers repeatable.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
-TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")]
-Ratio = Annotated[
-    float | None,
-    typer.Option(
-        "--recompute-ratio",
-        min=0.0,
-        max=1.0,
-        help="Share of each moved chunk's tokens to recompute; 1 is exact.",
-        show_default="decided for each chunk",
-    ),
-]
-EarlyTermination = Annotated[
-    str,
-    typer.Option(
-        "--early-termination", help="Stop early for chunks the question does not look at: off, share, gap, printed."
-    ),
-]
-MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, in tokens.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens with this probability.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system",
-        help="Instruction before every prompt. Chunk-caches belong to it: prime and ask with the same one.",
-        show_default="the built-in one",
-    ),
-]
 WhereOption = Annotated[
     list[str] | None,
     typer.Option(
         "--where", help="Only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated."
     ),
 ]
-Codec = Annotated[
-    str, typer.Option("--codec", help="How new chunk-caches are written: raw (exact), int8 or entropy (smaller).")
-]
-DiskMB = Annotated[
-    float | None,
-    typer.Option("--disk-mb", min=1, help="Limit of all files; stays with the store.", show_default="as it was set"),
-]
-MemoryMB = Annotated[
-    float | None, typer.Option("--memory-mb", min=0, help="Memory for chunk-caches.", show_default="2147 MB")
-]
-MaxVariants = Annotated[
-    int | None,
-    typer.Option("--max-variants", min=1, help="N×M: variants in all; stays with the store.", show_default=False),
-]
-VariantsPerChunk = Annotated[
-    int | None,
-    typer.Option(
-        "--variants-per-chunk", min=1, help="Most variants of one chunk; stays with the store.", show_default=False
-    ),
-]
-MetricsPort = Annotated[
-    int | None,
-    typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of this machine."),
-]
-NewVariantsOption = Annotated[
-    str,
-    typer.Option(
-        "--new-variants", help="Capture what was fixed behind the prefix it had: idle (between answers), always, off."
-    ),
-]
-NewVariantsShare = Annotated[
-    float,
-    typer.Option(
-        "--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token that was served."
-    ),
-]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time.")]
+ENGINE_KEYS = (
+    "model", "store", "namespace", "system", "dtype", "device", "threads", "codec", "disk_bytes", "host_bytes",
+    "max_variants", "variants_per_chunk", "remote.url", "remote.key_file",
+)  # fmt: skip
+ANSWER_KEYS = (
+    "embeddings", "top_k", "reuse.recompute_ratio", "max_new_tokens", "temperature", "top_p", "seed", "stop",
+)  # fmt: skip
 
-DEFAULT_STORE = Path("chunk-caches")
+
+def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **groups: type) -> Callable[..., Any]:
+    """Give a command settings, and the fields of dataclasses, as options.
+
+    The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
+    parameter named. An option has the name, type, default and help of its field, see `engine.settings.descriptions`.
+
+    Args:
+        keys: of `known_settings`.
+        defaults: of this command, in place of the settings' own.
+        groups: dataclasses, whose fields may be annotated with options of their own.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        left_out = {"settings", "context", *groups}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter("context", kind, annotation=typer.Context)]
+        parameters += [one.replace(kind=kind) for one in own.parameters.values() if one.name not in left_out]
+        names = {key.replace(".", "_"): key for key in keys}
+        parameters += [_parameter_of_setting(name, key, defaults.get(key)) for name, key in names.items()]
+        for group in groups.values():
+            parameters += _parameters_of_group(group)
+
+        @wraps(command)
+        def called(*, context: typer.Context, **given: Any) -> None:
+            flags = {key: value for name, key in names.items() if (value := given.pop(name, None)) not in (None, [])}
+            for name, group in groups.items():
+                given[name] = group(**{one.name: given.pop(one.name) for one in fields(group) if one.name in given})
+            if keys:
+                given["settings"] = load_settings(context.obj, flags=flags, defaults=defaults)
+                set_threads(given["settings"]["threads"] if "threads" in keys else None)
+            command(**given)
+
+        del called.__wrapped__  # whose signature typer would take
+        called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        return called
+
+    return decorate
+
+
+def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Parameter:
+    """Text, or a flag, whose absence leaves the other sources of a setting."""
+    known = known_settings()[key]
+    kind: Any = bool | None if known.kind == "bool" else list[str] | None if known.is_list else str | None
+    default = known.default if default is None else default
+    shown = False if default in (None, (), frozenset()) else str(default)
+    option = option_of(key, show_default=shown)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+
+
+def _parameters_of_group(group: type) -> list[inspect.Parameter]:
+    """The fields of a dataclass; one without an option of its own gets that of its name and description."""
+    hints, texts = get_type_hints(group, include_extras=True), descriptions(group)
+    found = []
+    for one in fields(group):
+        kind, default = hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
+        if one.default_factory is not MISSING:
+            default = one.default_factory()
+        if not hasattr(kind, "__metadata__"):
+            kind = Annotated[kind, typer.Option(flag_of(one.name), help=sentence(texts.get(one.name, "")))]
+        found.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    return found
 
 
 out = console_on(sys.stdout)
 err = console_on(sys.stderr)
-
-
-def nbytes(megabytes: float | None) -> int | None:
-    """Megabytes of an option in bytes; None stays None.
-
-    >>> nbytes(1.5)
-    1500000
-    """
-    if megabytes is None:
-        return None
-    check_number("a size in MB", megabytes, most=1e12)
-    return int(megabytes * 1e6)
 
 
 def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
@@ -193,23 +191,6 @@ def print_error(error: CacheCraftError, advice: str = "") -> None:
     err.print(f"{error} {advice}".strip(), highlight=False, soft_wrap=True)
 
 
-def remote_of(
-    url: str | None, key_file: Path | None, settings: RemoteConfig | str | None = None
-) -> RemoteConfig | None:
-    """The remote of --remote and --remote-key-file, with what `settings` say of the same. Raises ConfigError."""
-    if url is None:
-        if key_file is not None:
-            raise ConfigError("--remote-key-file needs --remote: there is nothing to sign without one")
-        return None
-    from cachecraft_rag.store.remote import RemoteConfig
-
-    config = RemoteConfig(url, key_file=key_file)
-    if isinstance(settings, RemoteConfig) and settings.url == url:
-        config = replace(settings, key_file=key_file)
-    config.keys()  # reports a bad key file before a model is loaded
-    return config
-
-
 def set_threads(threads: int | None) -> None:
     """Limit torch to this number of CPU threads."""
     if threads is not None:
@@ -237,10 +218,13 @@ def waiting(text: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on stderr that shows each `Progress` it is called with.
+    """A progress bar on stderr that shows each `Progress` it is called with; without a terminal, lines now and then.
 
     `remaining` also shows the time left, for work whose steps take about equally long.
     """
+    if not err.is_terminal:
+        yield ProgressLines(text, remaining=remaining)
+        return
     columns: list[bars.ProgressColumn] = [
         bars.SpinnerColumn(),
         bars.TextColumn("{task.description}", markup=False),
@@ -253,6 +237,29 @@ def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[[Pr
     with bars.Progress(*columns, console=err, transient=False) as bar:
         task = bar.add_task(text, total=None, what="")
         yield lambda step: bar.update(task, completed=step.done, total=step.total, what=step.what)
+
+
+class ProgressLines:
+    """Progress as lines on stderr: the first step, one every `PROGRESS_S` seconds, and the last."""
+
+    def __init__(self, text: str, *, remaining: bool) -> None:
+        self._text, self._remaining = text, remaining
+        self._began = self._shown = time.monotonic()
+        self._first: Progress | None = None
+
+    def __call__(self, step: Progress) -> None:
+        """Show the step if it is due."""
+        now, first = time.monotonic(), self._first
+        due = step.what.startswith("expected") or (first is not None and step.done >= step.total > first.done)
+        if first is not None and not due and now < self._shown + PROGRESS_S:
+            return
+        self._shown, self._first = now, first or step
+        line = f"{self._text}: {step.done:,} of {step.total:,}, {timedelta(seconds=round(now - self._began))}"
+        steps = step.done - self._first.done
+        if self._remaining and steps > 0 and step.done < step.total:
+            left = (now - self._began) / steps * (step.total - step.done)
+            line += f", about {timedelta(seconds=round(left))} left"
+        err.print(f"{line} ({step.what})" if step.what else line, highlight=False, soft_wrap=True)
 
 
 def numbers(text: str) -> list[float]:
@@ -270,10 +277,10 @@ def numbers(text: str) -> list[float]:
     return found
 
 
-def megabytes(nbytes: int) -> str:
-    """Bytes as megabytes, for people.
+def megabytes(nbytes: float) -> str:
+    """Bytes for people: as MB, from 10,000 MB on as GB.
 
-    >>> megabytes(1_500_000)
-    '1.5 MB'
+    >>> megabytes(1_500_000), megabytes(21_474_836_480)
+    ('1.5 MB', '21.5 GB')
     """
-    return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:.1f} GB"

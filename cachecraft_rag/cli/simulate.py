@@ -2,94 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
 
-from cachecraft_rag.checks import MOST
+from cachecraft_rag.checks import check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, progress_bar, takes
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.simulation.trace import Traffic, draw_trace, read_trace
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.simulation.sweep import Cell, Grid
-
-_Drift = Annotated[
-    float, typer.Option("--drift", min=0.0, max=1.0, help="Share of requests that bring a new question.")
-]
-_Processes = Annotated[
-    int | None, typer.Option("--processes", min=1, help="To replay in, at the same time.", show_default="one per core")
-]
+    from cachecraft_rag.evaluation.simulation.sweep import Cell
 
 
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Options of `simulate` besides its traffic.
+
+    policies            comma-separated names, all without it; the oracle always runs
+    budgets             disk budgets, comma-separated shares of the working set
+    max_variants        N×M to try, comma-separated, at the first budget
+    variants_per_chunk  most variants of one chunk, likewise
+    new_variants        capture what is computed; with "always" also what would have to be fixed
+    bytes_per_token     bytes of a token in a chunk-cache; 46080 is the demo model's
+    processes           processes that replay at the same time, one per core without it
+    plot                draw the figure to this file
+    """
+
+    policies: str | None = None
+    budgets: str = "0.2,0.05,0.1,0.4,1"
+    max_variants: str | None = None
+    variants_per_chunk: str | None = None
+    new_variants: Literal["computed", "always"] = "computed"
+    bytes_per_token: int = 46_080
+    processes: int | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers; raises ConfigError."""
+        check_whole("bytes_per_token", self.bytes_per_token, least=1)
+        check_whole("processes", self.processes, least=1, optional=True)
+
+
+@takes(traffic=Traffic, replay=ReplayOptions)
 def simulate(
     trace: Annotated[
         Path | None,
         typer.Argument(help='JSON lines with a list "chunks" each; without it, questions drawn by Zipf\'s law.'),
     ] = None,
-    policies: Annotated[
-        str | None, typer.Option("--policies", help="Comma-separated; the oracle always runs.", show_default="all")
-    ] = None,
-    budgets: Annotated[
-        str, typer.Option("--budgets", help="Of the disk, in shares of the working set.")
-    ] = "0.2,0.05,0.1,0.4,1",
-    max_variants: Annotated[
-        str | None, typer.Option("--max-variants", help="N×M to try, comma-separated, at the first budget.")
-    ] = None,
-    variants_per_chunk: Annotated[
-        str | None, typer.Option("--variants-per-chunk", help="Most variants of one chunk, likewise.")
-    ] = None,
-    new_variants: Annotated[
-        Literal["computed", "always"],
-        typer.Option("--new-variants", help="Capture what is computed, or also what would have to be fixed."),
-    ] = "computed",
-    bytes_per_token: Annotated[
-        int, typer.Option("--bytes-per-token", min=1, help="Of a chunk-cache.", show_default="46080, the demo model")
-    ] = 46_080,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=2, help="Where the trace tells none.")] = 256,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="To draw, without a trace.")] = 10_000,
-    questions: Annotated[int, typer.Option("--questions", min=1, help="In the drawn traffic at any time.")] = 5000,
-    exponent: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of Zipf's law.")] = 1.0,
-    drift: _Drift = 0.05,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=MOST, help="Of the drawn traffic.")] = 0,
-    processes: _Processes = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     as_json: options.Json = False,
+    *,
+    traffic: Traffic,
+    replay: ReplayOptions,
 ) -> None:
     """Replay traffic without a model: what each eviction policy and each budget would save.
 
-    Look-ups, plans and evictions are the store's own. Attention is made up, so differences between policies and
-    budgets mean more than the saving itself.
+    Plans and eviction rules are the store's own. Attention is made up, so differences between policies and budgets
+    mean more than the saving itself.
     """
     from cachecraft_rag.evaluation.simulation import sweep
     from cachecraft_rag.evaluation.simulation.replay import Setting
-    from cachecraft_rag.evaluation.simulation.trace import Traffic, draw_trace, read_trace
 
-    grid = _grid(policies, budgets, max_variants, variants_per_chunk)
-    drawn = Traffic(requests, questions, exponent, drift, chunk_tokens=chunk_tokens, seed=seed)
-    asked = draw_trace(drawn) if trace is None else read_trace(trace, chunk_tokens=chunk_tokens)
-    base = Setting(sweep.OURS, disk_bytes=1, bytes_per_token=bytes_per_token, new_variants=new_variants)
+    grid = sweep.Grid(
+        policies=sweep.Grid().policies if replay.policies is None else replay.policies.split(","),
+        budgets=numbers(replay.budgets),
+        max_variants=_whole("--max-variants", replay.max_variants),
+        variants_per_chunk=_whole("--variants-per-chunk", replay.variants_per_chunk),
+    )
+    asked = draw_trace(traffic) if trace is None else read_trace(trace, chunk_tokens=traffic.chunk_tokens)
+    base = Setting(sweep.OURS, disk_bytes=1, bytes_per_token=replay.bytes_per_token, new_variants=replay.new_variants)
     with progress_bar("Simulation", remaining=True) as show:
-        cells = list(sweep.run(asked, grid, base, progress=show, processes=processes))
-    if plot is not None:
-        sweep.draw(cells, plot)
+        cells = list(sweep.run(asked, grid, base, progress=show, processes=replay.processes))
+    if replay.plot is not None:
+        sweep.draw(cells, replay.plot)
     if as_json:
         print_json(sweep.as_fields(cells, len(asked.requests)))
     else:
         _print(cells)
-
-
-def _grid(policies: str | None, budgets: str, max_variants: str | None, variants_per_chunk: str | None) -> Grid:
-    from cachecraft_rag.evaluation.simulation.sweep import Grid
-
-    return Grid(
-        policies=Grid().policies if policies is None else policies.split(","),
-        budgets=numbers(budgets),
-        max_variants=_whole("--max-variants", max_variants),
-        variants_per_chunk=_whole("--variants-per-chunk", variants_per_chunk),
-    )
 
 
 def _print(cells: list[Cell]) -> None:

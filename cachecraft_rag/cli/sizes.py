@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import out, print_json, waiting
+from cachecraft_rag.cli.options import megabytes, out, print_json, waiting
 
 SHOWN_TOKENS = 1000
 
@@ -29,21 +30,12 @@ def sizes(
     from cachecraft_rag.store.codecs import CODECS
 
     options.quiet_libraries()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model in models or ["demo"]:
         layout = layout_named(model, dtype=dtype)
         count = tokens if documents is None else _tokens_of(documents, model)
-        rows.append(
-            {
-                "model": model,
-                "layers": layout.layers,
-                "kv_heads": layout.kv_heads,
-                "head_dim": layout.head_dim,
-                "dtype": layout.dtype,
-                "tokens": count,
-                "nbytes": {codec: cache_bytes(layout, count, codec) for codec in CODECS},
-            }
-        )
+        sizes = {codec: cache_bytes(layout, count, codec) for codec in CODECS}
+        rows.append({"model": model} | asdict(layout) | {"tokens": count, "nbytes": sizes})
     if as_json:
         print_json(rows)
         return
@@ -52,10 +44,7 @@ def sizes(
         table.add_column(name, justify="left" if name in ("model", "dtype") else "right")
     for row in rows:
         shape = f"{row['layers']} × {row['kv_heads']} × {row['head_dim']}"
-        found: dict[str, int] = row["nbytes"]  # type: ignore[assignment]
-        table.add_row(
-            str(row["model"]), shape, str(row["dtype"]), f"{row['tokens']:,}", *map(options.megabytes, found.values())
-        )
+        table.add_row(row["model"], shape, row["dtype"], f"{row['tokens']:,}", *map(megabytes, row["nbytes"].values()))
     out.print(table)
     out.print("Each variant takes this on disk; memory keeps it raw. entropy: about.", style="dim", highlight=False)
 

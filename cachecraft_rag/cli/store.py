@@ -15,7 +15,8 @@ from rich.table import Table
 
 from cachecraft_rag.checks import check_number
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import DEFAULT_STORE, megabytes, out, print_json, progress_bar
+from cachecraft_rag.cli.options import megabytes, out, print_json, progress_bar, takes
+from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.store.remote import RemoteConfig
 
 SHORTEST_PREFIX = 4
+LIMITS = ("disk_bytes", "max_variants", "variants_per_chunk", "eviction")
 ID_LETTERS = 8  # nine columns fit a terminal of 80
 
 app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_is_help=True)
@@ -31,8 +33,8 @@ app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_
 @contextmanager
 def opened(folder: Path, remote: RemoteConfig | None = None, **settings: Any) -> Iterator[ChunkCacheStore]:
     """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing."""
-    from cachecraft_rag.engine.base import CACHE_FOLDER
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
+    from cachecraft_rag.store.config import CACHE_FOLDER
 
     # os.path, because pathlib raises for paths it cannot reach instead of returning False.
     place = folder if os.path.isfile(folder / CATALOG_FILE) else folder / CACHE_FOLDER
@@ -53,12 +55,14 @@ def begins(chunk: str | None) -> str | None:
 
 
 @app.command()
+@takes("store")
 def ls(
-    store: options.Store = DEFAULT_STORE,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to show.")] = 50,
     offset: Annotated[int, typer.Option("--offset", min=0, help="Rows to skip.")] = 0,
     chunk: Annotated[str | None, typer.Option("--chunk", help="Only chunks whose id begins with this.")] = None,
     as_json: options.Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """List variants, highest eviction score first: those are kept longest.
 
@@ -67,7 +71,7 @@ def ls(
     """
     from cachecraft_rag.store import RowFilter
 
-    with opened(store) as found:
+    with opened(Path(settings["store"])) as found:
         rows = found.rows(RowFilter(chunk_prefix=begins(chunk)), offset=offset, limit=limit)
         total = found.stats().variants
     if as_json:
@@ -102,16 +106,17 @@ def _as_dict(row: Listed) -> dict[str, Any]:
 
 
 @app.command()
+@takes("store", "remote.url", "remote.key_file")
 def stats(
-    store: options.Store = DEFAULT_STORE,
-    remote: options.Remote = None,
-    remote_key_file: options.RemoteKeyFile = None,
     as_json: options.Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Number, size and budgets of the chunk-caches; with --remote also those that all engines share there."""
     from cachecraft_rag.planning.calibration import all_calibrations
 
-    with opened(store, options.remote_of(remote, remote_key_file)) as found:
+    store = Path(settings["store"])
+    with opened(store, settings.remote()) as found:
         numbers = found.stats()
     calibrated = all_calibrations(store)
     if as_json:
@@ -122,20 +127,23 @@ def stats(
     if (shared := numbers.remote) is not None:
         sizes = "does not answer"
         if shared.variants is not None and shared.nbytes is not None:
-            sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)} of {megabytes(shared.budget)}"
+            sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)}"
+            sizes += f" of {megabytes(shared.budget)}" if shared.budget else ""
         out.print(f"remote {shared.url}: {sizes}", highlight=False, soft_wrap=True)
     for fingerprint, one in calibrated.items():
         out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", highlight=False, soft_wrap=True)
 
 
 @app.command()
+@takes("store")
 def check(
-    store: options.Store = DEFAULT_STORE,
     repair: Annotated[bool, typer.Option("--repair", help="Repair the findings.")] = False,
     as_json: options.Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Compare catalog and files and verify every checksum. Exit code 1 if something is wrong and was not repaired."""
-    with opened(store) as found, progress_bar("Checking") as show:
+    with opened(Path(settings["store"])) as found, progress_bar("Checking") as show:
         report = found.check(repair=repair, progress=show)
     if as_json:
         print_json(asdict(report))
@@ -149,19 +157,11 @@ def check(
 
 
 @app.command()
-def limits(
-    store: options.Store = DEFAULT_STORE,
-    disk_mb: Annotated[float | None, typer.Option("--disk-mb", min=0.001, help="All files together.")] = None,
-    max_variants: Annotated[int | None, typer.Option("--max-variants", min=1, help="N×M: variants in all.")] = None,
-    variants_per_chunk: Annotated[
-        int | None, typer.Option("--variants-per-chunk", min=1, help="Most variants of one chunk.")
-    ] = None,
-    eviction: Annotated[str | None, typer.Option("--eviction", help="What leaves first: saving or f_r.")] = None,
-    as_json: options.Json = False,
-) -> None:
+@takes("store", *LIMITS)
+def limits(as_json: options.Json = False, *, settings: Settings) -> None:
     """Show the store's limits, and set those that are given, for all processes that open it from now on."""
-    told = {"max_variants": max_variants, "variants_per_chunk": variants_per_chunk, "eviction": eviction}
-    with opened(store, None, disk_bytes=options.nbytes(disk_mb), **told) as found:
+    chosen = {key: value for key, value in settings.flags().items() if key in LIMITS}
+    with opened(Path(settings["store"]), None, **chosen) as found:
         kept = asdict(found.limits) | {"eviction": found.eviction}
     if as_json:
         print_json(kept)
@@ -171,8 +171,8 @@ def limits(
 
 
 @app.command()
+@takes("store")
 def evict(
-    store: options.Store = DEFAULT_STORE,
     chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of chunks whose id begins with this.")] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Variants of this tenant.")] = None,
     fingerprint: Annotated[
@@ -186,6 +186,8 @@ def evict(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
     as_json: options.Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay."""
     from cachecraft_rag.store import RowFilter
@@ -199,7 +201,7 @@ def evict(
             "say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all"
         )
     down_to = int(min(down_to_mb, 1e12) * 1e6) if down_to_mb is not None else 0 if everything else None
-    with opened(store) as found:
+    with opened(Path(settings["store"])) as found:
         gone = found.evict(chosen, down_to_bytes=down_to)
     if as_json:
         print_json(asdict(gone))

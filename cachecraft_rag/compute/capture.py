@@ -1,7 +1,7 @@
 """Captures: newly computed chunks, recorded during a pass and described after it.
 
 A capture is stored with its raw keys and values and with the attention statistics that the planner needs later (eq. 3,
-4, 9–11, the token scores of eq. 14 and H2O's). Statistics need attention weights, which fast attention kernels never
+4, 9–11 and the token scores of eq. 14). Statistics need attention weights, which fast attention kernels never
 form. So the pass keeps the queries of captured chunks, and an `AttentionAccumulator` computes the statistics once the
 answer is out. Rejected: explicit softmax inside the pass.
 """
@@ -62,12 +62,12 @@ class CaptureRecorder:
         return tuple(sorted(whole, key=lambda capture: capture.segment))
 
     def forget(self, segment: int) -> None:
-        """This one need not be kept."""
+        """Drop the capture of a segment, if there is one."""
         self._found.pop(segment, None)
 
     @property
     def missing(self) -> frozenset[int]:
-        """The segments that were to be kept and of which there is no capture."""
+        """Segments that were to be captured and were not."""
         return frozenset(segment for segment, *_ in self._spans) - {one.segment for one in self.captures}
 
     def with_all_heads(self, gather: Callable[[Tensor], Tensor]) -> CaptureRecorder:
@@ -88,12 +88,12 @@ class CaptureRecorder:
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
         """The captures among the ascending positions `[rows]` of a pass, and their rows.
 
-        A chunk of which a pass computes only some tokens is none. A new chunk is computed whole, in one pass.
+        A chunk is captured only by a pass that computes all of its tokens.
         """
         rows = np.searchsorted(positions, [edge for _, *span in self._spans for edge in span]).tolist()
         found = []
         for (segment, start, stop), first, last in zip(self._spans, rows[::2], rows[1::2], strict=True):
-            if last - first != stop - start:  # it is of another pass
+            if last - first != stop - start:  # this pass computes some of its tokens, or none
                 continue
             if segment not in self._found:
                 kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
@@ -125,7 +125,7 @@ class CaptureRecorder:
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """As in `types.Variant` and `types.Capture`."""
+    """A capture's attention statistics; the fields are those of `types.Variant` and `types.Capture`."""
 
     inter: tuple[float, ...]
     intra: float
@@ -149,14 +149,13 @@ class AttentionAccumulator:
         self._visible: dict[int | None, Visibility] = {}
         # The dtype is named: transformers changes the process's default while it loads another model.
         self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, dtype=torch.float32, device=device)
-        self._received = torch.zeros(capture.stop, dtype=torch.float32, device=device)
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:
         """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the capture's end."""
         use = self._settings[layer]
         visible = self._visible.setdefault(use.window, Visibility(self._positions, window=use.window))
-        mass, received = attention_mass(
+        mass, _ = attention_mass(
             self._capture.queries[layer],
             keys[: self._capture.stop],
             visible,
@@ -165,7 +164,6 @@ class AttentionAccumulator:
             softcap=use.softcap,
         )
         self._mass += mass
-        self._received += received
 
     def statistics(self) -> AttentionStatistics:
         """The averages over the layers added (eq. 10) and what follows from them."""
@@ -180,6 +178,5 @@ class AttentionAccumulator:
             intra=intra,
             tokens=self._capture.stop - self._capture.start,
         )
-        received = self._received[self._capture.start :].cpu().numpy() / len(self._settings)
-        scores = TokenScores(prior.sum(1).astype(np.float32) if own > 1 else None, received)
+        scores = TokenScores(prior.sum(1).astype(np.float32) if own > 1 else None)
         return AttentionStatistics(tuple(mass[:, :own].sum(0).tolist()), intra, cci, scores)

@@ -6,8 +6,8 @@ of what stands before the token now that it has not seen yet. The map is fitted 
 low rank, and reads each token through a few directions that are cut off at what was usual when it was fitted; so no
 token moves further than tokens did there.
 
-A capture that was made behind other chunks is left as it is: its error depends on what those were. What it brings is
-in docs/fidelity.md, what lost in docs/log.md.
+A capture that was made behind other chunks is left as it is: its error depends on those chunks. Gains are in
+docs/fidelity.md, failed attempts in docs/log.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cachecraft_rag.types import KVLayout
 
 CORRECTIONS_FOLDER = "corrections"  # inside the folder that a user names as the store
 FORMAT_VERSION = 1
-_LONGEST_FILE = 1 << 30  # a file that is larger is none of ours
+_LONGEST_FILE = 1 << 30  # a larger file is not a correction
 _TENSORS = ("down", "offset", "up", "shift")
 
 logger = logging.getLogger("cachecraft_rag")
@@ -41,7 +41,7 @@ class UnusableCorrectionError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """How the keys and values of a chunk captured alone change behind other chunks, layer by layer.
+    """Change of the keys and values of a chunk captured alone when it stands behind other chunks, layer by layer.
 
     A token's keys and values of all heads are one row `x` `[width]`, width = 2 · kv_heads · head_dim, keys first. Its
     change is `unseen · (shift + clamp(x @ down + offset, ±limit) @ up)`; `x @ down + offset` has mean 0 and variance 1
@@ -64,16 +64,11 @@ class Correction:
 
     @property
     def checksum(self) -> str:
-        """Of its numbers, as a file keeps them."""
+        """Checksum of the tensors as a file keeps them."""
         return _checksum(self._as_stored())
 
-    @property
-    def macs_per_token(self) -> int:
-        """Multiplications that correcting one token takes, in all layers."""
-        return 2 * self.down.numel()
-
     def fits(self, layout: KVLayout) -> bool:
-        """Whether the shapes are those of a model with this layout."""
+        """True if the shapes are those of a model with this layout."""
         layers, rank, width = self.up.shape
         return (layers, width) == (layout.layers, 2 * layout.kv_heads * layout.head_dim) and (
             self.down.shape == (layers, width, rank)
@@ -155,9 +150,7 @@ class Correction:
                 raise UnusableCorrectionError("damaged: its checksum does not match")
             down, offset, up, shift = (tensors[name].float() for name in _TENSORS)
             made = cls(fingerprint, down, offset, up, shift, float(fields["limit"]))
-        except FileNotFoundError:
-            raise
-        except UnusableCorrectionError:
+        except (FileNotFoundError, UnusableCorrectionError):
             raise
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UnusableCorrectionError(f"damaged: {error}") from error
@@ -169,7 +162,7 @@ class Correction:
 
 
 def unseen_share(positions: Tensor, behind: int) -> Tensor:
-    """The share of what stands before a token that did not when its chunk was captured alone.
+    """Share of the tokens before each token that were not there when its chunk was captured alone.
 
     Args:
         positions: int64 `[tokens]`, of the chunk in the prompt.
@@ -182,12 +175,12 @@ def unseen_share(positions: Tensor, behind: int) -> Tensor:
 
 
 def correction_path(store: Path, fingerprint: str) -> Path:
-    """Where the correction for a model lies, below the folder that a user names as the store."""
+    """Path of the correction for a model, below the folder that a user names as the store."""
     return store / CORRECTIONS_FOLDER / f"{fingerprint}.safetensors"
 
 
 def load_correction(store: Path, fingerprint: str, layout: KVLayout) -> Correction | None:
-    """What was fitted for this model, or None; what cannot be used is as if it were not there, with a warning."""
+    """Correction fitted for this model, or None; an unusable file counts as missing, with a warning."""
     path = correction_path(store, fingerprint)
     try:
         return Correction.read(path, fingerprint, layout)

@@ -9,9 +9,13 @@ in another.)
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from cachecraft_rag.compute.correction import Correction
@@ -55,6 +59,29 @@ class Moments:
             self.gram[half, layer] += x.T @ x
             self.cross[half, layer] += x.T @ change
             self.square[half, layer] += change.square().sum(0)
+
+    def save(self, path: Path, key: str, done: int) -> None:
+        """Replace the file with the sums and the number of prompts in them. Raises OSError."""
+        scratch = path.with_suffix(".tmp")
+        scratch.parent.mkdir(parents=True, exist_ok=True)
+        sums = {"gram": self.gram, "cross": self.cross, "square": self.square}
+        save_file(sums, scratch, {"key": key, "state": json.dumps([done, self.tokens])})
+        scratch.replace(path)
+
+    def load(self, path: Path, key: str) -> int:
+        """Take the sums that `save` has written with this key; the number of prompts in them, 0 if there are none."""
+        try:
+            data = path.read_bytes()
+            fields = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+            if fields["key"] != key:
+                return 0
+            done, tokens = json.loads(fields["state"])
+            sums = load(data)
+            gram, cross, square = sums["gram"], sums["cross"], sums["square"]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+            return 0
+        self.gram, self.cross, self.square, self.tokens = gram, cross, square, tokens
+        return int(done)
 
 
 @dataclass(frozen=True)

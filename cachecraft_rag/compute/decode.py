@@ -14,11 +14,9 @@ from cachecraft_rag.compute.stack import Stack
 
 
 class DecodeStep:
-    """One token that an answer goes on with: at `position`, where its K/V join the buffer. To compute it twice is as
-    good as once.
-    """
+    """The next token of an answer, at `position`, where its K/V join the buffer. Computing it is idempotent."""
 
-    __slots__ = ("__weakref__", "buffer", "position", "token")
+    __slots__ = ("buffer", "position", "token")
 
     def __init__(self, buffer: KVBuffer, token: int, position: int) -> None:
         self.buffer, self.token, self.position = buffer, token, position
@@ -32,7 +30,7 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 
 @torch.inference_mode()
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
-    """Hidden states `[streams, steps, hidden]` of a step of each of several answers, computed in one pass."""
+    """Hidden states `[streams, steps, hidden]` of one step of each of several answers, computed in one pass."""
     return _computed(stack, [_pass(stack, step.buffer, [step.token], step.position) for step in steps])
 
 

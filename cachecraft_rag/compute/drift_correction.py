@@ -22,7 +22,7 @@ from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import add_rotated, rotate
 
-_LEAST_EVIDENCE = 2  # recomputed tokens of a chunk: fewer say nothing
+_LEAST_EVIDENCE = 2  # recomputed tokens of a chunk; fewer are no evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DriftCorrection:
     """Corrects the stale tokens of one pass, layer by layer.
 
     Args:
-        chunks: what may be corrected.
+        chunks: the reused chunks that may be corrected.
         strength: the part of the mean change that the others follow, in [0, 1].
         cos, sin: `[positions, rotary_dim]`, of all positions.
     """

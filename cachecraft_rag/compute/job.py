@@ -1,10 +1,9 @@
-"""A prefill as it is decided before any tensor moves, and what came of it."""
+"""A prefill as decided before any tensor moves, and its result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +22,13 @@ Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows], Plan]
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What is to be looked at before the last pass.
+    """Look at the prompt before the last pass.
 
-    kind      a name of `probe.PROBES`
     question  the positions of the question's own text
-    choose    makes a new plan from what was seen of each reused segment (float32 `[tokens]`, 1 on average over all of
-              them) and from what is computed by then
+    choose    makes a new plan from the scores of each reused segment (float32 `[tokens]`, 1 on average over all of
+              them) and the rows computed by then
     """
 
-    kind: Literal["question", "values"]
     question: range
     choose: Reselect
 
@@ -46,19 +43,19 @@ class EarlyTermination:
 
 @dataclass(frozen=True)
 class PrefillJob:
-    """What one prefill computes and what it takes over.
+    """Rows and chunk-caches of one prefill.
 
     token_ids  of the whole prompt
-    rows       what is computed in any case, and why; the last segment is the question
-    resident   chunk-caches in memory; what else is stored is being loaded, see `OverlappedPrefill`
+    rows       positions computed in any case, and why; the last segment is the question
+    resident   chunk-caches in memory; the other stored ones are being loaded, see `OverlappedPrefill`
     captures   segments to record where one pass computes them whole
     capacity   positions to make room for: the prompt and the answer
-    shared_until  what stands before this position must not depend on the question: chunks before it will be captured
-               for everybody, and one user's question must not shape what others are served
-    reused     segments whose recomputed tokens stand for their others (see `drift_correction`), and its strength; but
-               where the learned correction knows better
+    shared_until  keys and values before this position must not depend on the question: chunks before it will be
+               captured for all users, and one user's question must not shape the answers of others
+    reused     segments for drift correction (see `drift_correction`), but for those with a learned correction
+    drift      strength of the drift correction
     correction learned correction of chunk-caches captured alone; None = there is none
-    corrected  segments that it is for
+    corrected  segments with a learned correction
     """
 
     token_ids: Sequence[int]
@@ -78,16 +75,16 @@ class PrefillJob:
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """What came of a job.
+    """Result of a job.
 
     hidden       `[streams, rows, hidden]` of the last pass: its last row is the prompt's last token
     buffer       keys and values, to decode in
     recorder     captures, perhaps none
-    rows         what was computed in the end, and why
+    rows         positions computed in the end, and why
     plan         as chosen anew after a probe; None without one
     focus_layer  the layer that settled the focused chunks, where one did
     row_layers   rows computed, summed over passes and layers: what early termination saves shows here
-    waited_s     seconds that computing stood still for what was being loaded
+    waited_s     seconds that computing waited for loading
     """
 
     hidden: Tensor

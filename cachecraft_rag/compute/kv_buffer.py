@@ -13,23 +13,18 @@ from cachecraft_rag.compute.correction import Correction, unseen_share
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
-from cachecraft_rag.kernels.memory import Recycler
-
-_MEMORY = Recycler()
 
 
 @dataclass(frozen=True)
 class ResidentKV:
-    """A chunk-cache that is in memory, and the place it takes in this prompt.
+    """A chunk-cache in memory and its place in this prompt.
 
-    start           position of its first token
-    kv              `[layers, 2, tokens, kv_heads, head_dim]`: raw keys, values
-    original_start  position that its keys are rotated for, where that is another one (ablation only)
+    start  position of its first token
+    kv     `[layers, 2, tokens, kv_heads, head_dim]`: raw keys, values
     """
 
     start: int
     kv: Tensor
-    original_start: int | None = None
 
 
 class KVBuffer:
@@ -53,7 +48,7 @@ class KVBuffer:
         correction: Correction | None = None,
         corrected: Mapping[range, int] = MappingProxyType({}),
     ) -> None:
-        self.kv = _MEMORY.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
+        self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device, self._ranks = stack.device, stack.ranks
         self.cos, self.sin = stack.rope(torch.arange(capacity, device=stack.device))
         self._correction = correction
@@ -68,17 +63,13 @@ class KVBuffer:
         if self._device.type == "cuda":
             self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def place(self, layer: int, chunk: Tensor, start: int, *, original_start: int | None = None) -> None:
-        """Put one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position.
-
-        `original_start`: see `ResidentKV`.
-        """
-        cos, sin = self._turns(start, original_start)
+    def place(self, layer: int, chunk: Tensor, start: int) -> None:
+        """Put one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position."""
         if self._corrects(start):  # it reads all heads of a token
             own = self._ranks.own_heads(self._as_behind_others(self._here(chunk)[None], start, layer)[0])
         else:
             own = self._here(self._ranks.own_heads(chunk))
-        place(self.kv[layer], own, start, cos=cos, sin=sin)
+        place(self.kv[layer], own, start, cos=self.cos, sin=self.sin)
 
     def place_resident(self, layer: int, one: ResidentKV) -> None:
         """Put one layer of a chunk-cache in memory at its place; layers are asked for from the first one on.
@@ -86,11 +77,10 @@ class KVBuffer:
         What lies on a GPU is placed in all layers with the first: a launch for each would take longer than the work.
         """
         if not self._holds_all_layers(one.kv):
-            self.place(layer, one.kv[layer], one.start, original_start=one.original_start)
+            self.place(layer, one.kv[layer], one.start)
         elif layer == 0:
-            cos, sin = self._turns(one.start, one.original_start)
             kv = self._as_behind_others(one.kv, one.start, 0) if self._corrects(one.start) else one.kv
-            place_all(self.kv, kv, one.start, cos=cos, sin=sin)
+            place_all(self.kv, kv, one.start, cos=self.cos, sin=self.sin)
 
     def _corrects(self, start: int) -> bool:
         return self._unseen is not None and any(start in span for span in self._corrected)
@@ -102,13 +92,8 @@ class KVBuffer:
         return self._correction.apply(kv, self._unseen[start : start + kv.shape[2]], first_layer)
 
     def _holds_all_layers(self, kv: Tensor) -> bool:
-        """Whether a chunk-cache lies on this GPU, with the heads of this rank alone."""
+        """True if a chunk-cache lies on this GPU, with the heads of this rank alone."""
         return uses_triton(kv) and kv.device == self.kv.device and kv.shape[3] == self.kv.shape[3]
-
-    def _turns(self, start: int, original_start: int | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of all positions; of a chunk that keeps its old rotation, those of its old positions."""
-        shift = 0 if original_start is None else start - original_start
-        return (self.cos.roll(shift, 0), self.sin.roll(shift, 0)) if shift else (self.cos, self.sin)
 
     def _here(self, chunk: Tensor) -> Tensor:
         """A chunk on this device. A GPU copies on a stream of its own, beside the layers that are computed."""

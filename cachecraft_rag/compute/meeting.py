@@ -1,4 +1,4 @@
-"""Where the two ends of an overlapped prefill meet: decided from what was measured, and from nothing else.
+"""Meeting point of the two ends of an overlapped prefill, decided from measurements only.
 
 Three things make a machine lose by computing a front, and each is counted here:
 
@@ -13,17 +13,22 @@ Three things make a machine lose by computing a front, and each is counted here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.planning.balance import tokens_to_compute
+from cachecraft_rag.planning.config import Loading
 
 PIECE = 256  # tokens that the last pass takes along; a longer front is computed in pieces of its own
 _FIRST_PIECE = 64  # on a machine that has measured nothing yet
+_FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
+_SETTLE_S = 0.1  # and how long where that would change what is done
 _SOON_S = 0.5  # what is loaded by then is not worth a piece that nothing is known of: it costs a pass
 _FIXED = 8  # a piece may take this many times as long as its fixed part, if there is so much to compute
 _SLOW_START = 2.0  # a rate that is not settled may be this many times as high: most first reads gave half of it or more
@@ -32,14 +37,43 @@ _LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
 
 
+def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
+    """Number of layers to have before the first is computed, so that none is waited for (Cache-Craft eq. 16).
+
+    Args:
+        prefill_s, load_s: of all layers, each by itself.
+
+    >>> preload_depth(5, prefill_s=1.0, load_s=2.0)  # Fig. 19: 4 · (1 - 1/2) + 1
+    3
+    >>> preload_depth(5, prefill_s=2.0, load_s=1.0)  # computing takes longer: one is enough
+    1
+    """
+    if load_s <= prefill_s:
+        return 1
+    return min(layers, math.ceil((layers - 1) * (1.0 - prefill_s / load_s) + 1.0))
+
+
+def tokens_to_compute(*, load_s: float, compute_s: float, load_token_s: float, compute_token_s: float) -> float:
+    """Number of tokens to compute instead of loading so that both end at the same moment; negative: none.
+
+    Args:
+        load_s, compute_s: time that each still takes as it stands.
+        load_token_s, compute_token_s: time per token on either side.
+
+    >>> tokens_to_compute(load_s=3.0, compute_s=1.0, load_token_s=0.03, compute_token_s=0.01)  # 3 - .03 n = 1 + .01 n
+    50.0
+    """
+    return (load_s - compute_s) / (load_token_s + compute_token_s)
+
+
 @dataclass(frozen=True, slots=True)
 class BothEnds:
-    """What is known of both ends when it is decided how many tokens the front takes.
+    """State of both ends when the number of tokens for the front is decided.
 
     waiting      positions that are still to be loaded, ascending
     bytes_left   of them
     bytes_per_s  at which they come just now; 0 = nothing has come yet
-    settled      whether that rate can be relied on
+    settled      the rate can be relied on
     rows         what the last pass computes in any case, see `ComputeSpeed.rows`
     own          positions of those; where they are waited for as well, a front takes them at no cost
     cores        that readers keep busy and computing lacks
@@ -57,7 +91,7 @@ class BothEnds:
     tokens: int = 0
 
     def next_piece(self) -> tuple[float, bool]:
-        """How many tokens the front takes next, and whether the last pass takes them along."""
+        """Number of tokens that the front takes next; True if the last pass takes them along."""
         if not self.waiting:
             return 0.0, True
         if not self.speed.known:
@@ -76,29 +110,29 @@ class BothEnds:
 
     @property
     def comes_soon(self) -> bool:
-        """Whether all of it will be there so soon that nothing else need be known."""
+        """True if everything will be there so soon that nothing else need be known."""
         return self.bytes_left <= _SOON_S * self.bytes_per_s
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing of the prompt is computed or loaded yet."""
+        """True if nothing of the prompt is computed or loaded yet."""
         return len(np.union1d(self.own, self.waiting)) == self.tokens
 
     def worth_waiting(self) -> bool:
-        """Whether a front pays at the rate that came so far, but not at one that is still possible."""
+        """True if a front pays at the rate measured so far, but not at one that is still possible."""
         if self.settled or not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
             return False
         return self.share() > 0.0 and self._faster().share() == 0.0
 
     def load_first(self) -> bool:
-        """Whether to have everything before the last pass: nothing is to be won by running it beside the readers."""
+        """True if everything should be there before the last pass: running it beside the readers would win nothing."""
         if not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
             return False
         return self.cores >= _BUSY_CORES and self.share() == 0.0
 
     @property
     def load_s(self) -> float:
-        """How long loading will take still, at a rate above 0."""
+        """Seconds that loading will still take, at a rate above 0."""
         return self.bytes_left / self.bytes_per_s
 
     def share(self, *, layers_left: float = 1.0, pieces: bool = False) -> float:
@@ -106,7 +140,7 @@ class BothEnds:
 
         Args:
             layers_left: the part of the layers whose loading it still spares.
-            pieces: whether more than the last pass takes along is computed in pieces of its own.
+            pieces: rows beyond those that the last pass takes along are computed in pieces of their own.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
@@ -131,12 +165,12 @@ class BothEnds:
         return min(max(share, 0.0), float(count))
 
     def _rest_s(self) -> float:
-        """How long computing everything that is left takes, in one pass."""
+        """Seconds for computing all that is left in one pass."""
         rows = self.rows + self._more(self.waiting)
         return self.speed.whole_s(rows) if self.untouched else self.speed.seconds(rows)
 
     def _front_s(self, share: float) -> float:
-        """How long the pieces of a front of `share` tokens and the last pass take."""
+        """Seconds for the pieces of a front of `share` tokens and the last pass."""
         rows = self.rows + self._more(self.waiting[: round(share)])
         return self.speed.seconds(rows) + self._pieces(share) * self.speed.piece_s
 
@@ -150,7 +184,7 @@ class BothEnds:
         return min(share / 2, max(PIECE, longest))
 
     def _pieces(self, share: float) -> int:
-        """How many pieces a front of `share` tokens takes before the last pass takes the rest along."""
+        """Number of pieces of a front of `share` tokens before the last pass takes the rest along."""
         count = 0
         while share > PIECE:
             share -= self._piece(share)
@@ -159,3 +193,77 @@ class BothEnds:
 
     def _faster(self) -> BothEnds:
         return replace(self, bytes_per_s=self.bytes_per_s * _SLOW_START)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Condition to wait for before the next pass.
+
+    enough       "nothing"; "all" that is to be loaded; "rate": all, or until its rate is settled; "all soon": until all
+                 will be there soon; or a number of layers
+    timeout_s    None = no limit
+    layer_first  load layer by layer from now on
+    """
+
+    enough: Literal["nothing", "all", "rate", "all soon"] | int
+    timeout_s: float | None = None
+    layer_first: bool = False
+
+
+class LayerWise:
+    """Load each layer ahead of its use, and compute nothing that is stored (Cache-Craft, Algorithm 2).
+
+    Attributes:
+        computes_front: stored tokens may be computed instead of loaded.
+    """
+
+    computes_front = False
+
+    def first_look(self, ends: BothEnds) -> Ahead:
+        """Condition to wait for before anything is decided."""
+        return Ahead("nothing")
+
+    def ahead(self, ends: BothEnds, layers: int) -> Ahead:
+        """Condition to wait for before the next pass: as many layers as it takes to compute without a gap (eq. 16)."""
+        prefill_s = ends.speed.seconds(ends.rows) if ends.speed.known else 0.0
+        load_s = ends.load_s if ends.bytes_per_s > 0.0 else 0.0
+        return Ahead(preload_depth(layers, prefill_s=prefill_s, load_s=load_s))
+
+    def next_piece(self, ends: BothEnds) -> tuple[float, bool]:
+        """Tokens that the front takes next; True if the last pass takes them along."""
+        return 0.0, True
+
+
+class Whole(LayerWise):
+    """Load everything, then compute."""
+
+    def ahead(self, ends: BothEnds, layers: int) -> Ahead:
+        """Condition to wait for before the next pass."""
+        return Ahead("all")
+
+
+class Cake(LayerWise):
+    """Load from the back while the front is computed."""
+
+    computes_front = True
+
+    def first_look(self, ends: BothEnds) -> Ahead:
+        """Condition to wait for before anything is decided: where the rate is unknown, everything may come at once."""
+        return Ahead("nothing") if ends.settled else Ahead("all", _FIRST_LOOK_S)
+
+    def ahead(self, ends: BothEnds, layers: int) -> Ahead:
+        """Condition to wait for before the next pass."""
+        if not (ends.speed.known or ends.settled):
+            return Ahead("all soon", _SETTLE_S)
+        if ends.worth_waiting():
+            return Ahead("rate", _SETTLE_S)
+        if ends.load_first():
+            return Ahead("all", 2.0 * ends.load_s, layer_first=True)
+        return Ahead("nothing")
+
+    def next_piece(self, ends: BothEnds) -> tuple[float, bool]:
+        """Tokens that the front takes next; True if the last pass takes them along."""
+        return ends.next_piece()
+
+
+RULES: Mapping[Loading, LayerWise] = MappingProxyType({"cake": Cake(), "layerwise": LayerWise(), "whole": Whole()})

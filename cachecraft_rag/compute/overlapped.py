@@ -26,20 +26,17 @@ from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.focus import FocusObserver
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.meeting import BothEnds
-from cachecraft_rag.compute.probe import PROBES, Probe
+from cachecraft_rag.compute.meeting import RULES, Ahead, BothEnds
+from cachecraft_rag.compute.probe import QuestionProbe
 from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
 from cachecraft_rag.compute.speed import ComputeSpeed, PassKind
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.timing import UNTIMED, Timer
-from cachecraft_rag.planning.balance import preload_depth
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
-_FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
-_SETTLE_S = 0.1  # and how long where that would change what is done
 _PATIENCE_S = 0.005  # a layer that is late by less is waited for
 _LEAST_SAVING_S = 0.01  # what taking over late tokens must save
 _STALL_S = 0.25  # what is late and has not moved for this long will not come
@@ -74,10 +71,10 @@ class OverlappedPrefill:
 
     Args:
         stack: the model's layers.
-        job: what is computed and what is taken over.
-        loads: what is to come; its readers are running.
+        job: rows to compute and chunk-caches to reuse.
+        loads: chunk-caches to come; the readers are running.
         speed: of computing; learns from what is measured here.
-        timer: told of each part.
+        timer: called with each part.
     """
 
     def __init__(
@@ -100,7 +97,8 @@ class OverlappedPrefill:
         learned = job.corrected if job.correction is not None else ()
         self._uncorrected = [segment for segment in job.reused if segment not in learned]
         self._row_layers = 0
-        if job.loading != "cake":  # whole extents in single layers are too small to be placed one by one
+        self._rule = RULES[job.loading]
+        if not self._rule.computes_front:  # else whole extents in single layers are too small to be placed one by one
             self._send()
 
     @torch.inference_mode()
@@ -110,61 +108,50 @@ class OverlappedPrefill:
         It yields wherever it would wait and wherever a layer is to run. Before each pass it yields a `Wait` that is not
         `in_pass`: what follows, up to the next one of these, needs the driver's lock.
         """
-        loads, cake = self._loads, self._job.loading == "cake"
-        if cake and not loads.meter.warm:  # nothing is known: see whether it comes at once
+        loads, rule = self._loads, self._rule
+        if (look := rule.first_look(self._ends())).enough != "nothing":
             with self._timer("loading"):
-                yield Wait(loads, lambda: not loads.incomplete(), _FIRST_LOOK_S)
+                yield self._wait(look)
         while True:
             with self._timer("loading"):
-                yield self._ahead()
-            tokens, last = self._stack.ranks.lead(self._decide())  # only now: in the meantime more has come
+                yield self._wait(rule.ahead(self._ends(), self._layers))
+            tokens, last = self._stack.ranks.lead(rule.next_piece(self._ends()))  # only now: more has come
             loads.layer_first = last  # while a front is computed, whole extents from the back
             taken = loads.take(tokens)
             self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
             self._compute_instead(taken)
             if last:
-                if cake:
+                if rule.computes_front:
                     self._send()
                 return (yield from self._last_pass())
             if taken:
                 yield from self._front_piece(taken[-1] + 1)
 
     def _send(self) -> None:
-        """Have readers place what memory does not keep."""
+        """Let readers place chunk-caches that memory does not keep."""
         if self._stack.device.type == "cpu":  # elsewhere copies belong to the stream of the thread that computes
             self._loads.send_to(self._buffer)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _ahead(self) -> Wait:
-        """Have as many layers as it takes to compute without a gap (eq. 16), or all of them."""
-        loads, speed, loading = self._loads, self._speed, self._job.loading
-        if loading == "whole":
-            return Wait(loads, lambda: not loads.incomplete(), None)
-        if loading == "cake":
-            if not (speed.known or loads.meter.warm):
-                return Wait(loads, lambda: self._ends().comes_soon, _SETTLE_S)
-            ends = self._ends()
-            if ends.worth_waiting():
-                return Wait(loads, lambda: loads.meter.warm or not loads.incomplete(), _SETTLE_S)
-            if ends.load_first():
-                loads.layer_first = True
-                return Wait(loads, lambda: not loads.incomplete(), 2.0 * ends.load_s)
-            return Wait(loads, lambda: True, None)
-        rate = loads.meter.bytes_per_s
-        prefill_s = speed.seconds(speed.rows(self._rows.open())) if speed.known else 0.0
-        load_s = loads.bytes_left() / rate if rate else 0.0
-        depth = preload_depth(self._layers, prefill_s=prefill_s, load_s=load_s)
-        return Wait(loads, lambda: loads.depth() >= depth, None)
-
-    def _decide(self) -> tuple[float, bool]:
-        """How many tokens the front takes next, and whether the last pass takes them along."""
-        if self._job.loading != "cake":
-            return 0, True
-        return self._ends().next_piece()
+    def _wait(self, ahead: Ahead) -> Wait:
+        """Wait for what is to be there before the next pass."""
+        loads, enough = self._loads, ahead.enough
+        if ahead.layer_first:
+            loads.layer_first = True
+        if isinstance(enough, int):
+            layers = enough
+            return Wait(loads, lambda: loads.depth() >= layers, ahead.timeout_s)
+        ready: dict[str, Callable[[], bool]] = {
+            "nothing": lambda: True,
+            "all": lambda: not loads.incomplete(),
+            "rate": lambda: loads.meter.warm or not loads.incomplete(),
+            "all soon": lambda: self._ends().comes_soon,
+        }
+        return Wait(loads, ready[enough], ahead.timeout_s)
 
     def _ends(self, rows: float | None = None) -> BothEnds:
-        """What is known just now; `rows` are computed in any case, all that are open if not given."""
+        """Both ends as they are now; `rows` are computed in any case, by default all open ones."""
         loads, speed = self._loads, self._speed
         own = self._rows.open()
         return BothEnds(
@@ -236,7 +223,7 @@ class OverlappedPrefill:
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)
         if not joined and (monitor is None or monitor.focused is None):
             self._measured(positions, spent, "last" if self._resident or self._loads.extents else "piece")
-        if monitor is not None or (self._job.probe is not None and PROBES[self._job.probe.kind].private):
+        if monitor is not None or self._job.probe is not None:
             self._drop_private_captures(captured)
         return PrefillResult(
             hidden=run.hidden,
@@ -255,24 +242,17 @@ class OverlappedPrefill:
         Returns:
             The new plan, and in how many first layers all chunk-caches are placed.
         """
-        probe = PROBES[request.kind](self._rows, request.question, self._buffer, self._layers)
-        as_placed: list[torch.Tensor] = []  # what its rows write over; the chunk-caches may have been let go
+        probe = QuestionProbe(self._rows, request.question, self._buffer, self._layers)
         run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=self._timer.within("probe"))
         for layer in range(probe.layers):
             late = yield from self._arrive(layer, run, take_over=False)
             self._place(layer, self._resident)
-            probe.placed(layer)
-            if not probe.keeps_chunks:
-                as_placed.append(self._buffer.kv[layer].clone())
             yield from self._join(run, late)
             yield from self._run_layer(run)
-        plan = self._choose(request, probe)
-        for layer, kv in enumerate(as_placed):
-            self._buffer.kv[layer] = kv
-        return plan, probe.layers
+        return self._choose(request, probe), probe.layers
 
-    def _choose(self, request: ProbeRequest, probe: Probe) -> Plan:
-        rows, edge = self._rows, self._job.shared_until if probe.private else 0
+    def _choose(self, request: ProbeRequest, probe: QuestionProbe) -> Plan:
+        rows, edge = self._rows, self._job.shared_until
         seen = self._stack.ranks.mean(probe.seen()).cpu().numpy()
         open_to_choice = [segment for segment in self._job.reused if rows.bounds[segment] >= edge]
         by_chunk = {segment: seen[rows.span(segment)] for segment in open_to_choice}
@@ -337,7 +317,7 @@ class OverlappedPrefill:
         """Wait until `layer` is there.
 
         Args:
-            take_over: whether to compute what is late where that is faster; a probe's rows would be computed twice.
+            take_over: compute late positions where that is faster; a probe's rows would be computed twice.
 
         Returns:
             Ascending positions to compute in this pass, because they did not come or computing them is faster.
@@ -350,7 +330,7 @@ class OverlappedPrefill:
             if came:
                 break
             late += loads.failed()
-            if self._job.loading != "cake":
+            if not self._rule.computes_front:
                 continue
             if reads != loads.reads:
                 reads, moved = loads.reads, time.perf_counter()
@@ -384,7 +364,7 @@ class OverlappedPrefill:
         self._rows = self._rows.mark(positions, RowReason.NOT_LOADED)
 
     def _drift(self, edge: int | None) -> DriftCorrection | None:
-        """How the pass that ends at `edge` corrects the chunks before it, each once: in the pass that ends it."""
+        """Correction of the chunks that end before `edge`, each once: in the pass that ends it."""
         rows = self._rows
         ended = [one for one in self._uncorrected if edge is None or rows.bounds[one + 1] <= edge]
         self._uncorrected = [one for one in self._uncorrected if one not in ended]

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
-from cachecraft_rag.compute.probe import PROBES
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Ranks
 from cachecraft_rag.planning.config import ReuseConfig
@@ -21,9 +20,9 @@ from cachecraft_rag.planning.planner import Plan, make_plan, with_not_loaded, wi
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.planning.selectors import selector_named
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
 
 _WITHOUT_SCORES = 0.75  # of the rows that a probe needs, where eq. 14 has no scores for any chunk (docs/fidelity.md)
@@ -31,7 +30,7 @@ _WITHOUT_SCORES = 0.75  # of the rows that a probe needs, where eq. 14 has no sc
 
 @dataclass(frozen=True)
 class Resolved:
-    """What one prompt takes from the store, and the job that follows.
+    """Chunk-caches that one prompt takes from the store, and the job that follows.
 
     stored  what is still to be loaded, by segment
     tiers   where each chosen variant comes from, by its id
@@ -44,11 +43,11 @@ class Resolved:
 
     @property
     def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """What is still to be loaded, and the positions it takes, in prompt order."""
+        """Chunk-caches still to be loaded and their positions, in prompt order."""
         return [(one, self.job.rows.bounds[index]) for index, one in self.stored.items()]
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close the stored variants."""
         for one in self.stored.values():
             one.close()
 
@@ -67,7 +66,7 @@ def resolve(
     """Decide what is reused, open it, and make the job.
 
     Args:
-        found: what a look-up gave: the variants on offer, by segment id.
+        found: result of the look-up: the variants on offer, by segment id.
         answer_tokens: positions to make room for behind the prompt.
         scores: of the variants on offer, where another process has read them; None: the store is asked.
         correction: of chunk-caches captured alone, where one was fitted.
@@ -118,8 +117,7 @@ def _resolved(
     for index, planned in enumerate(plan.segments):
         held = None if planned.variant is None else opened[planned.variant.variant_id]
         if isinstance(held, LoadedVariant):
-            unmoved = planned.to_fix and "positions" in config.ablate
-            resident.append(ResidentKV(bounds[index], held.kv, original_start=bounds[1] if unmoved else None))
+            resident.append(ResidentKV(bounds[index], held.kv))
             continue
         if held is not None:
             stored[index] = held
@@ -144,7 +142,7 @@ def _resolved(
 
 
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
-    """What a plan computes whatever comes: segments without a chunk-cache, and the chosen tokens of the others."""
+    """Rows computed regardless of loading: segments without a chunk-cache, and the chosen tokens of the others."""
     new = [p for i, s in enumerate(plan.segments) if s.variant is None for p in range(bounds[i], bounds[i + 1])]
     chosen = [bounds[i] + offset for i, s in enumerate(plan.segments) for offset in s.recompute]
     exact = [i for i, s in enumerate(plan.segments) if s.outcome == "exact"]
@@ -184,22 +182,21 @@ def _early_termination(plan: Plan, config: ReuseConfig) -> EarlyTermination | No
 
 def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
     """The probe before the last pass, where the selector has one and the pass is large enough for it."""
-    kind = selector_named(config.selector).probe
     fixed = sum(len(planned.recompute) for planned in plan.segments)
     lengths = [len(segment.token_ids) for segment in prompt.segments]
     new = sum(n for n, planned in zip(lengths, plan.segments, strict=True) if planned.variant is None)
     reused = [planned.variant for planned in plan.segments if planned.to_fix and planned.variant is not None]
     alone = all(scores.get(variant.variant_id, TokenScores()).inter is None for variant in reused)
     least = config.probe_min_rows * (_WITHOUT_SCORES if alone else 1.0)
-    if kind is None or not fixed or fixed + new < least:
+    if not selector_named(config.selector).probes or not fixed or fixed + new < least:
         return None
     bounds = prompt.bounds
-    edge = _shared_until(prompt, plan, config) if PROBES[kind].private else 0
+    edge = _shared_until(prompt, plan, config)
     if all(bounds[index] < edge for index, planned in enumerate(plan.segments) if planned.to_fix):
         return None
     closing = prompt.segments[-1].closing  # says nothing of what is asked
     own_text = range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1))
-    return ProbeRequest(kind, own_text, partial(_choose_anew, plan, config, scores))
+    return ProbeRequest(own_text, partial(_choose_anew, plan, config, scores))
 
 
 def _choose_anew(

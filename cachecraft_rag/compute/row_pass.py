@@ -23,10 +23,22 @@ from cachecraft_rag.kernels.visibility import Visibility
 
 
 class Observer(Protocol):
-    """Sees what a pass attends to, layer by layer."""
+    """Observer of the attention of some rows of a pass, layer by layer.
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
-        """Look at one layer: rotated `q` `[rows, heads, head_dim]` of the pass, and all rotated keys `k`."""
+    Attributes:
+        watched: positions whose rows it is shown, as far as they are rows of the pass.
+    """
+
+    watched: range
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+        """Look at one layer.
+
+        Args:
+            q: `[rows shown, heads, head_dim]`, rotated.
+            k: `[keys, kv_heads, head_dim]`, rotated; of positions that no row sees, uninitialised.
+            visible: positions of the rows shown, and the keys that they see.
+        """
         ...
 
 
@@ -37,7 +49,7 @@ class RowPass:
         layer: the next one to run.
         positions, where: of the rows, ascending; int64 `[rows]` on the host and on the device.
         hidden: `[streams, rows, hidden]`, what goes into `layer`.
-        recorder, absent, timer: as they were given.
+        recorder, absent, timer: the arguments.
     """
 
     def __init__(
@@ -59,17 +71,18 @@ class RowPass:
         Args:
             ids: int64 `[rows]`, their tokens.
             positions: int64 `[rows]`, ascending.
-            rows: why they run; `drift` needs it.
-            recorder: keeps what is computed of new chunks.
-            drift: how tokens that are not computed follow those that are.
+            rows: the reasons why they run; `drift` needs them.
+            recorder: copies the keys and values of new chunks.
+            drift: correction of the tokens that are not computed.
             absent: int64, positions that hold nothing yet: no row sees them.
-            timer: told of each part.
+            timer: called with each part.
         """
         self._device, self._buffer, self._paths = stack.device, buffer, stack.attention_paths
         self._rows, self._observer, self._drift = rows, observer, drift
         self.recorder, self.absent, self.timer = recorder, absent, timer
         self._hidden_keys = None if absent is None else self._on_device(absent)
         self.layer = 0
+        self._begun = self._done = -1  # the last layer in which `attend` began and ended its changes
         self._go_on_with(positions)
         self.hidden = stack.embed(ids)
 
@@ -79,7 +92,11 @@ class RowPass:
     def _go_on_with(self, positions: NDArray[np.int64]) -> None:
         self.positions, self.where = positions, self._on_device(positions)
         self._cos, self._sin = self._buffer.cos[self.where], self._buffer.sin[self.where]
-        self._visible: dict[int | None, Visibility] = {}
+        self._shown = slice(0)  # the rows that the observer watches
+        if self._observer is not None:
+            watched = self._observer.watched
+            self._shown = slice(*np.searchsorted(positions, [watched.start, watched.stop]).tolist())
+        self._visible: dict[int | None, tuple[Visibility, Visibility]] = {}
         self._captures: list[tuple[RecordedChunk, slice]] = []
         if self.recorder is not None:
             self._captures = self.recorder.locate(positions)
@@ -90,12 +107,12 @@ class RowPass:
             self._drift.locate(self.positions, self._rows)
 
     def update(self, rows: Rows) -> None:
-        """Go on for other reasons: stored keys and values of a running row did not come."""
+        """Change the rows' reasons: stored keys and values of a running row failed to load."""
         self._rows = rows
         self._locate_drift()
 
     def join(self, other: RowPass) -> None:
-        """Take in the rows of a pass that has come before the same layer, to run on as one."""
+        """Merge the rows of another pass that stands before the same layer."""
         assert other.layer == self.layer, "only passes before the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
         order = np.argsort(positions, kind="stable")
@@ -110,21 +127,23 @@ class RowPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
         """See `stack.LayerPass`."""
-        if settings.window not in self._visible:
-            self._visible[settings.window] = Visibility(self.where, window=settings.window, absent=self._hidden_keys)
-        merged = self._buffer.kv[layer]
+        merged, (visible, shown) = self._buffer.kv[layer], self._visibility(settings.window)
+        again = layer == self._done  # a joint forward failed behind this, and is repeated
+        if layer == self._begun and not again and (self._drift is not None or self._observer is not None):
+            raise RuntimeError(f"layer {layer} failed while stored rows were corrected; it cannot be repeated")
+        self._begun = layer
         with self.timer("placing"):
             queries, keys = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
-        if self._drift is not None:
+        if self._drift is not None and not again:
             with self.timer("drift"):
                 self._drift.correct(merged, keys, v)
         with self.timer("placing"):
             scatter_rows(merged, keys, v, self.where)
         if self.recorder is not None:
             self.recorder.record(layer, self._captures, (queries, k, v), settings)
-        if self._observer is not None:
-            self._observer.observe(layer, queries, merged[0], settings)
-        visible = self._visible[settings.window]
+        if self._observer is not None and not again:
+            self._observer.observe(layer, queries[self._shown], merged[0], shown, settings)
+        self._done = layer
         with self.timer("attention"):
             return attention(
                 queries,
@@ -135,6 +154,14 @@ class RowPass:
                 softcap=settings.softcap,
                 paths=self._paths,
             )
+
+    def _visibility(self, window: int | None) -> tuple[Visibility, Visibility]:
+        """Keys that all rows see, and those that the observer's rows see; shared by the layers with this window."""
+        if window not in self._visible:
+            wheres = self.where, self.where[self._shown]
+            first, second = (Visibility(where, window=window, absent=self._hidden_keys) for where in wheres)
+            self._visible[window] = first, second
+        return self._visible[window]
 
 
 class _Together:

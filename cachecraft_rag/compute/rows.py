@@ -1,4 +1,4 @@
-"""Which positions of a prompt are computed, and why: immutable arrays over the whole prompt."""
+"""Positions of a prompt that are computed, with their reasons: immutable arrays over the whole prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 class RowReason(IntEnum):
     """Why a position is a row of a pass.
 
-    STORED      it is none: its keys and values come from a chunk-cache
+    STORED      not a row: its keys and values come from a chunk-cache
     NEW         no chunk-cache has it
     RECOMPUTED  a chunk-cache has it, and it was chosen to be recomputed
-    NOT_LOADED  a chunk-cache has it, but it did not come, or computing it was faster
+    NOT_LOADED  a chunk-cache has it, but loading it failed, or computing it was faster
     """
 
     STORED = 0
@@ -33,8 +33,8 @@ class Rows:
     bounds   `[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`
     segment  int64 `[tokens]`
     reason   uint8 `[tokens]`, `RowReason`
-    done     bool `[tokens]`, computed by a pass that is over
-    exact    bool `[tokens]`, what is stored there is what full prefill would compute
+    done     bool `[tokens]`, computed by an earlier pass
+    exact    bool `[tokens]`, the stored values are those of full prefill
     """
 
     bounds: tuple[int, ...]
@@ -67,7 +67,7 @@ class Rows:
         return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
-        """The same with this reason at these positions.
+        """A copy with this reason at these positions.
 
         >>> Rows.of([0, 3]).mark([1], RowReason.NOT_LOADED).reason.tolist()
         [0, 3, 0]
@@ -77,7 +77,7 @@ class Rows:
         return replace(self, reason=changed)
 
     def finish(self, positions: Iterable[int]) -> Self:
-        """The same after a pass over these positions."""
+        """A copy in which these positions are computed."""
         done = self.done.copy()
         done[_indices(positions)] = True
         return replace(self, done=done)
@@ -91,7 +91,7 @@ class Rows:
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
-        """Which tokens of a segment are computed for one of these reasons, ascending, counted from its start."""
+        """Offsets of a segment's tokens that are computed for one of these reasons, ascending."""
         return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine computes just now, from what it just did."""
+"""Current computing speed of this machine, from its last passes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class ComputeSpeed:
 
     Args:
         keys_per_row: attending to this many keys costs as much as the rest of a row, see `Stack.keys_per_row`.
+
+    Attributes:
+        piece_s: the fixed part of a pass that places little: a decoding step. The rest is in its rows' time.
     """
 
     def __init__(self, keys_per_row: float) -> None:
@@ -31,7 +34,7 @@ class ComputeSpeed:
         self._row_s: float | None = None  # of the last pass and of pieces
         self._whole_row_s: float | None = None
         self._apart = 1.0  # the first / the second
-        self._step_s = 0.0
+        self.piece_s = 0.0
         self._few_s: float | None = None  # of a last pass of few rows, apart from them
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
@@ -40,31 +43,26 @@ class ComputeSpeed:
 
     @property
     def known(self) -> bool:
-        """Whether any pass was measured yet."""
+        """True once a pass was measured."""
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
-        """What rows (see `rows`) in this many passes take; needs `known`."""
+        """Time of rows (see `rows`) in this many passes; needs `known`."""
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._pass_s + rows * self._row_s
 
     def whole_s(self, rows: float) -> float:
-        """What a whole prompt of so many rows takes in one pass; needs `known`."""
+        """Time of a whole prompt of this many rows in one pass; needs `known`."""
         assert self._row_s is not None, "no pass was measured yet"
-        return self._step_s + rows * (self._whole_row_s or self._row_s)
+        return self.piece_s + rows * (self._whole_row_s or self._row_s)
 
     @property
     def _pass_s(self) -> float:
-        """The fixed part. A question's pass also places what is reused, and packs weights that a step does not."""
-        return self._step_s if self._few_s is None else self._few_s
-
-    @property
-    def piece_s(self) -> float:
-        """The fixed part of a pass that places little: what a decoding step takes. The rest is in its rows' time."""
-        return self._step_s
+        """The fixed part. A question's pass also places chunk-caches, and packs weights that a step does not."""
+        return self.piece_s if self._few_s is None else self._few_s
 
     def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
-        """Take note of a pass; of one with few rows, most of the time goes elsewhere: it tells the fixed part.
+        """Record a pass; one with few rows is mostly fixed cost and updates that only.
 
         Taking the fixed part of a question's pass for that of a piece would make its rows look several times as fast as
         they are.
@@ -83,8 +81,8 @@ class ComputeSpeed:
             self._apart = min(max(self._row_s / self._whole_row_s, 1.0), _MOST_APART)
 
     def stepped(self, seconds: float) -> None:
-        """Take note of a decoding step: one row, so nearly all of it is the fixed part. The fastest tells most."""
-        self._step_s = min(seconds, 0.98 * self._step_s + 0.02 * seconds) if self._step_s else seconds
+        """Record a decoding step: one row, so nearly all of it is the fixed part. The fastest counts most."""
+        self.piece_s = min(seconds, 0.98 * self.piece_s + 0.02 * seconds) if self.piece_s else seconds
 
 
 def _average(old: float | None, new: float) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
+from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.types import KVLayout
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """How a layer attends: factor on the scores, sliding window in tokens and soft cap of the scores (None = none)."""
+    """Settings of a layer: factor on the scores, sliding window in tokens, soft cap of the scores (None = none)."""
 
     scale: float
     window: int | None = None
@@ -59,7 +60,7 @@ class Ranks(Protocol):
         ...
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """What is lost on any rank is lost on all."""
+        """Union of the losses of all ranks."""
         ...
 
     def lead(self, decision: T) -> T:
@@ -75,15 +76,15 @@ class Alone:
         return kv
 
     def mean(self, seen: Tensor) -> Tensor:
-        """As it is."""
+        """`seen` itself."""
         return seen
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """As it is."""
+        """`lost` itself."""
         return lost
 
     def lead(self, decision: T) -> T:
-        """As it is."""
+        """`decision` itself."""
         return decision
 
 
@@ -101,7 +102,7 @@ class Stack(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the layers run."""
+        """Device of the layers."""
         ...
 
     @property
@@ -117,6 +118,11 @@ class Stack(Protocol):
     @property
     def attention_paths(self) -> AttentionPaths:
         """The fastest ways to attend on this CPU."""
+        ...
+
+    @property
+    def memory(self) -> Recycler:
+        """Memory of the requests' keys and values."""
         ...
 
     @property

@@ -10,31 +10,42 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
-from cachecraft_rag.compute.removed import Removed
+from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, CaptureDrop, KVLayout, Segment, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    Capture,
+    CaptureDrop,
+    KVLayout,
+    RemovedChunks,
+    Segment,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 logger = logging.getLogger("cachecraft_rag.write_back")
+
+Ended = Callable[[Any, BaseException | None], object]
 
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What all captures of one prefill share.
+    """Facts shared by all captures of one prefill.
 
     segments, bounds  of the prompt they were captured in
     exact_shares      per segment, see `planner.exact_shares`
     session           whose they are if something private stood before them
     primed            see `types.Variant`
     another           see `types.Capture`
-    removed           chunks that are captured no more
+    removed           chunks that must not be stored any more
     """
 
     segments: Sequence[Segment]
@@ -43,15 +54,16 @@ class CaptureContext:
     session: str | None
     primed: bool = False
     another: bool = False
-    removed: Removed = field(default_factory=Removed)
+    removed: RemovedChunks = field(default_factory=RemovedChunks)
 
 
 class WriteBackQueue:
-    """Takes recorded captures and stores them in the background.
+    """Describes and stores recorded captures. Any thread may call any method.
 
     Args:
         store, namespace, fingerprint, layout: where and as what they are stored.
-        take_lock: gives the lock that is held while a layer is described, so that captures and requests take turns.
+        start: drives the steps of one capture in the background, and calls its second argument with their result and
+            their error.
         max_bytes: most memory for captures that wait; those of a pass that finds more waiting are dropped.
     """
 
@@ -62,35 +74,34 @@ class WriteBackQueue:
         namespace: str,
         fingerprint: str,
         layout: KVLayout,
-        take_lock: Callable[[], AbstractContextManager[object]],
+        start: Callable[[Work[Any], Ended], object],
         max_bytes: int = 2 << 30,
     ) -> None:
-        self._store, self._take_lock = store, take_lock
+        self._store, self._start = store, start
         self._namespace, self._fingerprint, self._layout = namespace, fingerprint, layout
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
         self._guard = threading.Lock()
-        self._pending: dict[str, Future[Variant | Unavailable]] = {}
-        self._max_bytes, self._waiting_bytes = max_bytes, 0
+        self._pending: dict[str, Future[None]] = {}
+        self._max_bytes, self._waiting_bytes, self._closed = max_bytes, 0, False
         # Each is held by the request that may capture, so this forgets it when that does.
-        self._followers: weakref.WeakSet[Removed] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[RemovedChunks] = weakref.WeakSet()
 
-    def follow(self, removed: Removed) -> Removed:
-        """From now on, add the chunks that are removed to this."""
+    def follow(self, removed: RemovedChunks) -> RemovedChunks:
+        """From now on, add the chunks that are removed to this set."""
         with self._guard:
             self._followers.add(removed)
         return removed
 
     def remove(self, chunk_ids: Sequence[str]) -> None:
-        """These chunks are about to be removed: whatever began before captures them no more, and what is on its way to
-        the store is there when this returns.
+        """Prepare the removal of these chunks: nothing that began before captures them any more, and what is on its way
+        to the store is there when this returns.
         """
         with self._guard:
             for removed in self._followers:
-                removed.add(chunk_ids)
+                removed.update(chunk_ids)
         self.wait_for(chunk_ids)
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
-        """Queue what a prefill recorded; returns at once.
+        """Queue the captures of a prefill; returns at once.
 
         Captures are dropped, without an effect on the answer, after `close` and where more than `max_bytes` wait.
 
@@ -98,58 +109,31 @@ class WriteBackQueue:
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end.
         """
         for capture in recorder.captures:
-            key, nbytes = self._key(capture, context), capture.nbytes
-            if _private(capture, context) and context.session is None:  # no request could ever be served this
-                self._store.count_drop(key.chunk_id, CaptureDrop.PRIVATE, "it is private, and there is no session")
+            name = context.segments[capture.segment].segment_id
+            if (refusal := self._refusal(capture, context)) is not None:
+                self._store.count_drop(name, *refusal)
                 continue
+            job: Future[None] = Future()
             with self._guard:
-                waiting = self._waiting_bytes
-            if waiting > self._max_bytes:
-                why = f"captures are dropped: {waiting // 10**6} MB are waiting already"
-                self._store.count_drop(key.chunk_id, CaptureDrop.WRITE_BACK_FULL, why)
-                continue
-            job: Future[Variant | Unavailable] | None = None
-            with self._guard:
-                try:
-                    job = self._worker.submit(
-                        self.store_now, capture, recorder, keys, context=context, take_turn=self._take_lock
-                    )
-                except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
-                    pass
-                else:
-                    self._pending[key.chunk_id] = job
-                    self._waiting_bytes += nbytes
-            if job is None:
-                why = "an answer ended after its engine was closed; its captures are dropped"
-                self._store.count_drop(key.chunk_id, CaptureDrop.CLOSED, why)
-                continue
-            job.add_done_callback(partial(self._forget, key.chunk_id, nbytes))
+                self._pending[name] = job
+                self._waiting_bytes += capture.nbytes
+            ended = partial(self._ended, name, capture.nbytes, job)
+            self._start(self.steps(capture, recorder, keys, context=context), ended)
 
-    def store_now(
-        self,
-        capture: RecordedChunk,
-        recorder: CaptureRecorder,
-        keys: Tensor,
-        *,
-        context: CaptureContext,
-        take_turn: Callable[[], AbstractContextManager[object]],
-    ) -> Variant | Unavailable:
-        """Describe and store one capture in this thread, and tell what became of it; arguments as of `submit`.
-
-        Args:
-            take_turn: is held while a layer is described; what it raises ends this, and nothing is stored.
-        """
+    def steps(
+        self, capture: RecordedChunk, recorder: CaptureRecorder, keys: Tensor, *, context: CaptureContext
+    ) -> Work[Variant | Unavailable]:
+        """Describe and store one capture, a layer at a time; arguments as of `submit`."""
         key = self._key(capture, context)
         describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         for layer in range(self._layout.layers):
-            with take_turn():
-                describer.add_layer(layer, keys[layer])
+            yield Call(partial(describer.add_layer, layer, keys[layer]))
         found = describer.statistics()
-        if key.chunk_id in context.removed:  # what is removed from here on waits for this job
+        if key.chunk_id in context.removed:  # a removal from here on waits for this capture
             why = "its chunk was removed meanwhile"
             self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, why)
             return Unavailable(key.variant_id, CaptureDrop.REMOVED, why)
-        stored = self._store.put(
+        stored: Variant | Unavailable = yield self._store.put(
             Capture(
                 key=key,
                 layout=self._layout,
@@ -165,7 +149,7 @@ class WriteBackQueue:
                 another=context.another,
             )
         )
-        return stored.result()
+        return stored
 
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
         """The segments whose captures are under way, of these or of all."""
@@ -180,17 +164,35 @@ class WriteBackQueue:
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self._worker.shutdown(wait=True)
-
-    def _forget(self, chunk_id: str, nbytes: int, job: Future[Variant | Unavailable]) -> None:
+        """Finish what is queued, and take nothing more."""
         with self._guard:
-            self._waiting_bytes -= nbytes
-            if self._pending.get(chunk_id) is job:
-                del self._pending[chunk_id]
-        if (error := job.exception()) is not None:  # no caller looks at this future
-            logger.error("the capture of chunk %s failed and is not stored", chunk_id, exc_info=error)
-            self._store.count_drop(chunk_id, CaptureDrop.FAILED, f"describing it failed: {type(error).__name__}")
+            self._closed = True
+        self.wait_for(self.pending())
+
+    def _refusal(self, capture: RecordedChunk, context: CaptureContext) -> tuple[CaptureDrop, str] | None:
+        if _private(capture, context) and context.session is None:  # no request could ever be served this
+            return CaptureDrop.PRIVATE, "it is private, and there is no session"
+        with self._guard:
+            waiting, closed = self._waiting_bytes, self._closed
+        if waiting > self._max_bytes:
+            return CaptureDrop.WRITE_BACK_FULL, f"captures are dropped: {waiting // 10**6} MB are waiting already"
+        if closed:
+            return CaptureDrop.CLOSED, "an answer ended after its engine was closed; its captures are dropped"
+        return None
+
+    def _ended(
+        self, chunk_id: str, nbytes: int, job: Future[None], _stored: object, error: BaseException | None
+    ) -> None:
+        try:
+            if error is not None:
+                logger.error("the capture of chunk %s failed and is not stored", chunk_id, exc_info=error)
+                self._store.count_drop(chunk_id, CaptureDrop.FAILED, f"describing it failed: {type(error).__name__}")
+        finally:
+            with self._guard:
+                self._waiting_bytes -= nbytes
+                if self._pending.get(chunk_id) is job:
+                    del self._pending[chunk_id]
+            job.set_result(None)
 
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
@@ -198,5 +200,5 @@ class WriteBackQueue:
 
 
 def _private(capture: RecordedChunk, context: CaptureContext) -> bool:
-    """Whether something private stands in it or before it."""
+    """Tell whether something private stands in it or before it."""
     return any(segment.private for segment in context.segments[: capture.segment + 1])

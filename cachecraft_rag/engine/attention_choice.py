@@ -1,4 +1,4 @@
-"""Which way of attending is fastest on this CPU: measured once, and kept in a file.
+"""Fastest way of attending on this CPU: measured once, and kept in a file.
 
 What was best on one CPU was the worst on another (docs/log.md), so nothing is concluded from a CPU's name. A choice
 holds for the CPU's instructions, torch's version, the number of threads, the dtype and the heads of the model.
@@ -94,7 +94,7 @@ def _measure(
 
 
 def _valid(kept: object) -> AttentionPaths | None:
-    """What a file holds, if this version knows all of it."""
+    """Content of a file, if this version knows all of it."""
     if not isinstance(kept, dict) or kept.keys() != _SHAPES.keys():
         return None
     known = all(kept[shape] in paths_for(shape) for shape in _SHAPES)

@@ -46,7 +46,7 @@ class ModelTokens:
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:
-        """Whether a chunk of this text is within the limit; there are hardly ever more tokens than bytes."""
+        """True if a chunk of this text is within the limit; there are hardly ever more tokens than bytes."""
         return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
 
 

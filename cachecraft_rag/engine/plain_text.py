@@ -71,7 +71,7 @@ class PlainTokenizer:
 
 
 def _controls(content: str, template: str) -> bool:
-    """Whether an added token that is not special may be a control token."""
+    """True if an added token that is not special may be a control token."""
     text = content.replace("\u2581", " ")  # as SentencePiece writes a space
     if not text.strip():
         return False

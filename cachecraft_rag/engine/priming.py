@@ -9,23 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.facts import DiskSpace, ModelFacts
+from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.sizes import cache_bytes
 from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
+class PrimedEngine(Protocol):
+    """An engine that captures chunks ahead of questions; see `base.AnswerEngine`."""
+
+    namespace: str
+    prompts: PromptBuilder
+
+    @property
+    def decoder(self) -> ModelFacts:
+        """Facts about its model."""
+        ...
+
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """Compute a prompt, capture these of its segments, and return when they are stored."""
+        ...
+
+    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
+        """The stored variants of these segments."""
+        ...
+
+    def disk_space(self) -> DiskSpace:
+        """Of the folder where captures are stored."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PrimingEstimate:
-    """What priming would compute and store.
+    """Cost of priming, before anything is computed.
 
     captures     chunk-caches that are missing, the instruction's included
     tokens       their tokens
-    nbytes       what they will take on disk with the store's codec; for `entropy` about
-    disk_used    what the store's files take now
+    nbytes       their size on disk with the store's codec; for `entropy` about
+    disk_used    size of the store's files now
     disk_budget  limit of the store's files: beyond it the least useful chunk-caches are evicted
     disk_free    free space of the disk
     """
@@ -39,7 +66,7 @@ class PrimingEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether all chunk-caches will be kept."""
+        """True if all chunk-caches will be kept."""
         return self.nbytes <= min(self.disk_budget - self.disk_used, self.disk_free)
 
 
@@ -54,7 +81,7 @@ class Primer:
             learned correction (`cachecraft calibrate`).
     """
 
-    def __init__(self, engine: AnswerEngine, *, window: int = 2048, alone: bool = False) -> None:
+    def __init__(self, engine: PrimedEngine, *, window: int = 2048, alone: bool = False) -> None:
         self.engine = self._engine = engine
         self._alone = alone
         self._window = min(window, engine.decoder.context_length)
@@ -65,7 +92,7 @@ class Primer:
         Args:
             captured: called after each pass with the number of its captures.
 
-        What is stored behind these very neighbours is skipped, so an interrupted run resumes where it stopped.
+        Chunks stored behind these very neighbours are skipped, so an interrupted run resumes where it stopped.
 
         Raises:
             ContextLengthError: a single chunk is longer than the window.
@@ -89,7 +116,7 @@ class Primer:
         return found
 
     def fits(self, chunk: Chunk) -> bool:
-        """Whether a pass has room for the chunk; one that does not fit cannot be primed."""
+        """Return whether a pass has room for the chunk; one that does not fit cannot be primed."""
         return len(self._engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
@@ -175,7 +202,7 @@ def _tokens(run: Sequence[Segment]) -> int:
 
 
 def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
-    """What `prime_documents` would compute and store now. Nothing is computed."""
+    """Estimate the work of `prime_documents`. Nothing is computed."""
     engine = primer.engine
     missing: dict[str, int] = {}
     for _, chunks in texts:

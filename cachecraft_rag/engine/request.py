@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what was asked, what has been gathered, and what it tells in the end."""
+"""One request on its way through an engine: the question as it was asked, its progress, and its statistics."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from itertools import zip_longest
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
-from cachecraft_rag.compute.removed import Removed
 from cachecraft_rag.engine.prompt import check_history
-from cachecraft_rag.engine.request_queue import Place
 from cachecraft_rag.engine.sampling import SamplingParams, TextStream
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Outcome, Plan
 from cachecraft_rag.planning.reasons import Reason, explain
-from cachecraft_rag.types import Prompt, TierName
+from cachecraft_rag.types import Prompt, RemovedChunks, TierName
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """What became of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`."""
+    """Outcome of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`."""
 
     outcome: Outcome
     reason: Reason = Reason.REUSED
@@ -37,7 +35,7 @@ class SegmentReport:
 
     @property
     def stored(self) -> bool:
-        """Whether it came from a chunk-cache, or from a server's prefix cache, but for what was not loaded."""
+        """True if it came from a chunk-cache, or from a server's prefix cache, but for what was not loaded."""
         return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,13 +43,13 @@ class SegmentReport:
         return asdict(self) | {"reason": str(self.reason)}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """From what `as_dict` gave."""
-        return cls(**{**told, "reason": Reason(told["reason"])})
+        return cls(**{**values, "reason": Reason(values["reason"])})
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """A report of each segment; `tiers` says where each variant came from, by its id."""
+    """Report each segment; `tiers` maps a variant's id to where it came from."""
     return tuple(
         SegmentReport(
             outcome=planned.outcome,
@@ -68,111 +66,157 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
-    """What one request was asked and what it has gathered so far."""
+    """One question as it was asked."""
 
     prompt: Prompt
     config: ReuseConfig
     sampling: SamplingParams
     session: str | None
     started: float
-    place: Place | None = None  # in the engine's queue, where it has one
-    closing: bool = False  # its reader wants no more
-    removed: Removed = field(default_factory=Removed)  # chunks, since it was made
-    queued_s: float = 0.0
-    planned_s: float = 0.0
-    waited_s: float = 0.0
-    first_token_s: float = 0.0
-    ended_s: float = 0.0
-    plan: Plan = field(default_factory=lambda: Plan(()))
-    tiers: Mapping[str, TierName] = field(default_factory=dict)  # variant id → where it came from
-    row_layers: int = 0
-    focus_layer: int | None = None
-    tokens: list[int] = field(default_factory=list)  # of the answer, with the one that ended it
-    generated: int = 0
-    finish: Finish | None = None
-    remote: str | None = None  # how it took the look-up
-    reports: tuple[SegmentReport, ...] | None = None  # where another process carried the plan out
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def clock(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started
 
-    def take_place(self, place: Place) -> None:
-        """It waits there now."""
-        self.place = place
-        if self.closing:  # meanwhile, so that nobody has told this place
-            place.leave()
 
-    def close(self) -> None:
-        """Its reader wants no more: it leaves the queue. Takes no lock; any thread may call this."""
-        self.closing = True
-        if self.place is not None:
-            self.place.leave()
+@dataclass
+class RequestProgress:
+    """State of a request so far, written by whoever carries it out; times in seconds since the call.
+
+    queued_s, planned_s   its turn and its plan began and were made
+    waited_s              spent waiting for what was being loaded
+    tiers                 variant id → where it came from
+    row_layers            rows computed, summed over layers
+    tokens                of the answer, with the one that ended it
+    generated, finish     as far as the reader has read
+    remote                outcome of the remote look-up
+    reports               of the segments, where another process carried the plan out
+    removed               chunks removed since the question was asked
+    """
+
+    queued_s: float = 0.0
+    planned_s: float = 0.0
+    waited_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    plan: Plan = field(default_factory=lambda: Plan(()))
+    tiers: Mapping[str, TierName] = field(default_factory=dict)
+    row_layers: int = 0
+    focus_layer: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    generated: int = 0
+    finish: Finish | None = None
+    remote: str | None = None
+    reports: tuple[SegmentReport, ...] | None = None
+    removed: RemovedChunks = field(default_factory=RemovedChunks)
+
+    def end(self, request: Request, finish: Finish) -> None:
+        """Note how and when it has ended, unless that is known."""
+        self.finish = self.finish or finish
+        self.ended_s = self.ended_s or request.clock()
 
 
-def answer_text(request: Request, tokens: Iterable[int], tokenizer: Any, end_tokens: Container[int]) -> Iterator[str]:
-    """The answer's text, piece by piece, until it ends; what it took and how it ended is noted in the request.
+class AnswerText:
+    """The text of an answer, from its tokens.
+
+    Args:
+        end_tokens: ids that end an answer and are no part of it.
+
+    Attributes:
+        generated: tokens so far, without the one that ended it.
+        finish: how it has ended, once it has.
+    """
+
+    def __init__(self, sampling: SamplingParams, tokenizer: Any, end_tokens: Container[int]) -> None:
+        self._text = TextStream(tokenizer, sampling.stop)
+        self._most, self._end_tokens = sampling.max_new_tokens, end_tokens
+        self.generated = 0
+        self.finish: Finish | None = None
+
+    def take(self, token: int) -> str:
+        """Take one more token; returns the text that is now certain."""
+        piece = ""
+        if token in self._end_tokens:
+            self.finish = "end"
+        else:
+            self.generated += 1
+            piece = self._text.push(token)
+            if self.generated == self._most:
+                self.finish = "length"
+        if self.finish is not None:
+            piece += self.rest()
+        elif self._text.stopped:
+            self.finish = "stop"
+        return piece
+
+    def rest(self) -> str:
+        """End the answer, if it has not ended; returns the text that was held back."""
+        rest = self._text.finish()
+        self.finish = "stop" if self._text.stopped else self.finish or "length"
+        return rest
+
+
+def answer_text(
+    request: Request, progress: RequestProgress, tokens: Iterable[int], tokenizer: Any, end_tokens: Container[int]
+) -> Iterator[str]:
+    """Yield the answer's text piece by piece until it ends; `progress` has its tokens and how it ended.
 
     Args:
         tokens: of the answer; the next one is asked for when the answer goes on behind those before it.
         end_tokens: ids that end an answer and are no part of it.
     """
-    text = TextStream(tokenizer, request.sampling.stop)
+    text = AnswerText(request.sampling, tokenizer, end_tokens)
     for token in tokens:
-        request.first_token_s = request.first_token_s or request.clock()
-        request.tokens.append(token)
-        if token in end_tokens:
-            request.finish = "end"
-            break
-        request.generated += 1
-        if piece := text.push(token):
+        progress.first_token_s = progress.first_token_s or request.clock()
+        progress.tokens.append(token)
+        piece = text.take(token)
+        progress.generated, progress.finish = text.generated, text.finish
+        if piece:
             yield piece
-        if text.stopped or request.generated == request.sampling.max_new_tokens:
-            break
-    rest = text.finish()
-    if text.stopped:  # by a stop string in what was held back, too
-        request.finish = "stop"
-    request.finish = request.finish or "length"
+        if text.finish is not None:
+            return
+    rest = text.rest()
+    progress.finish = text.finish
     if rest:
         yield rest
 
 
-def stats_of(request: Request, layers: int) -> RequestStats:
-    """The numbers of a request so far; `layers` of the model."""
-    reports = segment_reports(request.plan, request.tiers) if request.reports is None else request.reports
+def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
+    """Return the numbers of a request so far; `layers` of the model."""
+    reports = segment_reports(progress.plan, progress.tiers) if progress.reports is None else progress.reports
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     recomputed = sum(one.recomputed for one in reports)
     stored = sum(n for n, one in zip(lengths, reports, strict=False) if one.stored)
     kept = stored - sum(one.not_loaded for one in reports)
     total = sum(lengths)
     return RequestStats(
-        ttft_s=request.first_token_s,
-        queue_s=request.queued_s,
-        plan_s=max(0.0, request.planned_s - request.queued_s),
-        load_s=request.waited_s,
-        prefill_s=max(0.0, request.first_token_s - max(request.planned_s, request.queued_s) - request.waited_s),
-        total_s=request.ended_s or request.clock(),
+        ttft_s=progress.first_token_s,
+        queue_s=progress.queued_s,
+        plan_s=max(0.0, progress.planned_s - progress.queued_s),
+        load_s=progress.waited_s,
+        prefill_s=max(0.0, progress.first_token_s - max(progress.planned_s, progress.queued_s) - progress.waited_s),
+        total_s=progress.ended_s or request.clock(),
         tokens_prompt=total,
         tokens_reused=kept - recomputed,
         tokens_recomputed=recomputed,
         tokens_computed=total - kept,
-        tokens_generated=request.generated,
-        recompute_share=request.row_layers / (total * layers),
-        focus_layer=request.focus_layer,
-        finish=request.finish,
-        chunks=tuple(_chunk_stats(request, reports)),
-        remote=request.remote,
+        tokens_generated=progress.generated,
+        recompute_share=progress.row_layers / (total * layers),
+        focus_layer=progress.focus_layer,
+        finish=progress.finish,
+        chunks=tuple(_chunk_stats(request, progress, reports)),
+        remote=progress.remote,
         request_id=request.request_id,
     )
 
 
-def _chunk_stats(request: Request, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
-    failed = request.finish in ("failed", "closed") and not request.first_token_s  # or closed while it waited
+def _chunk_stats(request: Request, progress: RequestProgress, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
+    failed = progress.finish in ("failed", "closed") and not progress.first_token_s  # or closed while it waited
     for segment, one in zip_longest(request.prompt.segments, reports):
-        if segment.kind != "chunk" or (one is None and request.finish is None):
+        if segment.kind != "chunk" or (one is None and progress.finish is None):
             continue
         tokens = len(segment.token_ids)
         if failed:
@@ -208,7 +252,7 @@ def _chunk_stats(request: Request, reports: Sequence[SegmentReport]) -> Iterator
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
-    """What every question brings with it but chunks; raises ConfigError."""
+    """Check a question and what comes with it, but for chunks; raises ConfigError."""
     check_text("question", question, damaged=True)  # from a terminal, say
     check_history(history)
     check_text("session", session, optional=True)

@@ -1,7 +1,7 @@
 """Structured logs: one record for each request, and a formatter that writes records as lines of JSON.
 
-Records of the package carry what a program reads in their attribute `cachecraft`, a dict whose `event` says what it is
-about: "request" here, "capture_dropped", "load_failed" and "eviction" in the store. No text of a question, chunk or
+Records of the package have an attribute `cachecraft`, a dict for programs. Its `event` is "request" here, and
+"capture_dropped", "load_failed" or "eviction" in the store. No text of a question, chunk or
 answer is in them, only ids, codes and numbers.
 """
 
@@ -30,22 +30,22 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
         return
     fields = request_fields(stats, error=error)
     outcomes = Counter(chunk.outcome for chunk in stats.chunks)
-    told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "none"
+    chunks = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "none"
     logger.info(
         "Request %s: %s after %.3f s, first token after %.3f s; chunks: %s",
-        stats.request_id, stats.finish, stats.total_s, stats.ttft_s, told, extra={"cachecraft": fields},
+        stats.request_id, stats.finish, stats.total_s, stats.ttft_s, chunks, extra={"cachecraft": fields},
     )  # fmt: skip
 
 
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, Any]:
-    """What a log record says of a request; times in seconds."""
+    """Fields of a request's log record; times in seconds."""
     chunks = [
         {name: getattr(chunk, name) for name in _OF_A_CHUNK} | {"reason": str(chunk.reason_code)}
         for chunk in stats.chunks
     ]
     numbers = {name: getattr(stats, name) for name in _NUMBERS}
-    told = {"event": "request", "request_id": stats.request_id, "finish": stats.finish, "remote": stats.remote}
-    return told | ({} if error is None else {"error": error}) | numbers | {"chunks": chunks}
+    head = {"event": "request", "request_id": stats.request_id, "finish": stats.finish, "remote": stats.remote}
+    return head | ({} if error is None else {"error": error}) | numbers | {"chunks": chunks}
 
 
 class JsonFormatter(logging.Formatter):
@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _plain(value: Any) -> Any:
-    """The same without what JSON has no word for."""
+    """The same in types that JSON has; None for NaN and infinities."""
     if isinstance(value, dict):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from cachecraft_rag.checks import FINITE, MOST, check_kind, check_number, check_text, check_whole, listed
 from cachecraft_rag.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the answer's tokens are drawn.
+    """Settings for drawing the answer's tokens.
 
     max_new_tokens  longest answer, in tokens
-    temperature     0 = greedy
-    top_p           nucleus: the smallest set of tokens with at least this probability
-    seed            of the draw; None = a new one each time
-    stop            strings that end the answer and are not part of it
+    temperature     randomness of the draw, 0 takes the most likely token each time
+    top_p           sample from the likeliest tokens with this probability together (nucleus)
+    seed            seed of the draw, makes sampled answers repeatable; None = a new one each time
+    stop            texts that end the answer and are not part of it
     """
 
     max_new_tokens: int = 128
@@ -82,6 +82,8 @@ class Sampler:
     """Draws tokens as `SamplingParams` says; the same seed draws the same tokens from the same logits."""
 
     def __init__(self, params: SamplingParams) -> None:
+        import torch
+
         self._params = params
         self._generator = torch.Generator()
         if params.seed is None:
@@ -91,6 +93,8 @@ class Sampler:
 
     def draw(self, logits: Tensor) -> int:
         """One token id from `[vocabulary]` logits."""
+        import torch
+
         if self._params.temperature == 0.0:
             return int(logits.argmax())
         logits = logits.double().cpu()  # float32 has no room for the smallest temperatures

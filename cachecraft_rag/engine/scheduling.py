@@ -1,59 +1,65 @@
-"""A lock that is handed on in the order of asking.
+"""Scheduling of prefills: which passes run their next layer as one forward.
 
-`threading.Lock` may be taken again by the thread that just gave it up, so a request in a tight decode loop could
-starve the others.
-
-It is a queue of tickets (a CLH lock): each waits for the one before it, and leaving it is one call into C. Python
-raises KeyboardInterrupt, and what `PyThreadState_SetAsyncExc` sends, between two of its own instructions only. So no
-interruption can lose the lock, which one in the first line of a Python `__exit__` would.
+The first request in the order of asking always goes on. Others join it where they save more than they cost it: a
+forward has a fixed part (reading the weights), which those who join save, and a part for each row, which all wait for.
+The fixed part takes as long as `fixed_rows` rows. So large passes run one after the other: joining them would only
+delay the first.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
-class FairLock:
-    """A non-reentrant lock; waiting threads get it first come, first served: `with lock.take(): …`."""
+@dataclass(frozen=True, slots=True)
+class WaitingPass:
+    """A pass before its next layer.
 
-    def __init__(self) -> None:
-        self._guard = threading.Lock()  # of `_last`
-        self._last: Ticket | None = None
+    layer   the next one
+    rows    of the pass, see `ComputeSpeed.rows`
+    joined  it runs with the first one already
+    """
 
-    def take(self) -> Ticket:
-        """A ticket, to be used in one `with` block: entering it waits for its turn, leaving it hands the lock on."""
-        return Ticket(self)
+    layer: int
+    rows: float
+    joined: bool = False
 
 
-class Ticket:
-    """One place in line. `before` is whom it waits for; None once it has had its turn."""
+def pays_to_join(layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float) -> bool:
+    """Return whether a pass saves more than it costs the `others`, which stand `at` a later layer or the same.
 
-    __slots__ = ("__exit__", "_gate", "_lock", "before")
+    It runs alone up to their layer, while they wait, and from there on as one forward with them.
 
-    __exit__: Callable[..., None]
+    >>> pays_to_join(0, 20.0, at=0, others=1, layers=4, fixed_rows=30.0)
+    True
+    >>> pays_to_join(0, 20.0, at=0, others=2, layers=4, fixed_rows=30.0)
+    False
+    >>> pays_to_join(0, 20.0, at=2, others=1, layers=4, fixed_rows=30.0)
+    False
+    """
+    together, behind = layers - at, at - layer
+    return behind >= 0 and together * fixed_rows > others * (behind * (fixed_rows + rows) + together * rows)
 
-    def __init__(self, lock: FairLock) -> None:
-        self._lock = lock
-        self._gate = threading.Lock()  # open once this ticket has left, with or without its turn
-        self._gate.acquire()
-        self.before: Ticket | None = None
-        # Looked up by `with` before it enters. A Python method here could be interrupted before its first line.
-        self.__exit__ = self._gate.__exit__
 
-    def __enter__(self) -> None:
-        try:
-            with self._lock._guard:
-                self.before, self._lock._last = self._lock._last, self
-            while (before := self.before) is not None:
-                with before._gate:  # stays open: every later ticket passes as well
-                    pass
-                self.before = before.before  # None: it had its turn; else it left early, and we take its place
-        except BaseException:  # Ctrl-C, here or while waiting
-            self._gate.release()
-            raise
+def next_group(passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float) -> tuple[list[int], set[int]]:
+    """Choose the passes that run their next layer now, as one forward, and all that run with the first one.
 
-    @property
-    def gone(self) -> bool:
-        """Whether it has left the line."""
-        return not self._gate.locked()
+    Args:
+        passes: in the order of asking, not empty.
+        fixed_rows: 0 where nothing may be computed jointly.
+
+    >>> next_group([WaitingPass(0, 20.0), WaitingPass(0, 9.0), WaitingPass(0, 500.0)], layers=4, fixed_rows=30.0)
+    ([0, 1], {0, 1})
+    >>> next_group([WaitingPass(1, 20.0), WaitingPass(0, 2.0)], layers=8, fixed_rows=30.0)
+    ([1], {0, 1})
+    """
+    joined = {0} | {number for number, one in enumerate(passes) if one.joined and passes[0].joined}
+    for number, one in enumerate(passes):
+        at = max(passes[other].layer for other in joined)
+        if number not in joined and pays_to_join(
+            one.layer, one.rows, at=at, others=len(joined), layers=layers, fixed_rows=fixed_rows
+        ):
+            joined.add(number)
+    lowest = min(passes[number].layer for number in joined)
+    return [number for number in sorted(joined) if passes[number].layer == lowest], joined

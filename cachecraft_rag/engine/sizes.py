@@ -1,4 +1,4 @@
-"""How large chunk-caches are: from the shape of a model, before it is loaded.
+"""Sizes of chunk-caches from the shape of a model, before it is loaded.
 
     bytes per token = 2 · layers · key/value heads · head dimension · bytes per value
 
@@ -7,11 +7,7 @@ The 2 is for keys and values; a value takes 4 bytes in float32, 2 in bfloat16 an
 
 from __future__ import annotations
 
-from typing import Any
-
-from cachecraft_rag.engine.decoder import layout_of
-from cachecraft_rag.engine.demo_model import demo_model_folder
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.types import KVLayout
 
@@ -49,14 +45,11 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
         ModelNotFoundError, ConfigError: as `Decoder.load`.
         UnsupportedModelError: the config has no key/value heads of one shape.
     """
-    from transformers import AutoConfig
-
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
-    try:
-        config: Any = AutoConfig.from_pretrained(str(demo_model_folder()) if model == "demo" else model)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"cannot read the config of the model {model!r}: {error}") from error
+    from cachecraft_rag.engine.decoder import config_of, layout_of  # torch and transformers: sizes need neither
+
+    config = config_of(model)
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     try:
         return layout_of(config, own if dtype == "auto" else dtype)

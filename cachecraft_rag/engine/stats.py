@@ -1,4 +1,4 @@
-"""What an answer tells about itself: per-request numbers come back as data, never as log lines."""
+"""Statistics of an answer: per-request numbers come back as data, never as log lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Finish = Literal["end", "length", "stop", "closed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkStats:
-    """What happened to one chunk of the prompt.
+    """Outcome of one chunk of the prompt.
 
     outcome     exact: behind its origin prefix and stored by a lossless codec; reused: moved and partly recomputed, or
                 behind its origin prefix but stored by a lossy codec; computed: afresh; trimmed: left out;
@@ -56,7 +56,7 @@ class RequestStats:
     focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
     finish             why the answer ended: by itself, at max_new_tokens, at a stop string, closed by its reader, or
                        failed with an exception; None while it is still being written
-    remote             how the remote took the look-up: "answered", "too slow", "failed", "left alone"; None where there
+    remote             outcome of the remote look-up: "answered", "too slow", "failed", "left alone"; None where there
                        is none, or where it need not be asked
     request_id         names the request in logs
     searched           what the retriever searched for: the question, and for a follow-up also the questions before it
@@ -81,6 +81,13 @@ class RequestStats:
     searched: tuple[str, ...] = ()
     request_id: str = ""
     queue_s: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """True if the answer is that of a full prefill: every chunk computed, recomputed whole or reused exactly."""
+        kept = ("exact", "computed", "trimmed")
+        whole = all(one.outcome in kept or 0 < one.tokens == one.recomputed + one.computed for one in self.chunks)
+        return whole and self.focus_layer is None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -1,7 +1,5 @@
-"""Measures what reuse costs in answer quality and what it saves in time.
+"""Measures what reuse costs in answer quality and what it saves in time, on a user's own model, questions and traffic.
 
-quality      answers with reuse against those of full prefill (`cachecraft eval`, `cachecraft calibrate`)
-latency      time to the first token (`cachecraft bench`)
-formats      question sets from files
-compression  prompt compressors, as baselines
+`cachecraft eval`, `calibrate`, `simulate` and `bench ttft` are built from this. The papers' experiments are in
+`benchmarks/` of the repository, over the same parts.
 """

@@ -11,7 +11,7 @@ GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e
 GREEN, VIOLET, BROWN, TEAL, PINK = "#6a9a5b", "#8e6bb0", "#8a6d4f", "#3f9c9c", "#d184ad"
 
 
-def pyplot(extra: str) -> Any:
+def pyplot() -> Any:
     """matplotlib's pyplot for drawing to files. If it is missing, the ConfigError names the extra to install."""
     try:
         import matplotlib
@@ -19,7 +19,7 @@ def pyplot(extra: str) -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot as found
     except ImportError as error:
-        raise ConfigError(f"The plot needs matplotlib: pip install 'cachecraft-rag[{extra}]'.") from error
+        raise ConfigError("The plot needs matplotlib: pip install 'cachecraft-rag[bench]'.") from error
     return found
 
 

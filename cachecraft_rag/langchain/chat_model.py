@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
@@ -9,20 +11,21 @@ from typing import Any, Self
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage, convert_to_messages
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
-from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.base import AnswerEngine, Generation, PathLike
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.retrievers.unreused import LongPromptWarning
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
@@ -30,6 +33,8 @@ SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: wha
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
 _SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # meaningless for a local model
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
+_ADVICE = "use CacheCraftGenerator in place of create_stuff_documents_chain, or pass them as documents=[…]"
+logger = logging.getLogger("cachecraft_rag.langchain")
 
 
 class ChatCacheCraft(Closeable, BaseChatModel):
@@ -66,6 +71,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     seed: int | None = None
     stop: Sequence[str] = ()
     _opened: ExitStack = PrivateAttr(default_factory=ExitStack)
+    _long_prompt: LongPromptWarning = PrivateAttr(default_factory=lambda: LongPromptWarning(logger, _ADVICE))
 
     def __init__(self, **settings: Any) -> None:
         with config_errors():
@@ -176,6 +182,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         chosen: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
         sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, **values)
         history, question = conversation(messages)
+        if not documents:
+            self._long_prompt.check([question, *(text for role, text in history if role == "user")])
         chunks = [Chunk(document.page_content) for document in documents]
         read = [
             {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in zip(documents, chunks, strict=True)
@@ -183,12 +191,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         # As `ConversationRetriever` notes it; a first question is its own search, as far as this model knows.
         searched = next((tuple(one.metadata[SEARCHED]) for one in documents if SEARCHED in one.metadata), ())
         generation = self.engine.stream(
-            question,
-            chunks,
-            history=history,
-            session=session,
-            sampling=sampling,
-            config=self.reuse,
+            question, chunks, history=history, session=session, sampling=sampling, config=self.reuse
         )
         return generation, {"documents": read, "searched": searched}
 
@@ -215,9 +218,14 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        """`_stream` with every step in a thread, tokenisation of the prompt included."""
-        async for chunk in iterate(self._stream(messages, stop, **kwargs), enter=self.engine.enter):
-            yield chunk
+        """`_stream` that never blocks the event loop; tokenisation of the prompt runs in a thread."""
+        generation, read = await asyncio.to_thread(self._open, messages, stop, kwargs)
+        try:
+            async for piece in generation:
+                yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
+        finally:
+            generation.close()
+        yield self._last(generation, read, session=kwargs.get("session", self.session))
 
     def _generate(
         self,
@@ -275,6 +283,15 @@ def documents_of(given: Any, name: str) -> list[Document]:
             "joins them into one text, or nothing can be reused"
         )
     return documents
+
+
+def history_of(input: Mapping[str, Any], key: str) -> list[BaseMessage]:
+    """The messages under `key` of a chain's input, none where it is missing; ConfigError for anything else."""
+    given = input.get(key) or []
+    # LangChain would turn each letter, key or field of these into a message.
+    if isinstance(given, str | Mapping | BaseMessage) or not isinstance(given, Iterable):
+        raise ConfigError(f"{key!r} must be a list of messages, not {given!r}; write [('human', '…'), ('ai', '…')]")
+    return convert_to_messages(given)
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:

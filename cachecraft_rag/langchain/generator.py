@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
-from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, convert_to_messages
 from langchain_core.prompts import BasePromptTemplate, format_document
-from langchain_core.runnables import RunnableConfig, RunnableSerializable
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSerializable
 from pydantic import ConfigDict, SkipValidation
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of
+from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of, history_of
 from cachecraft_rag.store.closeable import Closeable
 
 
@@ -69,75 +68,59 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
         """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
-        return self._call_with_config(self._answer, input, config, **kwargs)
+
+        def answer(input: dict[str, Any], config: RunnableConfig) -> str:
+            messages, documents = self._read(input)
+            return self.llm.invoke(messages, config, documents=documents, **kwargs).text
+
+        return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
     async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
-        """The whole answer, computed in threads."""
-        return await self._acall_with_config(self._aanswer, input, config, **kwargs)
+        """The whole answer, without blocking the event loop."""
+
+        async def answer(input: dict[str, Any], config: RunnableConfig) -> str:
+            messages, documents = self._read(input)
+            return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
+
+        text: str = await RunnableLambda(answer, name=self.get_name()).ainvoke(input, config)
+        return text
 
     def stream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[str]:
         """The answer piece by piece."""
-        yield from self.transform(iter([input]), config, **kwargs)
+        return self._streamed(kwargs).stream(input, config)
 
-    async def astream(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[str]:
-        """The answer piece by piece, computed in threads."""
-
-        async def once() -> AsyncIterator[dict[str, Any]]:
-            yield input
-
-        async for piece in self.atransform(once(), config, **kwargs):
-            yield piece
+    def astream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> AsyncIterator[str]:
+        """The answer piece by piece, without blocking the event loop."""
+        return self._streamed(kwargs).astream(input, config)
 
     def transform(
         self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[str]:
         """`stream` for a chain whose earlier steps deliver the input in parts."""
-        yield from self._transform_stream_with_config(input, self._pieces, config, **kwargs)
+        return self._streamed(kwargs).transform(input, config)
 
-    async def atransform(
+    def atransform(
         self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[str]:
         """`astream` for a chain whose earlier steps deliver the input in parts."""
-        async for piece in self._atransform_stream_with_config(input, self._apieces, config, **kwargs):
-            yield piece
+        return self._streamed(kwargs).atransform(input, config)
 
-    def _answer(
-        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
-    ) -> str:
-        messages, documents = self._read(input)
-        return self.llm.invoke(messages, config, documents=documents, **kwargs).text
+    def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, Any], str]:
+        def pieces(input: dict[str, Any], config: RunnableConfig) -> Iterator[str]:
+            messages, documents = self._read(input)
+            for chunk in self.llm.stream(messages, config, documents=documents, **options):
+                if chunk.text:
+                    yield chunk.text
 
-    async def _aanswer(
-        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
-    ) -> str:
-        messages, documents = self._read(input)
-        return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
+        async def apieces(input: dict[str, Any], config: RunnableConfig) -> AsyncIterator[str]:
+            messages, documents = self._read(input)
+            async for chunk in self.llm.astream(messages, config, documents=documents, **options):
+                if chunk.text:
+                    yield chunk.text
 
-    def _pieces(
-        self,
-        parts: Iterator[dict[str, Any]],
-        run_manager: CallbackManagerForChainRun,
-        config: RunnableConfig,
-        **kwargs: Any,
-    ) -> Iterator[str]:
-        messages, documents = self._read(_joined(list(parts)))
-        for chunk in self.llm.stream(messages, config, documents=documents, **kwargs):
-            if chunk.text:
-                yield chunk.text
-
-    async def _apieces(
-        self,
-        parts: AsyncIterator[dict[str, Any]],
-        run_manager: AsyncCallbackManagerForChainRun,
-        config: RunnableConfig,
-        **kwargs: Any,
-    ) -> AsyncIterator[str]:
-        messages, documents = self._read(_joined([part async for part in parts]))
-        async for chunk in self.llm.astream(messages, config, documents=documents, **kwargs):
-            if chunk.text:
-                yield chunk.text
+        untyped: Any = RunnableLambda  # LangChain's types know no generator with a config
+        streamed: Runnable[dict[str, Any], str] = untyped(pieces, apieces, name=self.get_name())
+        return streamed
 
     def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
         """The messages and the documents of an input."""
@@ -151,14 +134,10 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
                 f"the input has no {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, input))}; "
                 "rename it, or set input_key and context_key"
             )
-        question, history = input[self.input_key], input.get(self.history_key) or []
+        question = input[self.input_key]
         if not isinstance(question, str | list):  # a list: text in parts, as in a message
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
-        # LangChain would turn each letter, key or field of these into a message.
-        if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
-            raise ConfigError(
-                f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
-            )
+        history = history_of(input, self.history_key)
         documents = documents_of(input[self.context_key], self.context_key)
         if self.document_prompt is not None:
             prompt = self.document_prompt
@@ -166,12 +145,4 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
                 Document(format_document(document, prompt), id=document.id, metadata=document.metadata)
                 for document in documents
             ]
-        return [*convert_to_messages(history), *convert_to_messages([("human", question)])], documents
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """The sum of an input's parts; LangChain defines how parts are added."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole
+        return [*history, *convert_to_messages([("human", question)])], documents

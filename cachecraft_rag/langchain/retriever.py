@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable, run_in_executor
 from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, SkipValidation
@@ -16,9 +15,9 @@ from pydantic import ConfigDict, SkipValidation
 from cachecraft_rag.checks import check_kind, config_errors
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.langchain.chat_model import SEARCHED, turns_of
+from cachecraft_rag.langchain.chat_model import SEARCHED, history_of, turns_of
 from cachecraft_rag.retrievers.conversation import search_texts
-from cachecraft_rag.retrievers.langchain import CacheCraftRetriever, CacheCraftVectorStore
+from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore
 
 
 class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]):
@@ -83,9 +82,6 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
     def _by_vector(self, question: str, history: Sequence[Turn]) -> list[Document] | None:
         """One search by the mean vector; None where the retriever is no plain search of a vector store."""
         retriever = self.retriever
-        if isinstance(retriever, CacheCraftRetriever):
-            scored = retriever.store.conversation_search(question, history, retriever.k, filter=retriever.filter)
-            return [_with(document, score=score) for document, score in scored]
         if not isinstance(retriever, VectorStoreRetriever) or retriever.search_type != "similarity":
             return None
         store, options = retriever.vectorstore, retriever.search_kwargs
@@ -103,14 +99,11 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         """The question and the turns before it."""
         if not isinstance(input, Mapping) or self.input_key not in input:
             raise ConfigError(f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key")
-        question, history = input[self.input_key], input.get(self.history_key) or []
+        question = input[self.input_key]
         if not isinstance(question, str):
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
-        if isinstance(history, str | Mapping | BaseMessage) or not isinstance(history, Iterable):
-            raise ConfigError(
-                f"{self.history_key!r} must be a list of messages, not {history!r}; write [('human', '…'), ('ai', '…')]"
-            )
-        said = [message for message in convert_to_messages(history) if message.type in ("human", "ai", "chat")]
+        history = history_of(input, self.history_key)
+        said = [message for message in history if message.type in ("human", "ai", "chat")]
         return question, turns_of(said)
 
 
@@ -127,9 +120,7 @@ def _merged(first: Sequence[Document], second: Sequence[Document]) -> list[Docum
 
 
 def _marked(documents: Iterable[Document], texts: Sequence[str]) -> list[Document]:
-    return [_with(document, **{SEARCHED: list(texts)}) for document in documents]
-
-
-def _with(document: Document, **metadata: Any) -> Document:
-    """A copy with more metadata: some stores hand out the very documents that they hold."""
-    return document.model_copy(update={"metadata": {**document.metadata, **metadata}})
+    """Copies with the texts in their metadata: some stores return the very documents that they hold."""
+    return [
+        document.model_copy(update={"metadata": {**document.metadata, SEARCHED: list(texts)}}) for document in documents
+    ]

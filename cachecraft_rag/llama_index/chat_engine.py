@@ -23,7 +23,8 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.tools import ToolOutput
 
 from cachecraft_rag.checks import check_kind, check_text
-from cachecraft_rag.engine.base import AnswerEngine, Generation
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, aresponses_of, question_of, responses_of, turns_of
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
@@ -38,11 +39,6 @@ _LLAMA_INDEX_ONLY = frozenset(
     | {"context_template", "llm", "prefix_messages", "skip_condense", "streaming", "system_prompt", "verbose"}
 )
 _MEMORY_SHARE = 4  # one token in this many of the model's context is for earlier turns; documents need the rest
-
-
-@dataclass
-class CacheCraftChatResponse(AgentChatResponse):
-    """A whole answer; `metadata["cachecraft"]` has its statistics."""
 
 
 @dataclass
@@ -241,17 +237,17 @@ def _statistics(turn: _Turn, nodes: Sequence[NodeWithScore], counted: dict[str, 
 
 
 def _sources(turn: _Turn, nodes: list[NodeWithScore]) -> dict[str, Any]:
-    """What LlamaIndex's own chat engines say about the retrieval."""
+    """The retrieval as LlamaIndex's own chat engines report it."""
     output = ToolOutput(
         tool_name="retriever", content=str(nodes), raw_input={"message": turn.message}, raw_output=nodes
     )
     return {"sources": [output], "source_nodes": nodes}
 
 
-def _whole(turn: _Turn, nodes: list[NodeWithScore], response: ChatResponse) -> CacheCraftChatResponse:
+def _whole(turn: _Turn, nodes: list[NodeWithScore], response: ChatResponse) -> AgentChatResponse:
     raw: Any = response.raw
     metadata = {"cachecraft": _statistics(turn, nodes, raw["cachecraft"])}
-    return CacheCraftChatResponse(response.message.content or "", metadata=metadata, **_sources(turn, nodes))
+    return AgentChatResponse(response.message.content or "", metadata=metadata, **_sources(turn, nodes))
 
 
 class _Streamed:

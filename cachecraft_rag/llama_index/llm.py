@@ -30,17 +30,18 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 
 from cachecraft_rag.checks import check_kind, check_text
-from cachecraft_rag.engine.async_bridge import iterate
-from cachecraft_rag.engine.base import AnswerEngine, Generation
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.retrievers.unreused import LongPromptWarning
 from cachecraft_rag.types import Chunk
 
-_LONG = 2000  # letters, about 500 tokens: few questions are as long, and a prompt with documents is longer
 logger = logging.getLogger("cachecraft_rag.llama_index")
+_ADVICE = "use CacheCraftQueryEngine or CacheCraftChatEngine, or pass them as documents=[…]"
 
 
 class CacheCraftLLM(CustomLLM):
@@ -67,7 +68,7 @@ class CacheCraftLLM(CustomLLM):
     session: str | None = None
     _engine: AnswerEngine = PrivateAttr()
     _sampling: SamplingParams = PrivateAttr()
-    _hinted: bool = PrivateAttr(default=False)
+    _long_prompt: LongPromptWarning = PrivateAttr(default_factory=lambda: LongPromptWarning(logger, _ADVICE))
 
     def __init__(
         self,
@@ -147,26 +148,10 @@ class CacheCraftLLM(CustomLLM):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         chunks = [Chunk(text) for text in documents if text.strip()]
         if not chunks:
-            self._hint([question, *(text for _, text in history)])
+            self._long_prompt.check([question, *(text for role, text in history if role == "user")])
         return self._engine.stream(
-            question,
-            chunks,
-            history=history,
-            session=self.session,
-            sampling=sampling or self._sampling,
-            config=config,
+            question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )
-
-    def _hint(self, texts: Sequence[str]) -> None:
-        """Warn once if a text is so long that it probably holds documents: nothing of it can be reused."""
-        longest = max(map(len, texts))
-        if longest >= _LONG and not self._hinted:
-            self._hinted = True
-            logger.warning(
-                "a prompt of %d letters came as one text, so nothing of it is reused; if it holds retrieved documents, "
-                "use CacheCraftQueryEngine or CacheCraftChatEngine, or pass them as documents=[…]",
-                longest,
-            )
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -257,9 +242,9 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
 
 async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
-    """`responses_of` with the model in threads."""
-    async with aclosing(iterate(generation, enter=generation.enter)) as pieces:
-        async for piece in pieces:
+    """`responses_of` that never blocks the event loop."""
+    async with aclosing(generation):
+        async for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
     yield CompletionResponse(text=generation.text, delta="", raw=_raw(generation.stats))
 

@@ -15,11 +15,10 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
 from cachecraft_rag.checks import check_kind, check_names
-from cachecraft_rag.engine.base import AnswerEngine, PathLike
+from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
+from cachecraft_rag.llama_index.synthesizer import SETTINGS, CacheCraftSynthesizer
 from cachecraft_rag.store.closeable import Closeable
 
 # Arguments of `index.as_query_engine` about LlamaIndex's own LLM and prompts; the engine has its own.
@@ -28,10 +27,7 @@ _LLAMA_INDEX_ONLY = frozenset(
     | {"response_mode", "response_synthesizer", "simple_template", "summary_template", "text_qa_template", "use_async"}
 )
 # What `from_index` passes to `from_defaults`, besides the options of `EngineConfig`.
-_OWN_OPTIONS = frozenset(
-    {"callback_manager", "config", "empty_response", "engine", "node_postprocessors", "sampling", "session"}
-    | {"streaming"}
-)
+_OWN_OPTIONS = SETTINGS | {"config", "engine", "model", "node_postprocessors", "store"}
 
 
 def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
@@ -73,18 +69,10 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         self.synthesizer = response_synthesizer
 
     @classmethod
-    def from_index(
-        cls,
-        index: BaseIndex[Any],
-        *,
-        model: str | None = None,
-        store: PathLike | None = None,
-        **options: Any,
-    ) -> Self:
+    def from_index(cls, index: BaseIndex[Any], **options: Any) -> Self:
         """In place of `index.as_query_engine()`, over any LlamaIndex index.
 
         Args:
-            model, store: as in `CacheCraft.from_pretrained`; not together with `engine`.
             options: those of `from_defaults`; all others go to `index.as_retriever` (`similarity_top_k`, `filters` …).
 
         Raises:
@@ -100,7 +88,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         check_kind("index", index, BaseIndex, advice="VectorStoreIndex.from_documents makes one")
         names = _OWN_OPTIONS | EngineConfig.option_names()
         own = {name: options.pop(name) for name in list(options) if name in names}
-        return cls.from_defaults(_retriever(index, options, own=names), model=model, store=store, **own)
+        return cls.from_defaults(_retriever(index, options, own=names), **own)
 
     @classmethod
     def from_defaults(
@@ -108,24 +96,16 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         retriever: BaseRetriever,
         *,
         engine: AnswerEngine | None = None,
-        model: str | None = None,
-        store: PathLike | None = None,
-        streaming: bool = False,
-        sampling: SamplingParams | None = None,
-        session: str | None = None,
-        empty_response: str | None = None,
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
         callback_manager: CallbackManager | None = None,
-        config: EngineConfig | None = None,
         **options: Any,
     ) -> Self:
         """Over any LlamaIndex retriever.
 
         Args:
             engine: an open one, instead of `model`, `store`, `config` and `options`; you close it yourself.
-            model, store, config, options: as in `Engine.from_pretrained`.
-            streaming, sampling, session, empty_response: see `CacheCraftSynthesizer`.
             node_postprocessors, callback_manager: LlamaIndex's own.
+            options: `model`, `store`, `config` and others of `CacheCraftSynthesizer.from_pretrained`.
 
         Raises:
             ConfigError: an index instead of a retriever, or settings of an engine beside an open one.
@@ -134,16 +114,14 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
         check_kind("retriever", retriever, BaseRetriever, advice="index.as_retriever() makes one")
         check_kind("engine", engine, AnswerEngine, optional=True, advice="Engine.from_pretrained makes one")
-        named = {"model": model, "store": store, "config": config}
-        to_open: dict[str, Any] = {name: value for name, value in named.items() if value is not None} | {**options}
-        settings: dict[str, Any] = {"streaming": streaming, "sampling": sampling, "session": session}
-        settings |= {"empty_response": empty_response, "callback_manager": callback_manager}
-        if engine is not None:
-            if to_open:
-                raise ConfigError(f"{', '.join(to_open)}: the engine is open already; leave these options out")
-            synthesizer = CacheCraftSynthesizer(engine, **settings)
+        options = {name: value for name, value in options.items() if value is not None}
+        options["callback_manager"] = callback_manager
+        if engine is None:
+            synthesizer = CacheCraftSynthesizer.from_pretrained(**options)
+        elif to_open := options.keys() - SETTINGS:
+            raise ConfigError(f"{', '.join(sorted(to_open))}: the engine is open already; leave these options out")
         else:
-            synthesizer = CacheCraftSynthesizer.from_pretrained(**to_open, **settings)
+            synthesizer = CacheCraftSynthesizer(engine, **options)
         return cls(retriever, synthesizer, node_postprocessors, callback_manager)
 
     @classmethod

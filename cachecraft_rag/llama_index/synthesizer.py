@@ -9,10 +9,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
-from llama_index.core.base.llms.types import (
-    CompletionResponseAsyncGen,
-    CompletionResponseGen,
-)
+from llama_index.core.base.llms.types import CompletionResponseAsyncGen, CompletionResponseGen
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
@@ -27,9 +24,10 @@ from llama_index.core.schema import QueryType as QueryTextType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cachecraft_rag.checks import check_flag, check_text
-from cachecraft_rag.engine.base import AnswerEngine, Generation, PathLike
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
@@ -37,6 +35,7 @@ from cachecraft_rag.retrievers.llama_index import without_paths
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
 
+SETTINGS = frozenset({"callback_manager", "empty_response", "sampling", "session", "streaming"})
 dispatcher = get_dispatcher(__name__)
 
 # Statistics of this task's answer, between `get_response` and the response object: LlamaIndex passes only the text from
@@ -104,29 +103,18 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         model: str = "demo",
         *,
         store: PathLike = "chunk-caches",
-        streaming: bool = False,
-        sampling: SamplingParams | None = None,
-        session: str | None = None,
-        empty_response: str | None = None,
-        callback_manager: CallbackManager | None = None,
         config: EngineConfig | None = None,
         **options: Any,
     ) -> Self:
         """Load a model and open (or make) a store folder, as `Engine.from_pretrained`; `close` closes both.
 
         Args:
-            config, options: how to open the engine; `options` are those of `EngineConfig` and override `config`.
+            options: arguments of this class, and single options of `EngineConfig`, which override `config`.
         """
+        settings: dict[str, Any] = {name: options.pop(name) for name in SETTINGS & options.keys()}
         with ExitStack() as opened:
             engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
-            made = cls(
-                engine,
-                streaming=streaming,
-                sampling=sampling,
-                session=session,
-                empty_response=empty_response,
-                callback_manager=callback_manager,
-            )
+            made = cls(engine, **settings)
             made._opened = opened.pop_all()
         return made
 
@@ -135,7 +123,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         self._opened.close()
 
     def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
-        """As in LlamaIndex; the model does not see the nodes' `file_path` (see `without_paths`)."""
+        """LlamaIndex's own; the model does not see the nodes' `file_path` (see `without_paths`)."""
         return super().synthesize(query, _without_paths(nodes), *args, **settings)
 
     async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,23 +16,21 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.small_file import replace_file
 
 CALIBRATION_FILE = "calibration.json"  # inside the folder that a user names as the store
-_OLD_NAMES = {"births": "origin", "sharing": "budget_scope"}  # of fields, as versions before 0.2 wrote them
-_OLD_VALUES = {("budget_scope", "shared"): "prompt", ("selector", "craft"): "cache_craft"}
 
 logger = logging.getLogger("cachecraft_rag")
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was found.
+    """Result of a calibration.
 
     alpha                     α* of eq. 13
-    metric, quality           what was asked for: a mean of at least `quality`
+    metric, quality           the target: a mean of at least `quality`
     reached, low              the mean on the validation set, and the lower end of its interval
     recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
-    dataset, questions        on which it was found
-    origin                    what the chunks were captured behind, a name of `evaluation.quality.conditions`
-    selector, budget_scope, drift  with which it was found
+    dataset, questions        the validation set
+    origin                    context of the chunks at capture, a name of `evaluation.origins`
+    selector, budget_scope, drift  settings of the calibration
     corrected                 whether a learned correction was on (`compute.correction`)
     """
 
@@ -52,13 +49,13 @@ class Calibration:
     corrected: bool = False
 
     def fits(self, config: ReuseConfig, *, corrects: bool) -> bool:
-        """Whether it was found with this way of choosing tokens, and nothing else makes quality lower.
+        """True if α was calibrated with the way of choosing tokens that `config` sets, and nothing else lowers quality.
 
-        `corrects`: whether the engine has a learned correction. What was found without one holds with it as well.
+        `corrects`: the engine has a learned correction. A calibration without one holds with it as well.
         """
         if self.corrected and not (corrects and config.correction == "learned"):
             return False
-        plain = config.early_termination == "off" and config.scope == "anywhere" and not config.ablate
+        plain = config.early_termination == "off" and config.scope == "anywhere"
         return plain and (self.selector, self.budget_scope, self.drift) == (
             config.selector,
             config.budget_scope,
@@ -73,7 +70,7 @@ class Calibration:
 
 
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
-    """Keep it for this model, in place of an earlier one; StoreError where the folder cannot be written to."""
+    """Save the calibration of a model in place of an earlier one; StoreError where the folder is not writable."""
     path = store / CALIBRATION_FILE
     content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)
     try:
@@ -83,14 +80,14 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
-    """What was found for this model, or None; what is damaged is as if it were not there, with a warning."""
+    """The calibration of this model, or None; a damaged entry is logged as a warning and counts as missing."""
     found = _known(store / CALIBRATION_FILE).get(fingerprint)
     if found is None:
         return None
     try:
-        known = Calibration(**_renamed(found))  # type: ignore[arg-type]  # JSON says nothing about types
+        known = Calibration(**found)  # type: ignore[arg-type]  # JSON says nothing about types
         if not all(isinstance(number, int | float) for number in (known.alpha, known.quality, known.questions)):
-            raise TypeError("a number is none")
+            raise TypeError("a field that should be a number is none")
         ReuseConfig(alpha=known.alpha)
     except (TypeError, AttributeError, ValueError, ConfigError) as error:
         logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
@@ -99,18 +96,9 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 
 
 def all_calibrations(store: Path) -> dict[str, Calibration]:
-    """What was found for each model, by its fingerprint; what is damaged is left out, with a warning."""
+    """The calibration of each model, by its fingerprint; damaged entries are logged as warnings and left out."""
     found = {fingerprint: load_calibration(store, fingerprint) for fingerprint in _known(store / CALIBRATION_FILE)}
     return {fingerprint: one for fingerprint, one in found.items() if one is not None}
-
-
-def _renamed(found: Mapping[str, object]) -> dict[str, object]:
-    """The fields of a calibration under today's names and with today's values."""
-    fields = {_OLD_NAMES.get(name, name): value for name, value in found.items()}
-    return {
-        name: _OLD_VALUES.get((name, value), value) if isinstance(value, str) else value
-        for name, value in fields.items()
-    }
 
 
 def _known(path: Path) -> dict[str, dict[str, object]]:

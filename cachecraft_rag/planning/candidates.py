@@ -1,4 +1,4 @@
-"""Which new variants are worth computing (Cache-Craft §3.3): what was fixed behind a prefix, most asked for first.
+"""New variants worth computing (Cache-Craft §3.3): chunks fixed behind a prefix, most requested first.
 
 Pure bookkeeping: no tensor, no clock, no lock.
 """
@@ -33,7 +33,7 @@ class Candidate:
 
     @classmethod
     def of(cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None) -> Self | None:
-        """What a request would have captured; None where nothing was fixed, or nobody could ever be served it.
+        """Captures that a request would have made; None if nothing was fixed, or nobody could reuse them.
 
         A chunk that comes after private text belongs to the session, and without one to nobody. So a prompt counts up
         to its private text, or belongs to the session as a whole.
@@ -50,18 +50,18 @@ class Candidate:
 
     @property
     def identity(self) -> _Path:
-        """The same for everyone who asks for the same chunks in the same order."""
+        """Key shared by all requests with the same chunks in the same order."""
         return self.session, tuple(segment.segment_id for segment in self.segments)
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """What would be captured, and what it saves each time."""
+        """Captures to be made, and the tokens that each saves per use."""
         session, ids = self.identity
         for index, tokens in self.fixed.items():
             yield (session, ids[: index + 1]), tokens
 
 
 def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
-    """What fixing a segment adds to the tokens that are recomputed, of this chunk or of others (`budget_scope`)."""
+    """Tokens that fixing a segment adds to those recomputed, in this chunk or in others (`budget_scope`)."""
     if not planned.to_fix or planned.variant is None:
         return 0
     share = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
@@ -69,7 +69,7 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
 
 
 class Candidates:
-    """Those that wait, at most `most`; each chunk behind each prefix has the tokens that it would have saved so far."""
+    """Waiting candidates, at most `most`, and the tokens that each chunk behind each prefix would have saved."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -80,11 +80,11 @@ class Candidates:
         return len(self._waiting)
 
     def value(self, candidate: Candidate) -> int:
-        """The tokens that its variants would have saved since they were first asked for."""
+        """Tokens that its variants would have saved since they were first requested."""
         return sum(self._would_have_saved[path] for path, _ in candidate.paths())
 
     def add(self, candidate: Candidate) -> Candidate | None:
-        """Note that it was asked for; returns the one that has to give way, the least valuable (perhaps this one)."""
+        """Count one request for it; returns the least valuable candidate if there are too many (perhaps this one)."""
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
         if known is not None:  # the same chunks, of which others may have been fixed this time
@@ -97,11 +97,11 @@ class Candidates:
         return least
 
     def best(self) -> Candidate | None:
-        """The most valuable one, and of several the one that was asked for last; it goes on waiting."""
+        """The most valuable candidate, of equals the latest; it is not removed."""
         return max(reversed(self._waiting.values()), key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
-        """It waits no longer, nor does what it would have captured count any more, unless others want it too."""
+        """Remove a candidate, and the count of its captures unless another candidate has them too."""
         self._waiting.pop(candidate.identity, None)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
         for path, _ in candidate.paths():
@@ -109,11 +109,11 @@ class Candidates:
                 del self._would_have_saved[path]
 
     def having(self, segment_ids: Set[str]) -> list[Candidate]:
-        """Those with one of these segments."""
+        """Candidates with one of these segments."""
         return [one for one in self._waiting.values() if not segment_ids.isdisjoint(one.identity[1])]
 
     def clear(self) -> int:
-        """Forget all; returns how many there were."""
+        """Remove all; returns their number."""
         count = len(self._waiting)
         self._waiting.clear()
         self._would_have_saved.clear()

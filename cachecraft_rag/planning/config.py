@@ -1,4 +1,4 @@
-"""How chunk-caches are reused: frozen, validated when made, unknown names refused."""
+"""Settings of reuse: frozen, validated when made; unknown names are an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from cachecraft_rag.checks import (
     check_number,
     check_text,
     check_whole,
-    listed,
 )
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
@@ -23,22 +22,22 @@ Loading = Literal["cake", "layerwise", "whole"]
 EarlyTerminationRule = Literal["off", "printed", "gap", "share"]
 Correcting = Literal["learned", "off"]
 Scope = Literal["anywhere", "prefix", "set"]
-Ablation = Literal["overlap", "positions"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
-    """How chunk-caches are reused.
+    """Settings of reuse.
 
-    reuse            False computes every prompt in full; new chunk-caches are still captured unless `capture` is off
+    reuse            reuse stored chunk-caches; False computes every prompt in full, and still captures new
+                     chunk-caches unless `capture` is off
     capture          store newly computed chunk-caches
     scope            where a chunk-cache may serve: "anywhere" (Cache-Craft); "prefix", only behind its origin prefix
                      (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing recomputed (SET-CACHE;
                      both of Cache-Craft §5.1.4)
     alpha            α of eq. 12. None = as `cachecraft calibrate` found it for this model and store, or else
                      DEFAULT_ALPHA: a chunk whose origin prefix is gone altogether recomputes about 15 % of its tokens
-    recompute_ratio  a fixed share of every inexact chunk's tokens instead of CFO's; None = CFO decides. With a ratio, α
-                     is ignored: CFO at DEFAULT_ALPHA only ranks the variants of a chunk
+    recompute_ratio  share of each moved chunk's tokens to recompute, 1 is exact; with a lossy codec too. None = CFO
+                     decides. With a ratio, α is ignored: CFO at DEFAULT_ALPHA only ranks the variants of a chunk
     selector         which tokens are recomputed, a name of `selectors.SELECTORS`
     probe_min_rows   a selector's probe runs only if at least this many rows will be computed, or three quarters as many
                      where all chunks were captured alone and there is nothing else to choose by: it reads half of the
@@ -49,13 +48,12 @@ class ReuseConfig:
                      `compute.drift_correction`; 0 = not at all, as in the paper
     correction       "learned": chunk-caches that were captured alone are corrected where `cachecraft calibrate` has
                      fitted a correction for this model and store, see `compute.correction`; "off": never
-    early_termination         of unfocused chunks: "off", "printed" (Algorithm 1 as printed), "gap" (corrected) or
+    early_termination         stop early for chunks that the question does not look at: "off", "printed" (Algorithm 1
+                              as printed), "gap" (corrected) or
                               "share" (a threshold on the attention share)
     early_termination_window  w of Algorithm 1
     loading          of what is not in memory: "cake" loads from the back while the front is computed; "layerwise"
                      computes nothing that is stored and loads each layer ahead of its use; "whole" loads, then computes
-    ablate           parts of the method to leave out: "overlap" (β′ counts as 0, eq. 12) or "positions" (the keys of
-                     reused chunks in memory stay rotated for the position right behind the instruction)
     """
 
     reuse: bool = True
@@ -71,7 +69,6 @@ class ReuseConfig:
     early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
     loading: Loading = "cake"
-    ablate: frozenset[Ablation] = frozenset()
 
     def __post_init__(self) -> None:
         """Check every field; raises ConfigError."""
@@ -89,7 +86,3 @@ class ReuseConfig:
         check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("loading", self.loading, get_args(Loading))
-        parts = listed("ablate", self.ablate)  # a generator gives them only once
-        for part in parts:
-            check_choice("ablate", part, get_args(Ablation))
-        object.__setattr__(self, "ablate", frozenset(parts))

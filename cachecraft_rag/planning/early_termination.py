@@ -17,7 +17,7 @@ _FAIR_PART = 0.5  # of the mean score: what a chunk needs under the rule "share"
 
 
 def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
-    """How many of the best chunks are focused, from cumulative scores in descending order; at least 1.
+    """Number of focused chunks, from cumulative scores in descending order; at least 1.
 
     `printed` follows lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i),
     which is -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a
@@ -42,17 +42,18 @@ def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
         return gaps.index(max(gaps)) + 1
     if len(gaps) < 2:  # two chunks: line 8 takes the largest of nothing
         return len(scores)
-    steps = [-(gap / total) * math.log(gap / total) if gap > 0.0 else 0.0 for gap in gaps[1:]]
+    shares = [gap / total for gap in gaps[1:]]  # 0.0 for a gap that is tiny beside the others
+    steps = [-share * math.log(share) if share > 0.0 else 0.0 for share in shares]
     return steps.index(max(steps)) + 1
 
 
 class FocusMonitor:
-    """Watches one request's layers and says once which chunks are focused.
+    """Finds the focused chunks of one request, layer by layer.
 
     Args:
-        chunks: how many chunks the prompt has.
+        chunks: number of chunks in the prompt.
         rule: see `focused_count`.
-        window: w of Algorithm 1, how many consecutive layers must agree.
+        window: w of Algorithm 1, the number of consecutive layers that must agree.
     """
 
     def __init__(self, chunks: int, *, rule: FocusRule, window: int) -> None:

@@ -1,4 +1,4 @@
-"""What is reused, recomputed and computed: decided before any tensor moves (Cache-Craft §3.4.1). Pure functions."""
+"""The plan: which segments are reused, recomputed or computed, before any tensor moves (Cache-Craft §3.4.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Outcome = Literal["exact", "reused", "computed"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """What happens to one segment.
+    """The plan for one segment.
 
     outcome      exact: behind its origin prefix and stored by a lossless codec, nothing to fix; reused: moved and
                  partly recomputed, or behind its origin prefix but stored by a lossy codec; computed: afresh
@@ -53,7 +53,7 @@ class SegmentPlan:
 
     @property
     def to_fix(self) -> bool:
-        """Whether it was moved, so that some of its tokens may have to be recomputed."""
+        """True if the segment was moved, so that some of its tokens may have to be recomputed."""
         return self.outcome == "reused" and not self.at_origin
 
 
@@ -77,13 +77,13 @@ def make_plan(
     Args:
         prompt: the segments; the last one, the question, is always computed.
         stored: segment id → the variants on offer, of this model and namespace only.
-        lost: variant id → why it could not be loaded when an earlier plan chose it.
-        refused: segment id → why something that is stored was not on offer.
+        lost: variant id → the reason why it could not be loaded when an earlier plan chose it.
+        refused: segment id → the reason why a stored variant was not on offer.
 
     The tokens to recompute are not chosen here but in `with_selection`, which needs the winners' token scores only.
     """
     segments = prompt.segments
-    permuted = _set_prefix(prompt, stored, lost) if config.scope == "set" else {}
+    permuted = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
     places: dict[str, int] = {}  # the chunks before the current one → their place
     plans = []
     for index, segment in enumerate(segments):
@@ -120,6 +120,10 @@ def _best(
     config: ReuseConfig,
 ) -> SegmentPlan:
     best: SegmentPlan | None = None
+    if segment.kind == "system" and variants:
+        variants = [variant for variant in variants if variant.lossless]
+        if not variants:  # every token behind it would inherit what the codec lost
+            return SegmentPlan("computed", Reason.LOSSY_CODEC, "an instruction is reused from a lossless codec only")
     for variant in variants:
         if not _fits(variant, segment):
             continue
@@ -138,12 +142,12 @@ def _best(
 
 
 def _fits(variant: Variant, segment: Segment) -> bool:
-    """Whether a variant was captured of these very tokens; of fewer, positions would stay as they were allocated."""
+    """True if a variant was captured of exactly these tokens; a shorter one would leave positions uninitialised."""
     return variant.tokens_digest == segment.tokens_digest and variant.tokens == len(segment.token_ids)
 
 
 def _set_prefix(
-    prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str]
+    prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str], config: ReuseConfig
 ) -> dict[int, SegmentPlan]:
     """The longest run of first chunks that was computed once before as a prefix, in any order (SET-CACHE).
 
@@ -157,7 +161,7 @@ def _set_prefix(
         for variant in stored.get(segment.segment_id, ())
         if variant.key.origin_prefix
         and _fits(variant, segment)
-        and _at_origin(variant) is not None
+        and _at_origin(variant, config) is not None
         and variant.variant_id not in lost
     }
     places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
@@ -172,17 +176,19 @@ def _set_prefix(
             continue
         found = {}
         for place, (name, variant) in enumerate(zip(order, chain, strict=True)):
-            assert variant is not None, "or the chain would have been left out"
-            unmoved = _at_origin(variant) if list(order[:place]) == here[1 : places[name]] else None
+            assert variant is not None, "incomplete chains are skipped above"
+            unmoved = _at_origin(variant, config) if list(order[:place]) == here[1 : places[name]] else None
             found[places[name]] = unmoved or _scored("reused", variant)
     return found
 
 
-def _at_origin(variant: Variant) -> SegmentPlan | None:
-    """What a variant is behind its origin prefix; None where its capture was inexact and needs fixing."""
+def _at_origin(variant: Variant, config: ReuseConfig) -> SegmentPlan | None:
+    """Plan for a variant behind its origin prefix; None if it needs fixing: its capture was inexact, or it was stored
+    by a lossy codec and every inexact token is to be recomputed.
+    """
     if variant.lossless:
         return _scored("exact", variant) if variant.exact_share >= 1.0 else None
-    if variant.exact_share < _LOSSY_SHARE:
+    if variant.exact_share < _LOSSY_SHARE or config.recompute_ratio == 1.0:
         return None
     detail = f"as it was captured, but for what the codec {variant.codec} loses"
     return replace(_scored("reused", variant), reason=Reason.LOSSY_CODEC, detail=detail, at_origin=True)
@@ -194,8 +200,8 @@ def _scored(outcome: Outcome, variant: Variant) -> SegmentPlan:
 
 
 def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
-    """Lower is better: what can be fixed at all, what needs no fixing, then CFO, less for a primed variant, then the
-    more exact capture.
+    """Sort key, lower is better: variants worth fixing, those that need no fixing, then CFO, less for a primed variant,
+    then the more exact capture.
 
     A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
     what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
@@ -209,14 +215,14 @@ def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
     """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
     origin = variant.key.origin_prefix
-    if origin == prefix and (unmoved := _at_origin(variant)) is not None:
+    if origin == prefix and (unmoved := _at_origin(variant, config)) is not None:
         return unmoved
     beta, gamma = 0.0, 0.0
     if origin[:1] == prefix[:1]:  # behind another instruction, nothing of the old context returns
         beta = prefix_overlap(variant.inter[1:], origin[1:], places)
         gamma = order_penalty(origin[1:], places)
     # An inexact capture attended to neighbours that were approximations: its overlap counts for the exact share only.
-    adjusted = 0.0 if "overlap" in config.ablate else adjusted_overlap(beta, gamma) * variant.exact_share
+    adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
     fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
     alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
@@ -236,8 +242,8 @@ def with_selection(
 
     Args:
         token_scores: by variant id, as in `ChunkCacheStore.token_scores`; one that is missing counts as unknown.
-        probed: segment → what the selector's probe saw of its tokens, float32 `[tokens]`; without it, the choice is
-            what can be said before anything is computed.
+        probed: segment → the probe's scores of its tokens, float32 `[tokens]`; without them, the choice rests on the
+            stored scores alone.
         recomputed: segment → tokens that are recomputed already; they stay chosen.
         excluded: segment → tokens that are computed for another reason, so there is nothing to fix.
     """
@@ -249,7 +255,7 @@ def with_selection(
         share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
         scores, seen = token_scores.get(variant.variant_id, TokenScores()), probed.get(index)
         seed = int(variant.key.chunk_id[:8], 16)
-        facts.append(TokenFacts(variant.tokens, seed, scores.inter, seen, scores.received))
+        facts.append(TokenFacts(variant.tokens, seed, scores.inter, seen))
         budgets.append(math.ceil((share or 0.0) * variant.tokens))
         reused.append(index)
     nothing: frozenset[int] = frozenset()
@@ -265,14 +271,14 @@ def with_selection(
 
 
 def with_not_loaded(planned: SegmentPlan, computed: Sequence[int], reason: Reason, detail: str = "") -> SegmentPlan:
-    """What became of a segment of which these tokens (offsets) were computed after all, for this reason."""
+    """The plan for a segment whose tokens `computed` (offsets) were computed after all, for this reason."""
     if not computed or planned.variant is None:
         return planned
-    told = replace(planned, reason=reason, detail=detail)
+    changed = replace(planned, reason=reason, detail=detail)
     if len(computed) == planned.variant.tokens:
-        return replace(told, outcome="computed", variant=None, recompute=(), at_origin=False)
+        return replace(changed, outcome="computed", variant=None, recompute=(), at_origin=False)
     kept = tuple(offset for offset in planned.recompute if offset not in set(computed))
-    return replace(told, recompute=kept, not_loaded=len(computed))
+    return replace(changed, recompute=kept, not_loaded=len(computed))
 
 
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:

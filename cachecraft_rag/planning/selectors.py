@@ -1,6 +1,6 @@
 """Selectors: which tokens of the reused chunks are recomputed.
 
-A selector is a pure function from what is known of a chunk-cache to a score for each of its tokens; the budget goes to
+A selector is a pure function from facts about a chunk-cache to a score for each of its tokens; the budget goes to
 the highest. `SELECTORS` is the one registry; a new selector is a function and a line there.
 """
 
@@ -21,23 +21,20 @@ BudgetScope = Literal["chunk", "prompt"]
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What a selector may look at.
+    """Facts about a chunk for a selector.
 
     tokens       length of the chunk
     seed         for selectors that draw; differs from chunk to chunk, the same in every run
     token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None where
                  there were none
-    probed       float32 `[tokens]`: what the selector's probe saw of each token, 1 on average over all reused chunks;
+    probed       float32 `[tokens]`: the probe's score of each token, 1 on average over all reused chunks;
                  None where there was no probe
-    received     float32 `[tokens]`: attention of the chunk's later tokens to each token at capture, added up; None when
-                 unknown
     """
 
     tokens: int
     seed: int
     token_inter: np.ndarray | None = None
     probed: np.ndarray | None = None
-    received: np.ndarray | None = None
 
 
 Score = Callable[[TokenFacts], np.ndarray | None]
@@ -48,27 +45,16 @@ class Selector:
     """A way to choose tokens.
 
     score   float `[tokens]`, higher = recomputed first; None where it has no score for a chunk: then `leading` decides
-    probe   what it needs to see before it can choose, see `compute.probe`: the question's attention, or how far values
-            moved in the first layers; None = nothing
+    probes  True: it needs to see what the question attends to, see `compute.probe`
     """
 
     score: Score
-    probe: Literal["question", "values"] | None = None
+    probes: bool = False
 
 
 def cache_craft(facts: TokenFacts) -> np.ndarray | None:
     """Cache-Craft eq. 14: the most contextualised tokens first; no score where no chunk stood before at capture."""
     return facts.token_inter
-
-
-def h2o(facts: TokenFacts) -> np.ndarray | None:
-    """The PREFILL-H2O baseline of Cache-Craft §5.1.4: the most attended tokens first, H2O's heavy hitters.
-
-    >>> facts = TokenFacts(3, seed=0, received=np.array([0.2, 0.0, 0.9]))
-    >>> [select([known], [1], SELECTORS["h2o"])[0].tolist() for known in (facts, TokenFacts(3, seed=0))]
-    [[2], [0]]
-    """
-    return facts.received
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
@@ -85,13 +71,8 @@ def random(facts: TokenFacts) -> np.ndarray:
     return np.random.default_rng(facts.seed).random(facts.tokens)
 
 
-def probed(facts: TokenFacts) -> np.ndarray | None:
-    """The probe's score alone; CacheBlend's choice when it looks at values (§4.3 there)."""
-    return facts.probed
-
-
 def question(facts: TokenFacts) -> np.ndarray:
-    """How much the token attended to other chunks at capture, and how much the question attends to it now.
+    """Attention from the token to other chunks at capture, and from the question to it now.
 
     Eq. 14's score (`leading` where no chunk stood before it) plus a quarter of the question's attention, each divided
     by its mean. The question alone is better on most questions and fails badly on some (docs/log.md).
@@ -108,11 +89,9 @@ def question(facts: TokenFacts) -> np.ndarray:
 SELECTORS: Mapping[str, Selector] = MappingProxyType(
     {
         "cache_craft": Selector(cache_craft),
-        "h2o": Selector(h2o),
         "leading": Selector(leading),
         "random": Selector(random),
-        "value_deviation": Selector(probed, probe="values"),
-        "question": Selector(question, probe="question"),
+        "question": Selector(question, probes=True),
     }
 )
 
@@ -137,13 +116,12 @@ def select(
     """The tokens to recompute of each reused chunk, ascending (int64).
 
     Args:
-        facts, budgets: for each chunk, what is known of it and how many of its tokens are to be recomputed.
+        facts, budgets: for each chunk, its facts and the number of tokens to recompute.
         budget_scope: "chunk" keeps to each chunk's budget. "prompt" adds the budgets up and spends them on the best
             tokens of all chunks; a chunk's scores count in proportion to its budget per token (for eq. 14's budgets:
-            to its CFO), so a chunk that needs no fixing gets none. Chunks of which the selector has nothing to say
-            keep their own.
-        done: for each chunk, tokens that are not to be chosen.
-        spent: for each chunk, how much of its budget is gone.
+            to its CFO), so a chunk that needs no fixing gets none. Chunks without a score keep their own.
+        done: for each chunk, tokens that must not be chosen.
+        spent: for each chunk, the part of its budget that is used up.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]

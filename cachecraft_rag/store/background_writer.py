@@ -1,16 +1,18 @@
-"""What a store does in the background: captures and copies are written, uses counted, damaged variants discarded."""
+"""Background work of a store: captures and copies are written, uses counted, damaged variants discarded."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog_records import FileRef
@@ -18,31 +20,23 @@ from cachecraft_rag.store.durable import DurableVariants, too_large
 from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
-from cachecraft_rag.store.new_variant import flaw_of, variant_of
 from cachecraft_rag.store.remote import RemoteTier
-from cachecraft_rag.types import Capture, CaptureDrop, LoadFailure, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
 
 
-class WarnOnce(Protocol):
-    """How problems are logged; see `ChunkCacheStore`."""
-
-    def __call__(self, kind: str, message: str, fields: Mapping[str, str] | None = None) -> None:
-        """Warn of the first of its kind; `fields` are what a structured log says of it."""
-        ...
-
-
 class BackgroundWriter:
     """One thread that changes the catalog, the disk and the remote, one job after the other.
 
-    Any thread may call any method; none waits. What cannot be written is dropped with a reason, which is counted.
+    Any thread may call any method; none waits. A capture that cannot be written is dropped with a reason, which is
+    counted.
 
     Args:
-        queue_bytes: captures and copies waiting to be written; what comes while it is full is dropped.
+        queue_bytes: captures and copies waiting to be written; one that comes while it is full is dropped.
         codec: how captures are written.
-        warn_once: gets the kind of a problem, the problem in words, and what a structured log says of it.
+        warn_once: called with the kind of a problem, the problem in words and, if any, the fields of a structured log.
     """
 
     def __init__(
@@ -53,7 +47,7 @@ class BackgroundWriter:
         *,
         queue_bytes: int,
         codec: str,
-        warn_once: WarnOnce,
+        warn_once: Callable[..., None],
     ) -> None:
         self._durable, self._memory, self._remote = durable, memory, remote
         self._queue_bytes, self._codec, self._warn_once = queue_bytes, codec, warn_once
@@ -89,7 +83,7 @@ class BackgroundWriter:
         return future
 
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
-        """Write what came from the remote to the local disk, if the queue has room."""
+        """Write a variant from the remote to the local disk, if the queue has room."""
         with self._lock:
             if self._closed or self._queued_bytes + variant.nbytes > self._queue_bytes:
                 return
@@ -108,9 +102,9 @@ class BackgroundWriter:
         if due:
             self.submit(self.write_uses)
 
-    def discard(self, file: FileRef, chunk_id: str, code: LoadFailure, reason: str) -> None:
+    def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served."""
-        self.submit(partial(self._discard, file, chunk_id, code, reason))
+        self.submit(partial(self._discard, file, chunk_id, reason))
 
     def submit(self, job: Callable[[], T]) -> Future[T] | None:
         """Hand a job to the thread; None when the store is closed.
@@ -129,13 +123,13 @@ class BackgroundWriter:
         return future
 
     def shut_down(self) -> None:
-        """Take nothing any more, and wait until everything that was taken is written."""
+        """Refuse new jobs, and wait until all others are done."""
         with self._lock:
             self._closed = True
         self._thread.shutdown()
 
     def write_uses(self) -> None:
-        """Write the uses noted so far; those that cannot be written now are written with the next."""
+        """Write the uses noted so far; after a failure they are written with the next."""
         with self._lock:
             uses, self._uses, self._uses_scheduled = self._uses, {}, False
         if self._durable.read_only or self._durable.gone():
@@ -161,7 +155,7 @@ class BackgroundWriter:
         self._warn_once(code, f"Chunk-cache of chunk {chunk_id} is not stored: {reason}", fields)
 
     def _store(self, variant: Variant, capture: Capture) -> Variant | Unavailable:
-        """Write one capture. Whatever the disk or the catalog objects to becomes a dropped capture."""
+        """Write one capture. An error of the disk or the catalog becomes a dropped capture."""
         try:
             encoded = encode(variant, capture.layout, capture.kv)
         except ValueError as error:  # a lossy codec and values that it cannot take
@@ -173,7 +167,7 @@ class BackgroundWriter:
         return stored
 
     def _write(self, variant: Variant, capture: Capture, encoded: Encoded) -> Variant | Unavailable:
-        # What was removed here may lie on a remote still, and then the chunk is as good as stored.
+        # A chunk that was removed here may still lie on a remote, and then it is as good as stored.
         another = capture.another and self._remote is None
         if (refused := self._written(variant, encoded, capture.token_scores, another=another)) is not None:
             return self._drop(variant, refused)
@@ -184,7 +178,7 @@ class BackgroundWriter:
     def _written(
         self, variant: Variant, encoded: Encoded, scores: TokenScores, *, another: bool = False
     ) -> Unavailable | None:
-        """Write a variant; None, or why it cannot be written."""
+        """Write a variant; returns None, or the reason why it cannot be written."""
         try:
             return self._durable.write(variant, encoded, scores, another=another)
         except OSError as error:
@@ -216,19 +210,21 @@ class BackgroundWriter:
         if future is not None and future.cancelled():
             self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.CANCELLED, "cancelled by the caller"))
 
-    def _discard(self, file: FileRef, chunk_id: str, code: LoadFailure, reason: str) -> None:
+    def _discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         try:
-            self._durable.discard(file, chunk_id, code, reason)
+            self._durable.discard(file, chunk_id, reason)
         except StoreError as error:
             self._warn_once("discard", f"A damaged chunk-cache stays in the catalog: {error}")
 
     def _variant_of(self, capture: Capture) -> Variant:
         with self._lock:  # `created` names the file, so no two captures of this process may share it
             created = self._last_created = max(time.time(), self._last_created + 1e-6)
-        return variant_of(capture, codec=self._codec, created=created)
+        # An instruction stands before every chunk, and all of them would inherit what a codec loses.
+        codec = self._codec if capture.key.origin_prefix else "raw"
+        return variant_of(capture, codec=codec, created=created)
 
     def _refusal(self, capture: Capture, variant: Variant) -> Unavailable | None:
-        """Why a capture cannot even be queued, or None; the caller holds the lock."""
+        """Reason why a capture cannot even be queued, or None; the caller holds the lock."""
         if self._closed:
             return _closed(variant)
         limits = self._durable.limits
@@ -252,6 +248,46 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log what a background job raised: its future may be dropped, and a mistake of our own must be seen."""
+    """Log an exception of a background job: its future may be dropped, and a mistake of our own must be seen."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job of the store failed", exc_info=error)
+
+
+def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
+    """The variant that the catalog will list. Raises StoreError when its tensor does not have its layout."""
+    kv, layout = capture.kv, capture.layout
+    tokens = kv.shape[2] if kv.dim() == 5 else 0
+    dtype = str(kv.dtype).removeprefix("torch.")
+    wrong = tuple(kv.shape) != layout.shape(tokens) or dtype != layout.dtype or kv.numel() == 0
+    if wrong or not kv.is_contiguous() or kv.device.type != "cpu":
+        raise StoreError(
+            f"A capture needs a contiguous CPU tensor {list(layout.shape(tokens))} {layout.dtype} with at least one "
+            f"token, not {list(kv.shape)} {dtype} on {kv.device}. Call .contiguous().cpu() and check the layout."
+        )
+    return Variant(
+        key=capture.key,
+        variant_id=capture.key.variant_id_in(capture.session),
+        tokens=tokens,
+        tokens_digest=capture.tokens_digest,
+        inter=tuple(array("f", capture.inter)),  # as the catalog will give them back
+        intra=float(capture.intra),
+        cci=float(capture.cci),
+        exact_share=float(capture.exact_share),
+        session=capture.session,
+        codec=codec,
+        nbytes=layout.nbytes(tokens),
+        reuse_frequency=0.0,
+        created=created,
+        primed=capture.primed,
+    )
+
+
+def flaw_of(capture: Capture, variant: Variant) -> str:
+    """Reason why no row can be made of its scores, or ""."""
+    scores = (variant.intra, variant.cci, variant.exact_share, *variant.inter)
+    if not all(map(math.isfinite, scores)):  # half precision overflows; SQLite has no NaN
+        return "its attention scores are not finite"
+    inter = capture.token_scores.inter
+    if inter is not None and inter.shape != (variant.tokens,):
+        return f"it has {inter.shape} token scores for {variant.tokens} tokens"
+    return ""

@@ -1,8 +1,8 @@
 """The catalog: one SQLite row per chunk-cache, so that planning never touches a tensor.
 
-What makes it fit for its two hard duties:
+It serves two hard duties:
 
-* *Fast lookup.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
+* *Fast look-ups.* All variants of a chunk lie next to each other in one B-tree (`WITHOUT ROWID`, keyed by scope, chunk
   and variant), so 20 chunks cost 20 descents however many variants there are. A rowid table with an index was rejected:
   every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of an origin
   prefix are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
@@ -12,7 +12,7 @@ What makes it fit for its two hard duties:
   before one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The
   same entries reserve space, so two processes that write at once cannot exceed the byte budget together.
 
-How several threads and processes share the file is the concern of `database`.
+`database` lets several threads and processes share the file; `eviction` has the rules, which are pure functions.
 """
 
 from __future__ import annotations
@@ -22,107 +22,161 @@ import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog_changes import Changes
-from cachecraft_rag.store.catalog_eviction import (
-    FILES,
-    adopt,
-    crowd,
-    file_of,
-    forget,
-    lowest_scored,
-    lowest_scored_over,
-    make_leave,
-    policy_in_use,
-    record_uses,
-    remembered,
-    until,
-    variants_beside,
-)
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, OlderRow, RowFilter, Totals
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
     NOTHING,
     CatalogRow,
+    packed,
+    row_of,
     scores_of_row,
-    sum_of,
+    sum_of_scores,
     variant_of_row,
 )
-from cachecraft_rag.store.catalog_schema import MIGRATIONS
-from cachecraft_rag.store.database import Database, fetched, kind_of_cache
-from cachecraft_rag.store.eviction import Policy, Use
-from cachecraft_rag.store.expected import unsound, unsound_scores
-from cachecraft_rag.types import IDENTITY_VERSION, EvictionReason, Payload, TokenScores, Variant, identity_version
+from cachecraft_rag.store.database import Database, Kind, fetched
+from cachecraft_rag.store.eviction import POLICIES, Policy, Saving, Use, VariantFacts, ticked, ticked_by_return
+from cachecraft_rag.store.row_checks import unsound, unsound_scores
+from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, EvictionReason, Payload, TokenScores, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
+_MOST_USES = 1e15
+_LEAST_REMEMBERED = 1000
+_FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
 
-_LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}
-    FROM variants AS v JOIN scopes AS s USING (scope)"""
+# A store of another version is set aside and built anew. The last digits go up whenever a table changes.
+_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 2
+_TABLES = (
+    """CREATE TABLE scopes (
+         scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
+         UNIQUE (namespace, fingerprint))""",
+    # The score is not NOT NULL: of a damaged row it may be no number.
+    """CREATE TABLE variants (
+         scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
+         origin_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
+         inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
+         session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
+         reuse_frequency REAL NOT NULL, created REAL NOT NULL, primed INTEGER NOT NULL DEFAULT 0,
+         row_sum INTEGER, scores_sum INTEGER, score REAL, saved REAL NOT NULL DEFAULT 0.0,
+         PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
+    "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
+    "CREATE INDEX variants_by_score ON variants (score, created)",
+    "CREATE TABLE token_scores (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
+    """CREATE TABLE files_at_risk (
+         variant_id TEXT NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL, reserved_bytes INTEGER NOT NULL,
+         PRIMARY KEY (variant_id, created)) WITHOUT ROWID""",
+    # Kept by triggers, so the sums are exact in every transaction of every process and cost nothing to read.
+    "CREATE TABLE totals (variants INTEGER NOT NULL, file_bytes INTEGER NOT NULL)",
+    "INSERT INTO totals VALUES (0, 0)",
+    "CREATE TABLE limits (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
+    """CREATE TRIGGER variant_added AFTER INSERT ON variants BEGIN
+         UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
+    """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
+         UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
+         DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
+    # The clock that scores are counted from, and the uses of chunks that had to leave.
+    "CREATE TABLE eviction (policy TEXT NOT NULL, clock REAL NOT NULL)",
+    "INSERT INTO eviction VALUES ('', 0.0)",
+    """CREATE TABLE departed (
+         place INTEGER PRIMARY KEY, scope INTEGER NOT NULL, chunk_id TEXT NOT NULL,
+         reuse_frequency REAL NOT NULL, saved REAL NOT NULL, UNIQUE (scope, chunk_id))""",
+)
+
+_LISTED = f"SELECT s.namespace, s.fingerprint, {COLUMNS} FROM variants AS v JOIN scopes AS s USING (scope)"
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
-_OLDER = """SELECT chunk_id, session, variant_id, created, file_bytes FROM variants
-  WHERE scope IN (SELECT value FROM json_each(?1)) AND chunk_id IN (SELECT value FROM json_each(?2))"""
-_SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores, r.scores FROM json_each(?) AS asked
+_SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores FROM json_each(?) AS asked
     LEFT JOIN variants AS v ON v.variant_id = asked.value
-    LEFT JOIN token_scores AS i ON i.variant_id = asked.value
-    LEFT JOIN token_received AS r ON r.variant_id = asked.value"""
+    LEFT JOIN token_scores AS i ON i.variant_id = asked.value"""
+_INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
+_INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
+_FILE = "variant_id, created, file_bytes"
+_ROW = f"SELECT {_FILE}, score, scope, chunk_id, reuse_frequency, saved FROM variants"
+# A damaged row may name another chunk than its own.
+_BESIDE = f"{_ROW} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
+_STANDING = """SELECT variant_id, scope, chunk_id, tokens, file_bytes, exact_share, reuse_frequency, saved
+    FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
+_USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
+    WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
+_STATE = """SELECT clock, variants, file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
+    FROM eviction, totals"""
+_REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
 
 
-class Catalog(Changes):
+class OtherVersionError(StoreError):
+    """The catalog was made by another version of the package."""
+
+
+class DiskFullError(StoreError):
+    """The catalog cannot be changed because the disk has no room."""
+
+
+class _State(NamedTuple):
+    """Starting point of a decision: the eviction clock, the number of rows, and bytes that count against the budget."""
+
+    clock: float
+    variants: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A row that may be evicted; any column may be damaged."""
+
+    variant_id: Any
+    created: Any
+    file_bytes: Any
+    score: Any
+    scope: Any
+    chunk_id: Any
+    reuse_frequency: Any
+    saved: Any
+
+    @property
+    def file(self) -> FileRef:
+        """Its file."""
+        return _file_of(self.variant_id, self.created, self.file_bytes)
+
+    @property
+    def used(self) -> Use | None:
+        """All its uses; None if they are damaged."""
+        return _sound_use(self.reuse_frequency, self.saved)
+
+
+class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        busy_timeout_s: float = 5.0,
-        read_only: bool = False,
-        policy: Policy | None = None,
-        scratch: bool = False,
+        self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False, policy: Policy | None = None
     ) -> None:
-        """Open or create the catalog at `path`. Raises StoreError, saying what to do, when that is not possible.
+        """Open or create the catalog at `path`. Raises StoreError, with advice, when that is not possible.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
-        should have the same. `scratch`: there are no files and nobody keeps it, so it need not survive anything; all
-        calls are made in one block of `one_transaction`.
+        should have the same.
         """
         self.path = path
-        self._scopes: dict[tuple[str, str], int] = {}  # those that are in the file; none ever leaves it
-        super().__init__(files=not scratch)
-        kind = kind_of_cache(MIGRATIONS, scratch=scratch)
-        self._db = Database(path, kind=kind, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        self._db = Database(path, kind=_KIND, busy_timeout_s=busy_timeout_s, read_only=read_only)
         try:
             with self._db.reading() as connection:
-                self.policy = policy or policy_in_use(connection)
-            if read_only:
-                return
-            self._add_sums()
-            with self._db.writing() as connection:
-                adopt(connection, self.policy)
+                (name,) = connection.execute("SELECT policy FROM eviction").fetchone()
+            self.policy = policy or POLICIES.get(name, Saving())
+            if not read_only and name != self.policy.name:
+                self._adopt(self.policy)
         except StoreError:
             self._db.close()
             raise
 
     def close(self) -> None:
-        """Let go of the file; any later call raises StoreError."""
+        """Close the file; any later call raises StoreError."""
         self._db.close()
 
     # -- reading ------------------------------------------------------------------------------------------------------
-
-    def lookup(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
-    ) -> dict[str, list[Variant]]:
-        """All variants of the chunks that `session` may see: the shared ones and those private to exactly that session.
-
-        Every asked chunk id is a key of the answer, with an empty list where nothing is stored.
-        """
-        return self.find(namespace, fingerprint, chunk_ids, session=session)[0]
 
     def find(
         self,
@@ -133,12 +187,14 @@ class Catalog(Changes):
         session: str | None = None,
         payload: Payload = NOTHING,
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-        """As `lookup`, all variants with this `payload`; and the rows of these chunks that are not as they were."""
+        """Variants of the chunks, each with this `payload`, by chunk id; and the damaged rows of these chunks.
+
+        Shared variants and those private to exactly that session. Every asked chunk id is a key of the first part.
+        """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
-        parameters = (namespace, fingerprint, json.dumps(list(found)), session)
         with self._db.reading() as connection:
-            rows = fetched(connection, _LOOKUP, parameters)
+            rows = fetched(connection, _LOOKUP, (namespace, fingerprint, json.dumps(list(found)), session))
         for row in rows:
             variant = _read(namespace, fingerprint, CatalogRow(*row), payload)
             if isinstance(variant, DamagedRow):
@@ -147,31 +203,20 @@ class Catalog(Changes):
                 found[variant.key.chunk_id].append(variant)
         return found, damaged
 
-    def of_older_versions(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
-    ) -> list[OlderRow]:
-        """The rows of these chunks that an older version of the package stored, for any model; none can be served."""
-        newest = identity_version(fingerprint) or 0
-        with self._db.reading() as connection:
-            query = "SELECT scope, fingerprint FROM scopes WHERE namespace = ?"
-            scopes = [
-                scope
-                for scope, found in fetched(connection, query, (namespace,))
-                if (version := identity_version(str(found))) is not None and version < newest
-            ]
-            if not scopes:
-                return []
-            rows = fetched(connection, _OLDER, (json.dumps(scopes), json.dumps(list(chunk_ids))))
-        return [OlderRow(file_of(file), chunk_id, owner in (None, session)) for chunk_id, owner, *file in rows]
-
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """The token scores of each variant; without any where none were stored, they are damaged or the row is gone."""
+        """Token scores of each variant; empty ones where none were stored, they are damaged or the row is gone."""
+        found = {}
+        for variant_id, scores in self._scores(variant_ids).items():
+            if isinstance(scores, str):
+                logger.info("Token scores of %s are damaged: %s", variant_id, scores)
+            found[variant_id] = TokenScores() if isinstance(scores, str) else scores
+        return found
+
+    def _scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores | str]:
+        """Token scores of each variant, or their flaw."""
         with self._db.reading() as connection:
             rows = fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
-        return {
-            variant_id: _read_scores(tokens, told=told, inter=inter, received=received)
-            for variant_id, tokens, told, inter, received in rows
-        }
+        return {variant_id: _read_scores(*columns) for variant_id, *columns in rows}
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of rows, the highest eviction score first; without those that are damaged."""
@@ -180,13 +225,22 @@ class Catalog(Changes):
         return [row for row in self._listed(query, (*parameters, limit, offset)) if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
-        """Every row once, in the order of variant ids. Rows that come or go meanwhile may or may not be seen."""
+        """Every row once, in the order of variant ids, its token scores verified.
+
+        Rows that come or go meanwhile may or may not be seen.
+        """
         query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
         after = ""
         while batch := self._listed(query, (after, page)):
-            yield from batch
-            last = batch[-1]
-            after = last.variant.variant_id if isinstance(last, Listed) else last.file.variant_id
+            ids = [row.variant.variant_id if isinstance(row, Listed) else row.file.variant_id for row in batch]
+            scores = self._scores(ids)
+            for row in batch:
+                if isinstance(row, Listed) and isinstance(flaw := scores.get(row.variant.variant_id), str):
+                    file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
+                    yield DamagedRow(file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}")
+                else:
+                    yield row
+            after = ids[-1]
 
     def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
         with self._db.reading() as connection:
@@ -206,7 +260,7 @@ class Catalog(Changes):
             return Totals(*connection.execute(query).fetchone())
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
-        """Whether a row stands behind exactly this file (or, if asked, a writer announced to create or delete it)."""
+        """Return True if exactly this file has a row or, if asked, a writer is about to create or delete it."""
         query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
             UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
         with self._db.reading() as connection:
@@ -221,30 +275,41 @@ class Catalog(Changes):
                 found.setdefault(writer, []).append(FileRef(*file))
         return found
 
+    def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
+        """Files of the chosen rows, lowest score first: all, or as many as leave `down_to_bytes` of all files."""
+        condition, parameters = chosen.as_sql()
+        query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
+            WHERE {condition} ORDER BY v.score, v.created"""
+        with self._db.reading() as connection:
+            excess = float("inf")
+            if down_to_bytes is not None:
+                excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
+            return [_file_of(*row) for row in _until(connection.execute(query, parameters), excess)[0]]
+
     def problems(self) -> list[str]:
-        """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole catalog."""
+        """Findings of SQLite's own integrity check; empty when all is well. Reads the whole catalog."""
         return self._db.problems()
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits) -> list[FileRef] | None:
-        """Announce a file before it is created, if there is room for it; returns [] then.
+        """Reserve room for a file before it is created; returns [] if there is room.
 
-        Else it returns files whose rows went to make room. The caller deletes those, tells `settle` and asks again:
-        what is not deleted yet still counts, or a second writer would fill the room before it is free. None, with
-        nothing changed, when even an empty catalog would leave no room because of other writers.
+        Else it returns files whose rows went to make room. The caller deletes those, calls `settle` and asks again:
+        a file that is not deleted yet still counts, or a second writer would fill the room before it is free. None,
+        with nothing changed, when even an empty catalog would leave no room because of other writers.
         """
         with self._db.writing() as connection:
-            state = self._begun(connection)
-            lowest, missing = lowest_scored(connection, excess=state.excess(file_bytes, limits))
+            excess = _state(connection).nbytes + file_bytes - limits.disk_bytes
+            rows, missing = _until(connection.execute(f"{_ROW} ORDER BY score, created"), excess)
             if missing:
                 return None
-            victims = make_leave(connection, lowest, state)
-            if not victims:
-                self._announce(connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer)
-            gone = self._remove(connection, victims, writer, EvictionReason.BUDGET)
-            self._end(connection)
-            return gone
+            if not rows:
+                _put_at_risk(connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer)
+                return []
+            return _remove(
+                connection, _depart(connection, [_Candidate(*row) for row in rows]), writer, EvictionReason.BUDGET
+            )
 
     def commit(
         self,
@@ -258,140 +323,153 @@ class Catalog(Changes):
     ) -> list[FileRef] | None:
         """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
 
-        Returns the files whose rows gave way (the older one, and what exceeds the number of variants); the caller
-        deletes them and tells `settle`. None, with nothing changed, for `another` variant of a chunk that was removed:
-        of which there is none, nor did the last one have to leave for others.
+        Returns the files whose rows gave way (the older one, and those beyond the number of variants); the caller
+        deletes them and calls `settle`. None, with nothing changed, for `another` variant of a chunk with no variant
+        left and none evicted: it was removed.
         """
+        key = variant.key
         with self._db.writing() as connection:
-            state = self._begun(connection)
-            scope = self._scope_of(connection, variant)
-            same, others = variants_beside(connection, scope, variant)
+            scope = _scope_of(connection, variant)
+            beside = [
+                _Candidate(*row) for row in connection.execute(_BESIDE, (scope, key.chunk_id, variant.variant_id))
+            ]
+            same = next((row for row in beside if row.variant_id == variant.variant_id), None)
+            others = [row.file for row in beside if row is not same]
             used = (same and same.used) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
             if same is None:
-                known = remembered(connection, scope, variant.key.chunk_id, first=not others, state=state)
+                known = _remembered(connection, scope, key.chunk_id, first=not others)
                 if another and not others and known is None:
                     return None
                 used += known or Use(0.0, 0.0)
-            older = [] if same is None else [same.file]
-            gone = self._remove(connection, older, writer, EvictionReason.REPLACED)
-            gone += self._remove(connection, crowd(others, limits), writer, EvictionReason.CHUNK_CAP)
-            state = self._now(connection)
-            over = lowest_scored_over(connection, state.variants + 1 - limits.max_variants, spared=variant.variant_id)
-            self._add(connection, variant, token_scores, scope=scope, file_bytes=file_bytes, used=used)
-            leaving = make_leave(connection, over, state)
-            gone += self._remove(connection, leaving, writer, EvictionReason.COUNT_CAP)
-            self._settle(connection, [FileRef(variant.variant_id, variant.created)])
-            self._end(connection)
+            gone = _remove(connection, [] if same is None else [same.file], writer, EvictionReason.REPLACED)
+            # The newest is spared although it is unused and so scores lowest: otherwise a full store would never learn
+            # anything new.
+            crowd = others[: max(0, len(others) + 1 - limits.variants_per_chunk)]
+            gone += _remove(connection, crowd, writer, EvictionReason.CHUNK_CAP)
+            clock, variants, _ = _state(connection)
+            over = _lowest(connection, variants + 1 - limits.max_variants)
+            facts = (key.chunk_id, variant.variant_id, variant.tokens, file_bytes, variant.exact_share)
+            scores = packed(token_scores.inter)
+            row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
+            score = self.policy.score(VariantFacts(*facts, used), clock)
+            connection.execute(_INSERT, (scope, *row, sum_of_scores(scores), used.saved, score))
+            if scores is not None:
+                connection.execute("INSERT OR REPLACE INTO token_scores VALUES (?,?)", (variant.variant_id, scores))
+            gone += _remove(connection, _depart(connection, over), writer, EvictionReason.COUNT_CAP)
+            _settle(connection, [FileRef(variant.variant_id, variant.created)])
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
         return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
 
     def settle(self, files: Iterable[FileRef]) -> None:
-        """These files exist no more, or never did: they need not be looked for."""
+        """Remove entries of files at risk that no longer exist, or never did."""
         with self._db.writing() as connection:
-            self._begin()
-            self._settle(connection, files)
+            _settle(connection, files)
 
     def remove(
-        self, files: Iterable[FileRef], *, writer: str, why: EvictionReason = EvictionReason.DAMAGED
+        self,
+        files: Iterable[FileRef],
+        *,
+        writer: str,
+        why: EvictionReason = EvictionReason.DAMAGED,
+        forget: Sequence[str] = (),
     ) -> list[FileRef]:
-        """Remove the rows that stand behind exactly these files; returns those that were there."""
-        query = f"{FILES} WHERE variant_id = ? AND created = ?"
+        """Remove the rows of exactly these files; returns those that were there.
+
+        Chunk ids to `forget` are no longer remembered as evicted: they were removed on purpose.
+        """
+        query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
-            self._begin()
+            if forget:
+                query_of_chunks = "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
+                connection.execute(query_of_chunks, (json.dumps(list(forget)),))
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return self._remove(connection, [file_of(row) for row in found if row is not None], writer, why)
+            return _remove(connection, [_file_of(*row) for row in found if row is not None], writer, why)
 
-    def evict(self, chosen: RowFilter, *, writer: str, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Remove the chosen rows, lowest eviction score first: all, or until all files have `down_to_bytes` at most."""
-        condition, parameters = chosen.as_sql()
-        query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
-            WHERE {condition} ORDER BY v.score, v.created"""
-        with self._db.writing() as connection:
-            self._begin()
-            excess = float("inf")
-            if down_to_bytes is not None:
-                excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            leaving, _ = until(connection.execute(query, parameters), excess)
-            if chosen.chunk_ids is not None:
-                forget(connection, chosen.chunk_ids)
-            return self._remove(connection, [file_of(row) for row in leaving], writer, EvictionReason.ADMINISTRATOR)
-
-    def remember(self, limits: Mapping[str, int]) -> dict[str, int]:
-        """Write down these limits by name and return all that were ever written down, the latest of each."""
-        with self._db.writing() if limits else self._db.reading() as connection:
-            connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
+    def limits(self) -> dict[str, int]:
+        """Stored limits, by name."""
+        with self._db.reading() as connection:
             found = connection.execute("SELECT name, value FROM limits").fetchall()
         known = {limit.name for limit in fields(Limits)}
         return {name: value for name, value in found if name in known and type(value) is int and value > 0}
 
-    def enforce(self, limits: Limits, *, writer: str) -> list[FileRef]:
-        """Remove what exceeds the byte budget or the number of variants, say after the settings were lowered."""
-        with self._db.writing() as connection:
-            lowest, _ = lowest_scored(connection, excess=self._begun(connection).excess(0, limits))
-            gone = self._remove(connection, [row.file for row in lowest], writer, EvictionReason.BUDGET)
-            over = lowest_scored_over(connection, self._now(connection).variants - limits.max_variants, spared="")
-            gone += self._remove(connection, [row.file for row in over], writer, EvictionReason.COUNT_CAP)
-        return gone
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Store these limits, if they are new."""
+        if limits.items() - self.limits().items():
+            with self._db.writing() as connection:
+                connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
+
+    def over(self, limits: Limits) -> tuple[list[FileRef], EvictionReason]:
+        """Files beyond the byte budget or the number of variants, lowest score first, and the limit that says so."""
+        with self._db.reading() as connection:
+            _, variants, nbytes = _state(connection)
+            many = [row.file for row in _lowest(connection, variants - limits.max_variants)]
+            rows, _ = _until(connection.execute(f"{_ROW} ORDER BY score, created"), nbytes - limits.disk_bytes)
+        if len(rows) >= len(many):
+            return [_file_of(*row[:3]) for row in rows], EvictionReason.BUDGET
+        return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
         """Add to the uses of each variant id, which raises its score; ids that are gone are passed over."""
         with self._db.writing() as connection:
-            record_uses(connection, uses, self.policy, clock=self._begun(connection).clock)
+            self._record_uses(connection, uses)
 
-    def _scope_of(self, connection: sqlite3.Connection, variant: Variant) -> int:
-        """As the function; asked of the file only until it is there."""
-        names = (variant.key.namespace, variant.key.fingerprint)
-        if (known := self._scopes.get(names)) is not None:
-            return known
-        new = connection.total_changes
-        scope = _scope_of(connection, variant)
-        if connection.total_changes == new:  # else the transaction may still be rolled back
-            self._scopes[names] = scope
-        return scope
+    def _record_uses(self, connection: sqlite3.Connection, uses: Mapping[str, Use]) -> None:
+        changed = []
+        clock = _state(connection).clock
+        rows = {row[0]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
+        for variant_id, use in uses.items():
+            if (row := rows.get(variant_id)) is None:
+                continue
+            _, scope, chunk_id, tokens, nbytes, share, frequency, saved = row
+            before = _sound_use(frequency, saved)
+            if before is None or not isinstance(share, float) or type(tokens) is not int or type(nbytes) is not int:
+                continue  # damaged
+            used = before + use
+            score = self.policy.score(VariantFacts(chunk_id, variant_id, tokens, nbytes, share, used), clock)
+            changed.append((*used, score, scope, chunk_id, variant_id))
+        connection.executemany(_USED, changed)
 
-    def _add_sums(self, page: int = 1000) -> None:
-        """Add the checksums that rows of before lack, where their fields are sound; what is not is a miss anyhow."""
-        query = f"{_LISTED} WHERE v.row_sum IS NULL AND v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
-        after = ""
-        while True:
-            with self._db.reading() as connection:
-                rows = fetched(connection, query, (after, page))
-            if not rows:
-                return
-            sums = []
-            for namespace, fingerprint, *columns in rows:
-                row = CatalogRow(*columns)
-                after = row.variant_id
-                if isinstance(_read(namespace, fingerprint, row), Variant):
-                    sums.append((sum_of(namespace, fingerprint, row), row.variant_id, row.created))
-            with self._db.writing() as connection:
-                update = "UPDATE variants SET row_sum = ? WHERE variant_id = ? AND created = ? AND row_sum IS NULL"
-                connection.executemany(update, sums)
-
-    @contextmanager
-    def one_transaction(self) -> Iterator[None]:
-        """All calls of this thread in the block are one transaction, for those who make many and share with nobody.
-
-        An error of any of them must end the block.
-        """
-        try:
-            with self._db.one_transaction():
-                self._state, self._one_transaction = None, True
-                try:
-                    yield
-                    with self._db.writing() as connection:
-                        self._forget_state(connection)
-                finally:
-                    self._state, self._one_transaction = None, False
-        except BaseException:
-            self._scopes.clear()  # what was added to the file in the block is not in it
-            raise
+    def _adopt(self, policy: Policy) -> None:
+        """Compute every row's score by this policy: one pass over all rows."""
+        with self._db.writing() as connection:
+            ids = [row[0] for row in connection.execute("SELECT variant_id FROM variants ORDER BY created")]
+            connection.execute("UPDATE eviction SET policy = ?, clock = 0.0", (policy.name,))
+            self._record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids})
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
         """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
         with self._db.writing():
             yield
+
+
+# -- inside a transaction ---------------------------------------------------------------------------------------------
+
+
+def _state(connection: sqlite3.Connection) -> _State:
+    clock, variants, nbytes = connection.execute(_STATE).fetchone()
+    return _State(clock if isinstance(clock, float) else 0.0, variants, nbytes)
+
+
+def _move_clock(connection: sqlite3.Connection, clock: float) -> None:
+    """Advance the clock to this; it never goes back."""
+    connection.execute("UPDATE eviction SET clock = max(clock, ?)", (clock,))
+
+
+def _file_of(variant_id: Any, created: Any, file_bytes: Any) -> FileRef:
+    """The file of a row; id and time unchanged, even if damaged, so that the row can be found again."""
+    return FileRef(variant_id, created, file_bytes if type(file_bytes) is int and file_bytes > 0 else 0)
+
+
+def _sound_use(frequency: object, saved: object) -> Use | None:
+    """Uses of a row; None if they are damaged."""
+    if not isinstance(frequency, float) or not isinstance(saved, float):
+        return None
+    return Use(frequency, saved) if 0.0 <= frequency <= _MOST_USES and 0.0 <= saved <= _MOST_USES else None
+
+
+def _sound_score(score: object) -> bool:
+    return isinstance(score, float) and score < _MOST_USES
 
 
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
@@ -404,8 +482,86 @@ def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
     return scope
 
 
+def _lowest(connection: sqlite3.Connection, over: int) -> list[_Candidate]:
+    """The `over` lowest-scored rows."""
+    return [_Candidate(*row) for row in connection.execute(f"{_ROW} ORDER BY score, created LIMIT ?", (max(0, over),))]
+
+
+def _until(rows: sqlite3.Cursor, excess: float) -> tuple[list[Sequence[Any]], float]:
+    """The first rows whose files together free at least `excess` bytes; and the bytes still missing."""
+    taken: list[Sequence[Any]] = []
+    while excess > 0 and (row := rows.fetchone()) is not None:
+        taken.append(row)
+        excess -= _file_of(*row[:3]).file_bytes
+    rows.close()  # an open cursor would see the deletions that follow
+    return taken, max(excess, 0.0)
+
+
+def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str, why: EvictionReason) -> list[FileRef]:
+    """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
+    rows = [(file.variant_id, file.created) for file in files]
+    connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
+    _put_at_risk(connection, files, writer)
+    return [FileRef(file.variant_id, file.created, file.file_bytes, why) for file in files]
+
+
+def _put_at_risk(connection: sqlite3.Connection, files: Iterable[FileRef], writer: str) -> None:
+    """Record files that may exist without a row from now on."""
+    rows = [(file.variant_id, file.created, writer, file.file_bytes) for file in files]
+    connection.executemany("INSERT OR REPLACE INTO files_at_risk VALUES (?,?,?,?)", rows)
+
+
+def _settle(connection: sqlite3.Connection, files: Iterable[FileRef]) -> None:
+    rows = [(file.variant_id, file.created) for file in files]
+    connection.executemany("DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?", rows)
+
+
+def _depart(connection: sqlite3.Connection, rows: Sequence[_Candidate]) -> list[FileRef]:
+    """Advance the clock to the scores of rows about to be evicted, and remember their uses by chunk.
+
+    Returns their files; the caller removes the rows.
+    """
+    clock, variants, _ = _state(connection)
+    many = False
+    for row in rows:
+        used = row.used
+        if _sound_score(row.score):
+            clock = max(clock, ticked(clock, row.score, used=used is not None and used.saved > 0.0))
+        if used is not None and isinstance(row.chunk_id, str):
+            departing = (row.scope, row.chunk_id, used.frequency, used.saved + 1.0)
+            many |= not (connection.execute(_REMEMBER, departing).lastrowid or 0) % _FORGET_EVERY
+    _move_clock(connection, clock)
+    if many:
+        query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
+        connection.execute(query, (max(_LEAST_REMEMBERED, variants),))
+    return [row.file for row in rows]
+
+
+def _remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool) -> Use | None:
+    """Uses of an evicted chunk that is stored again: once, and for its `first` variant. The clock moves.
+
+    None if it is not remembered as evicted.
+    """
+    query = "DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING reuse_frequency, saved, place"
+    found = connection.execute(query, (scope, chunk_id)).fetchall()
+    if not found or not first:
+        return None
+    *uses, place = found[0]
+    clock, variants, _ = _state(connection)
+    last = connection.execute("SELECT max(place) FROM departed").fetchone()[0]
+    if last is not None and place <= last - max(_LEAST_REMEMBERED, variants):
+        return None
+    lowest = connection.execute("SELECT score FROM variants ORDER BY score, created LIMIT 1").fetchone()
+    if lowest is not None and _sound_score(lowest[0]):
+        _move_clock(connection, ticked_by_return(clock, lowest[0]))
+    return _sound_use(*uses) or Use(0.0, 0.0)
+
+
+# -- rows as they lie there -------------------------------------------------------------------------------------------
+
+
 def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant | DamagedRow:
-    """The variant of a row, or what is wrong with it."""
+    """The variant of a row, or the damaged row."""
     try:
         variant = variant_of_row(namespace, fingerprint, row, payload)
         if not (flaw := unsound(variant)):
@@ -413,18 +569,48 @@ def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = 
         reason = f"its row in the catalog is damaged: {flaw}"
     except ValueError as error:
         reason = str(error)
-    newer = (identity_version(str(fingerprint)) or 0) > IDENTITY_VERSION
-    return DamagedRow(file_of((row.variant_id, row.created, row.file_bytes)), row.chunk_id, reason, newer)
+    return DamagedRow(_file_of(row.variant_id, row.created, row.file_bytes), row.chunk_id, reason)
 
 
-def _read_scores(tokens: Any, *, told: Any, inter: Any, received: Any) -> TokenScores:
-    """Token scores; none where they are damaged: then the choice of tokens is what it is without."""
+def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:
+    """Token scores, or their flaw; `tokens` is None if there is no row."""
+    if tokens is None:
+        return TokenScores()
     try:
-        scores = scores_of_row(told=told, inter=inter, received=received, most=_MOST_TOKENS)
-        if tokens is None or not unsound_scores(scores, tokens):
-            return scores
-        problem = "they do not fit its tokens"
+        scores = scores_of_row(checksum=checksum, inter=inter, most=_MOST_TOKENS)
+        return "they do not fit its tokens" if unsound_scores(scores, tokens) else scores
     except (ValueError, TypeError) as error:
-        problem = str(error)
-    logger.info("Token scores in the catalog are damaged: %s", problem)
-    return TokenScores()
+        return str(error)
+
+
+def _message(path: Path, error: sqlite3.Error) -> str:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        advice = (
+            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start again; no document is lost"
+        )
+    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
+    elif code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        advice = "cannot grow: the disk is full or broken. Free some space, or run `cachecraft store evict`"
+    else:
+        advice = "cannot be used. Check the disk, then try `store check`"
+    return f"{path} {advice} ({type(error).__name__}: {error})."
+
+
+# `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
+# entry and never gives it a wrong one. 8 KiB pages: a row has some 600 bytes, and a page should hold more than a
+# handful of them. The connection that writes keeps up to 32 MiB of pages: SQLite's own 2 MiB hold three thousand rows.
+# The effect of that alone was not measured.
+_KIND = Kind(
+    migrations=(_TABLES,),
+    first=_VERSION - 1,
+    pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768"),
+    error=StoreError,
+    other_version=OtherVersionError,
+    disk_full=DiskFullError,
+    what=str,
+    message=_message,
+)

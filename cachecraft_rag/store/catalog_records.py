@@ -1,4 +1,4 @@
-"""What goes into the catalog and what comes out of it, apart from variants."""
+"""Arguments and results of the catalog, apart from variants."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cachecraft_rag.types import EvictionReason, Variant
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """One file of one variant: `created` tells the file of a replaced variant from that of its successor.
+    """One file of one variant: `created` distinguishes the file of a replaced variant from its successor's.
 
-    evicted  why its row has gone, where it has
+    evicted  reason why its row has gone, if it has
     """
 
     variant_id: str
@@ -33,24 +33,11 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class DamagedRow:
-    """A row that is not as it was written: what is known of its file, and what is wrong.
-
-    newer   it is of a newer version of the package, which may read it: it is to be left alone
-    """
+    """A row that is not as it was written: its file, as far as known, and the reason."""
 
     file: FileRef
     chunk_id: str
     reason: str
-    newer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OlderRow:
-    """A row that an older version stored; `visible`: the session that asks may know of it."""
-
-    file: FileRef
-    chunk_id: str
-    visible: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +52,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the catalog may hold: bytes of files, variants in all, and variants of one chunk."""
+    """Budget of a catalog: bytes of files, variants in all, and variants of one chunk."""
 
     disk_bytes: int
     max_variants: int
@@ -74,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Which rows an administrator means; None leaves a part open, no chunk ids at all means no rows.
+    """Rows that an administrator chooses; None leaves a part open, an empty list of chunk ids chooses no rows.
 
     `created_before` is in seconds since the epoch, `chunk_prefix` how a chunk id begins: tables show no more of it.
     """

@@ -1,7 +1,7 @@
-"""A row of the catalog as bytes and as a `Variant`; what lies in a column that does not belong there, and its checksum.
+"""A row of the catalog as bytes and as a `Variant`, with its checksum.
 
-SQLite keeps whatever it is given in any column, and a disk gives back what it likes. So a row has a checksum over all
-that never changes (`reuse_frequency` does), and is put together here without trusting a type.
+SQLite keeps any type in any column, and a disk may return damaged bytes. So a row has a checksum over everything that
+never changes (`reuse_frequency` does), and no type is trusted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRONG = (TypeError, AttributeError, LookupError, OverflowError, RecursionError,
 
 
 class CatalogRow(NamedTuple):
-    """The columns of a variant by their names, in the order in which queries name them; any of them may be damaged."""
+    """The columns of a variant, in the order of the queries; any of them may be damaged."""
 
     chunk_id: Any
     variant_id: Any
@@ -76,29 +76,24 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
     """The row of a variant."""
     key = variant.key
+    unchanged = {name: getattr(variant, name) for name in ("variant_id", "tokens", "tokens_digest", "session", "codec")}
+    measures = {name: getattr(variant, name) + 0.0 for name in ("intra", "cci", "exact_share", "created")}  # no -0.0
     row = CatalogRow(
-        key.chunk_id,
-        variant.variant_id,
-        pack_ids(key.origin_prefix),
-        variant.tokens,
-        variant.tokens_digest,
-        struct.pack(f"<{len(variant.inter)}f", *variant.inter),
-        variant.intra + 0.0,  # SQLite keeps no negative zero
-        variant.cci + 0.0,
-        variant.exact_share + 0.0,
-        variant.session,
-        variant.codec,
-        variant.nbytes,
-        frequency,
-        variant.created + 0.0,
-        int(variant.primed),
-        file_bytes,
+        chunk_id=key.chunk_id,
+        origin_prefix=pack_ids(key.origin_prefix),
+        inter=struct.pack(f"<{len(variant.inter)}f", *variant.inter),
+        nbytes=variant.nbytes,
+        reuse_frequency=frequency,
+        primed=int(variant.primed),
+        file_bytes=file_bytes,
+        **unchanged,
+        **measures,
     )
     return CatalogRow(*row[:-1], sum_of(key.namespace, key.fingerprint, row))
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
-    """xxh3 of all that never changes in a row, as SQLite's signed integer. Raises what wrong types raise."""
+    """xxh3 of everything that never changes in a row, as SQLite's signed integer. Raises TypeError and others."""
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session
     names = (namespace, fingerprint, row.chunk_id, row.variant_id, row.tokens_digest, row.codec, owner)
@@ -110,19 +105,19 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
     return xxhash.xxh3_64_intdigest(b"".join((numbers, text, packed_ids, row.inter))) - _HALF
 
 
-def sum_of_scores(inter: bytes | None, received: bytes | None) -> int:
+def sum_of_scores(inter: bytes | None) -> int:
     """xxh3 of a variant's token scores, as SQLite's signed integer."""
-    lengths = struct.pack("<2q", *(-1 if one is None else len(one) for one in (inter, received)))
-    return xxhash.xxh3_64_intdigest(lengths + (inter or b"") + (received or b"")) - _HALF
+    length = struct.pack("<q", -1 if inter is None else len(inter))
+    return xxhash.xxh3_64_intdigest(length + (inter or b"")) - _HALF
 
 
 def variant_of_row(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant:
-    """The variant of a row; `payload` is what the look-up knows of its bytes.
+    """The variant of a row; `payload` holds the look-up's facts about its bytes.
 
-    Raises ValueError when the row is not as it was written; the oldest rows have no checksum.
+    Raises ValueError when the row is not as it was written.
     """
     try:
-        if row.row_sum is not None and row.row_sum != sum_of(namespace, fingerprint, row):
+        if row.row_sum != sum_of(namespace, fingerprint, row):
             raise ValueError("its checksum is wrong")
         return Variant(
             key=VariantKey(
@@ -151,7 +146,7 @@ def variant_of_row(namespace: str, fingerprint: str, row: CatalogRow, payload: P
 
 
 def unpacked(scores: bytes | None) -> np.ndarray | None:
-    """A copy, free to be changed. Raises ValueError or TypeError for what is no array."""
+    """A writable copy. Raises ValueError or TypeError for bytes that are no array."""
     return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
 
 
@@ -160,13 +155,10 @@ def packed(scores: np.ndarray | None) -> bytes | None:
     return None if scores is None else np.ascontiguousarray(scores, dtype="<f4").tobytes()
 
 
-def scores_of_row(*, told: Any, inter: Any, received: Any, most: int) -> TokenScores:
-    """Token scores from their columns; `told` is their checksum, which the oldest rows lack.
-
-    Raises ValueError or TypeError for what is damaged. More than `most` tokens are not believed.
-    """
-    if told is not None and told != sum_of_scores(inter, received):
-        raise ValueError("checksum")
-    if any(one is not None and len(one) > 4 * most for one in (inter, received)):
-        raise ValueError("length")
-    return TokenScores(unpacked(inter), unpacked(received))
+def scores_of_row(*, checksum: Any, inter: Any, most: int) -> TokenScores:
+    """Token scores from their columns. Raises ValueError or TypeError if they are damaged, or more than `most`."""
+    if checksum != sum_of_scores(inter):
+        raise ValueError("their checksum is wrong")
+    if inter is not None and len(inter) > 4 * most:
+        raise ValueError("there are too many")
+    return TokenScores(unpacked(inter))

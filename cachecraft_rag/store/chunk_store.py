@@ -27,15 +27,14 @@ from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
 from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
+from cachecraft_rag.store.disk import Throttle
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.eviction import Use, policy_named
-from cachecraft_rag.store.expected import Expected, Found
-from cachecraft_rag.store.finder import Finder
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
-from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.store.row_checks import Found, RowBounds
 from cachecraft_rag.types import (
     Capture,
     CaptureDrop,
@@ -43,6 +42,7 @@ from cachecraft_rag.types import (
     EvictionReason,
     LoadedVariant,
     LoadFailure,
+    Payload,
     Progress,
     TierName,
     TokenScores,
@@ -64,7 +64,7 @@ class ChunkCacheStore(Closeable):
         self._memory = Memory(config.host_bytes, device=config.device, device_bytes=config.device_bytes)
         self._durable = DurableVariants(
             root,
-            limits=config.told_limits,
+            limits=config.given_limits,
             defaults=Limits(**DEFAULT_LIMITS),
             busy_timeout_s=config.busy_timeout_s,
             on_removed=self._memory.remove,
@@ -79,8 +79,8 @@ class ChunkCacheStore(Closeable):
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._warned: set[str] = set()
-        # Told of chunks before their chunk-caches are removed, so that nobody who still computes one brings it back.
-        self.told_of_removals: list[Callable[[Sequence[str]], None]] = []
+        # Called with chunk ids before their chunk-caches are removed, so that a capture under way is not stored again.
+        self.before_removal: list[Callable[[Sequence[str]], None]] = []
         self._lookups: Counter[str] = Counter()
         self._loads: Counter[TierName] = Counter()
         self._load_failures: Counter[tuple[str, str]] = Counter()
@@ -98,7 +98,6 @@ class ChunkCacheStore(Closeable):
             codec=config.codec,
             warn_once=self._warn_once,
         )
-        self._finder = Finder(self._durable, self._remote, discard=self._writer.discard, warn=self._warn_once)
         if self._durable.read_only:
             self._warn_once(
                 CaptureDrop.READ_ONLY, f"{root} cannot be written: what it holds is reused, and nothing is added to it"
@@ -118,7 +117,7 @@ class ChunkCacheStore(Closeable):
 
     @property
     def read_only(self) -> bool:
-        """Whether the folder cannot be written: what it holds is reused, and nothing is added to it."""
+        """True if the folder cannot be written: its contents are reused, and nothing is added."""
         return self._durable.read_only
 
     # -- the request's path -------------------------------------------------------------------------------------------
@@ -141,24 +140,56 @@ class ChunkCacheStore(Closeable):
         chunk_ids: Sequence[str],
         *,
         session: str | None = None,
-        expected: Expected | None = None,
+        bounds: RowBounds | None = None,
     ) -> Found:
-        """As `lookup`, and why what is stored of a chunk is refused. With `expected`, nothing is given that cannot be
-        of this model and these chunks; such a row leaves the catalog, or the remote. Raises StoreError only after
-        `close`.
+        """Look up, with the reasons for refusing a stored variant. Raises StoreError only after `close`.
+
+        With `bounds`, a row that cannot be of this model and these chunks is refused, and leaves the catalog or the
+        remote.
         """
         self._check_open()
         check_text("namespace", namespace)
         check_text("session", session, optional=True)
-        found = self._finder.find(
-            namespace, fingerprint, list(chunk_ids), session=session, expected=expected, gone=self._gone()
-        )
+        found = Found({chunk_id: [] for chunk_id in chunk_ids})
+        if not self._gone():
+            self._find_here(found, namespace, fingerprint, session=session, bounds=bounds)
+        if self._remote is not None:
+            # After the catalog, not beside it: the catalog takes a millisecond, and its chunks need not be asked for.
+            few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
+            there = self._remote.find(namespace, fingerprint, few, bounds) if few else Found({})
+            for chunk_id, offers in there.variants.items():  # a variant that is here too stays as it is
+                here = {variant.variant_id for variant in found.variants[chunk_id]}
+                found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
+            found.refused.update(there.refused)
+            found = replace(found, remote=there.remote)
         with self._lock:
             self._lookups.update(found.outcomes())
         return found
 
+    def _find_here(
+        self, found: Found, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
+    ) -> None:
+        """Fill in the variants of the catalog. If it cannot be read: none, and one warning."""
+        payload = Payload(bounds.layout if bounds is not None else None)
+        try:
+            variants, damaged = self._durable.catalog.find(
+                namespace, fingerprint, list(found.variants), session=session, payload=payload
+            )
+        except StoreError as error:
+            self._warn_once("lookup", f"Nothing can be reused: {error}")
+            return
+        flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
+        for variant in (one for offers in variants.values() for one in offers):
+            if bounds is not None and (flaw := bounds.flaw(variant)):
+                flawed.append((FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw))
+            else:
+                found.variants[variant.key.chunk_id].append(variant)
+        for file, chunk_id, reason in flawed:
+            found.refused[chunk_id] = reason
+            self._writer.discard(file, chunk_id, reason)
+
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """What is known of the tokens of each variant, by variant id; every asked id is a key."""
+        """Token scores of each variant, by variant id; every asked id is a key."""
         self._check_open()
         try:
             found = {} if self._gone() else self._durable.catalog.token_scores(variant_ids)
@@ -167,7 +198,7 @@ class ChunkCacheStore(Closeable):
             found = {}
         found = {variant_id: found.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
-            unknown = [name for name, scores in found.items() if scores.inter is None and scores.received is None]
+            unknown = [name for name, scores in found.items() if scores.inter is None]
             found |= self._remote.token_scores(unknown)
         return found
 
@@ -183,9 +214,9 @@ class ChunkCacheStore(Closeable):
     def open_variant(
         self, variant: Variant, stream: RemoteStream | Unavailable | None = None
     ) -> LoadedVariant | StoredVariant | Unavailable:
-        """The tensor if it is in memory, else the stored variant, ready to be read, or why it cannot be served.
+        """The tensor if it is in memory, else the opened variant, ready to be read, or why it cannot be served.
 
-        What was opened must be handed back: to `keep`, or to `lost`. A variant whose file is missing or damaged leaves
+        Hand an opened variant back: to `keep`, or to `lost`. A variant whose file is missing or damaged leaves
         the catalog, in the background. Raises StoreError only after `close`.
 
         Args:
@@ -231,7 +262,7 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Whether memory would keep what is being loaded; else whoever loads it may release it once it is placed."""
+        """Return True if memory would keep this variant; else the loader may release it once it is placed."""
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
@@ -252,7 +283,7 @@ class ChunkCacheStore(Closeable):
                 remote.remove(variant)
             else:
                 file = FileRef(variant.variant_id, variant.created)
-                self._writer.discard(file, variant.key.chunk_id, LoadFailure(why.code), why.reason)
+                self._writer.discard(file, variant.key.chunk_id, why.reason)
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
         """The whole tensor, from memory or else from disk or remote (see `keep`); or why it cannot be served."""
@@ -299,14 +330,12 @@ class ChunkCacheStore(Closeable):
         self._home.require()
         use = Use.of(cfo, tokens)
         self._memory.record_use(variant_id, use)
-        if self._remote is not None:
-            self._remote.record_use(variant_id, use.frequency if self.eviction == "f_r" else use.saved)
         self._writer.record_use(variant_id, use)
 
     # -- administration -----------------------------------------------------------------------------------------------
 
     def stats(self, *, ask_remote: bool = True) -> StoreStats:
-        """Sizes, budgets and counts; a remote is asked for its sizes too, for two seconds at most, unless told not to.
+        """Sizes, budgets and counts; with `ask_remote` also the remote's sizes, which takes two seconds at most.
 
         If the folder was deleted, its sizes are 0; the counts of this process stay. Raises StoreError when the catalog
         cannot be read.
@@ -325,11 +354,11 @@ class ChunkCacheStore(Closeable):
         )
 
     def remote_stats(self, *, ask: bool) -> RemoteStats | None:
-        """Of the remote: what this process did there, and its sizes if it is asked; None without one."""
+        """Counts of this process on the remote, and with `ask` its sizes; None without a remote."""
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
-        """What this process holds in memory and has done: fields of `StoreStats` that ask no catalog and no remote."""
+        """Fields of `StoreStats` that need neither catalog nor remote: memory in use, and counts of this process."""
         queued_bytes, captures = self._writer.counts()
         with self._lock:
             return {
@@ -360,15 +389,15 @@ class ChunkCacheStore(Closeable):
         check_whole("down_to_bytes", down_to_bytes, optional=True)
         self._require_folder()
         chosen = chosen or RowFilter()
-        for told in self.told_of_removals if chosen.chunk_ids is not None else ():
-            told(chosen.chunk_ids or ())
+        if chosen.chunk_ids is not None:
+            for callback in self.before_removal:
+                callback(chosen.chunk_ids)
         if chosen == RowFilter() and down_to_bytes is None:
             raise ConfigError("evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything.")
-        catalog = self._durable.catalog
-        return self._durable.evict(lambda writer: catalog.evict(chosen, writer=writer, down_to_bytes=down_to_bytes))
+        return self._durable.evict(chosen, down_to_bytes=down_to_bytes)
 
     def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
-        """Compare rows and files, read every byte, and report what is wrong; with `repair` put it right.
+        """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
 
         Safe while other processes read and write: files that a running writer is working on are left alone. `progress`
         is called after each row. Raises StoreError when the catalog or the folder cannot be read.
@@ -428,7 +457,7 @@ class ChunkCacheStore(Closeable):
             self._loads[tier] += 1
 
     def _gone(self) -> bool:
-        """Whether the folder has vanished; says so once."""
+        """Return True if the folder has vanished; warn of it once."""
         gone = self._durable.gone()
         if gone:
             self._warn_once(
@@ -439,7 +468,7 @@ class ChunkCacheStore(Closeable):
         return gone
 
     def _require_folder(self) -> None:
-        """What an administrator asks of a folder that has vanished is an error."""
+        """Raise StoreError if the folder has vanished."""
         self._home.require()
         if self._durable.gone():
             raise StoreError(f"The folder {self.root} was deleted, or is out of reach. Open the store again.")

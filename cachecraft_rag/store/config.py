@@ -12,6 +12,7 @@ from cachecraft_rag.store.eviction import policy_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
 
 DEFAULT_LIMITS = MappingProxyType({"disk_bytes": 20 << 30, "variants_per_chunk": 64, "max_variants": 100_000})
+CACHE_FOLDER = "caches"  # below the folder that a user names as the store, beside the index
 _MOST_READERS = 1024
 
 
@@ -22,19 +23,21 @@ class StoreConfig:
     The first four are the folder's. None keeps what was set last, or else `DEFAULT_LIMITS` and "saving", so a command
     that only looks at a store does not change it. The others belong to the process.
 
-    disk_bytes          all files together
-    max_variants        N×M of Cache-Craft §3.3: variants in all, of one popular chunk or of many
-    variants_per_chunk  a bound on planning, which compares all variants of a chunk (M bounds no single chunk, as in the
-                        paper); after it was lowered, a chunk follows when it gets its next variant
-    eviction            what leaves first, a name of `eviction.POLICIES`: "saving", or "f_r" as published; scores are
+    disk_bytes          limit of all files together, kept with the store
+    max_variants        most variants in all, kept with the store; N×M of Cache-Craft §3.3, of one popular chunk or many
+    variants_per_chunk  most variants of one chunk, kept with the store. It bounds planning, which compares all variants
+                        of a chunk (M bounds no single chunk, as in the paper); after it was lowered, a chunk follows
+                        when it gets its next variant
+    eviction            what leaves first: saving, or f_r as published; scores are
                         made anew when it changes, so all processes on a folder should have the same
-    host_bytes          tensors kept in memory; 0 switches the host tier off
+    host_bytes          memory for chunk-caches; 0 switches the host tier off
     device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
     queue_bytes         captures waiting to be written; what comes while it is full is dropped
     readers             threads that read files, shared by all requests
     read_bytes_per_s    limit on reading files, for a disk that others need too
-    codec               how captures are written, a name of `codecs.CODECS`; what is stored already keeps its own.
-                        Memory keeps a capture as it was computed: a lossy codec shows once it has left memory
+    codec               how captures are written: raw (exact), int8 or entropy (smaller); what is stored already keeps
+                        its own, and the instruction is always raw, because every chunk is computed behind it. Memory
+                        keeps a capture as it was computed: a lossy codec shows once it has left memory
     busy_timeout_s      how long a background write waits for another process's transaction
     remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`
     """
@@ -74,8 +77,8 @@ class StoreConfig:
         codec_named(self.codec)
 
     @property
-    def told_limits(self) -> dict[str, int]:
-        """The limits that the folder is to keep to from now on."""
+    def given_limits(self) -> dict[str, int]:
+        """Limits set by the caller, which the folder keeps from now on."""
         given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -3,6 +3,9 @@
 The catalog of chunk-caches and the retrieval index are such files. WAL, `BEGIN IMMEDIATE` and a busy timeout let
 several processes use one. Within a process one connection reads and another writes, each behind its own lock: a reader
 never waits for a write.
+
+On a full disk SQLite finds no room for the small file that its processes share. Each call then opens a connection for
+itself alone, which needs no such file, until there is room again: what is stored can be read, and removed.
 """
 
 from __future__ import annotations
@@ -12,25 +15,26 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from cachecraft_rag.errors import CacheCraftError, StoreError
+from cachecraft_rag.errors import CacheCraftError
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of file has of its own.
+    """Properties of one kind of file.
 
     migrations  statements that bring a file from version n to n + 1, numbered by position. Append-only: a released
                 migration never changes, a new one is added behind it
-    pragmas     what a connection that writes is set to, besides WAL
-    error       of every failure
-    what        how messages call the file at this path
-    message     what an error of SQLite means, and what to do about it
-    journal     SQLite's journal mode; "OFF" is for a file that only one thread uses and nobody keeps
+    pragmas     settings of a connection that writes, besides WAL
+    error       raised for every failure
+    what        name of the file at this path, in messages
+    message     meaning of an error of SQLite, and what to do about it
+    first       the first migration makes version `first` + 1; an older file cannot be brought up to date
+    other_version, disk_full  raised for these two failures
     """
 
     migrations: Sequence[Sequence[str]]
@@ -38,7 +42,14 @@ class Kind:
     error: type[CacheCraftError]
     what: Callable[[Path], str]
     message: Callable[[Path, sqlite3.Error], str]
-    journal: Literal["WAL", "OFF"] = "WAL"
+    first: int = 0
+    other_version: type[CacheCraftError] | None = None
+    disk_full: type[CacheCraftError] | None = None
+
+    @property
+    def newest(self) -> int:
+        """Version of a file that is up to date."""
+        return self.first + len(self.migrations)
 
 
 class Database:
@@ -58,35 +69,48 @@ class Database:
         self._busy_timeout_s = busy_timeout_s
         self._read_lock = threading.RLock()  # a second transaction in the same thread is an error, and no standstill
         self._write_lock = threading.RLock()
-        self._of_thread = threading.local()
-        self._writer = self._connect()
-        try:
-            self._when_free(self._compare if read_only else self._prepare)
-            self._reader = self._connect()
-        except CacheCraftError:
-            self._writer.close()
-            raise
+        self._open_lock = threading.RLock()
+        self._reader: sqlite3.Connection | None = None  # both are None on a full disk
+        self._writer: sqlite3.Connection | None = None
+        self._closed = False
+        with self._errors():
+            try:
+                self._open()
+            except sqlite3.OperationalError as error:
+                if read_only or not _is_full(error):
+                    raise
+                with suppress(sqlite3.Error), self._alone() as connection:
+                    if _version(connection) != 0:
+                        self._compare(connection)
+                        return
+                raise
 
     def close(self) -> None:
         """Close both connections; any later call raises the kind's error."""
+        with self._open_lock:
+            self._closed = True
         with self._read_lock:
-            self._reader.close()
+            if self._reader is not None:
+                self._reader.close()
         with self._write_lock:
-            self._writer.close()
-
-    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
-        """The connection that reads, for this thread alone while the block runs."""
-        joined = self._joined()
-        return self._reading() if joined is None else nullcontext(joined)
+            if self._writer is not None:
+                self._writer.close()
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._errors(), self._read_lock:
-            yield self._reader
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection that reads, for this thread alone while the block runs."""
+        with self._errors():
+            self._reopen()
+            if self._reader is None:
+                with self._alone() as connection:
+                    yield connection
+            else:
+                with self._read_lock:
+                    yield self._reader
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """As `reading`, in one transaction: all that is read in the block is of one moment."""
+        """Read in one transaction: everything in the block is of one moment."""
         with self.reading() as connection:
             connection.execute("BEGIN DEFERRED")
             try:
@@ -95,100 +119,115 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
-    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
         """The connection that writes, in a transaction that is committed at the end or rolled back on any error.
 
         No other writer, in any process, gets in between.
         """
-        joined = self._joined()
-        return self._writing() if joined is None else nullcontext(joined)
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
         if self.read_only:
             raise self._error("cannot be written. Make its folder writable for this user to change it")
-        with self._errors(), self._transaction() as connection:
-            yield connection
-
-    @contextmanager
-    def one_transaction(self) -> Iterator[None]:
-        """All that this thread reads and writes in the block is one transaction; other writers wait for its end."""
-        with self.writing() as connection:
-            self._of_thread.joined = connection
-            try:
-                yield
-            finally:
-                self._of_thread.joined = None
-
-    def _joined(self) -> sqlite3.Connection | None:
-        joined: sqlite3.Connection | None = getattr(self._of_thread, "joined", None)
-        return joined
+        with self._errors():
+            self._reopen()
+            if self._writer is None:
+                with self._alone() as connection, _transaction(connection):
+                    yield connection
+            else:
+                with self._write_lock, _transaction(self._writer):
+                    yield self._writer
 
     def problems(self) -> list[str]:
-        """What SQLite's own integrity check finds wrong; empty when all is well. Reads the whole file."""
-        with self._errors(), closing(self._connect()) as connection:  # its own connection: readers must not wait for it
-            return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
+        """Findings of SQLite's own integrity check; empty when all is well. Reads the whole file."""
+        with self._errors():
+            self._reopen()
+            # Its own connection: readers must not wait for it.
+            with self._alone() if self._reader is None else closing(self._connect()) as connection:
+                return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
 
     def _connect(self) -> sqlite3.Connection:
-        with self._errors():
-            wait = self._busy_timeout_s
-            if self.read_only:
-                return connect_read_only(self.path, timeout_s=wait)
-            return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
+        wait = self._busy_timeout_s
+        if self.read_only:
+            return connect_read_only(self.path, timeout_s=wait)
+        return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
 
-    def _when_free(self, action: Callable[[], None]) -> None:
-        """Run `action`, again and again for as long as the busy timeout while the file is locked.
+    def _open(self) -> None:
+        writer = self._connect()
+        try:
+            self._when_free(lambda: self._compare(writer) if self.read_only else self._prepare(writer))
+            self._reader = self._connect()
+        except BaseException:
+            writer.close()
+            raise
+        self._writer = writer
+
+    def _reopen(self) -> None:
+        """Open both connections if the disk was full and has room now."""
+        if self._writer is not None:
+            return
+        with self._open_lock:
+            if self._closed:
+                raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
+            if self._writer is None:
+                try:
+                    self._open()
+                except sqlite3.OperationalError as error:
+                    if not _is_full(error):
+                        raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[sqlite3.Connection]:
+        """An exclusive connection: it keeps in memory what processes would share in a file."""
+        with self._open_lock, closing(self._connect()) as connection:
+            for mode in ("locking_mode = EXCLUSIVE", *self._kind.pragmas):  # first: others may look for that file
+                connection.execute(f"PRAGMA {mode}")
+            self._when_free(lambda: _version(connection))
+            yield connection
+
+    def _when_free(self, action: Callable[[], object]) -> None:
+        """Run `action`, and repeat it while the file is locked, for as long as the busy timeout.
 
         SQLite's own busy timeout does not cover the switch to WAL, on which two processes that create a file collide.
         """
         give_up = time.monotonic() + self._busy_timeout_s
-        with self._errors():
-            while True:
-                try:
-                    return action()
-                except sqlite3.OperationalError as error:
-                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
-                        raise
-                time.sleep(0.01)
+        while True:
+            try:
+                action()
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                    raise
+            time.sleep(0.01)
 
-    def _prepare(self) -> None:
+    def _prepare(self, connection: sqlite3.Connection) -> None:
         """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
-        for mode in (*self._kind.pragmas, f"journal_mode = {self._kind.journal}"):
-            self._writer.execute(f"PRAGMA {mode}")
-        newest = len(self._kind.migrations)
-        with self._transaction() as connection:
-            version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version > newest:
-                raise self._error(
-                    f"was made by a newer version of cachecraft-rag (schema {version}, this one knows {newest}). "
-                    "Upgrade the package or choose another folder"
-                )
-            for statement in (line for migration in self._kind.migrations[version:] for line in migration):
+        for mode in (*self._kind.pragmas, "journal_mode = WAL"):
+            connection.execute(f"PRAGMA {mode}")
+        first, newest = self._kind.first, self._kind.newest
+        if _version(connection) == newest:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            return
+        with _transaction(connection):
+            version = _version(connection)
+            if version and not first < version <= newest:
+                raise self._other_version(version)
+            done = max(version - first, 0)
+            for statement in (line for migration in self._kind.migrations[done:] for line in migration):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {newest}")
 
-    def _compare(self) -> None:
-        """See that a file which cannot be changed has this version's schema."""
-        version: int = self._writer.execute("PRAGMA user_version").fetchone()[0]
-        if version != len(self._kind.migrations):
-            raise self._error(
-                f"was made by another version of cachecraft-rag (schema {version}, this one knows "
-                f"{len(self._kind.migrations)}) and cannot be written. Open it once where it can be, or use that one"
-            )
+    def _compare(self, connection: sqlite3.Connection) -> None:
+        """Raise the kind's error unless a file that cannot be changed has this version's schema."""
+        if (version := _version(connection)) != self._kind.newest:
+            raise self._other_version(version)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock:
-            # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when
-            # another process wrote in between.
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                if self._writer.in_transaction:  # SQLite rolls back by itself on some errors, a full disk among them
-                    self._writer.execute("ROLLBACK")
-                raise
+    def _other_version(self, version: int) -> CacheCraftError:
+        kind = self._kind
+        advice = "Upgrade the package or choose another folder" if version > kind.newest else "Choose another folder"
+        if self.read_only:
+            advice = "It cannot be written: open it once where it can be, or use that version"
+        age = "a newer" if version > kind.newest else "another"
+        text = f"was made by {age} version of cachecraft-rag (schema {version}, this one knows {kind.newest}). {advice}"
+        return (kind.other_version or kind.error)(f"{kind.what(self.path)} {text}.")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -196,10 +235,35 @@ class Database:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._kind.error(self._kind.message(self.path, error)) from error
+            kind = self._kind.disk_full if _is_full(error) else None
+            raise (kind or self._kind.error)(self._kind.message(self.path, error)) from error
 
     def _error(self, text: str) -> CacheCraftError:
         return self._kind.error(f"{self._kind.what(self.path)} {text}.")
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
+    # process wrote in between.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # SQLite rolls back by itself on some errors, a full disk among them
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    return version
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    """Return True for SQLite's errors on a full disk; a broken one may give the same."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
@@ -227,12 +291,12 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether this user may change a database: the file, and its folder, where SQLite keeps files beside it."""
+    """Return True if this user may change a database: the file, and its folder, where SQLite keeps files beside it."""
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
 def fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Any]:
-    """All rows; text that is no text comes as half surrogate pairs, so that one row does not hide all others."""
+    """All rows; invalid text becomes half surrogate pairs, so that one row does not hide all others."""
     try:
         return connection.execute(query, parameters).fetchall()
     except sqlite3.OperationalError as error:
@@ -243,48 +307,3 @@ def fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object
         return connection.execute(query, parameters).fetchall()
     finally:
         connection.text_factory = str
-
-
-def _message(path: Path, error: sqlite3.Error) -> str:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
-    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        advice = (
-            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start again; no document is lost"
-        )
-    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
-    elif code == sqlite3.SQLITE_FULL:
-        advice = "cannot grow: the disk is full. Free some space, or lower the store's byte budget"
-    elif code == sqlite3.SQLITE_IOERR:  # a full disk too: SQLite finds no room for the small file its processes share
-        advice = (
-            f"cannot be used: the disk is full or broken. To make room, delete the folder {path.parent}: it is only a "
-            "cache"
-        )
-    else:
-        advice = "cannot be used. Check the disk, then try `store check`"
-    return f"{path} {advice} ({type(error).__name__}: {error})."
-
-
-def kind_of_cache(migrations: Sequence[Sequence[str]], *, scratch: bool = False) -> Kind:
-    """A file that indexes a cache.
-
-    `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
-    entry and never gives it a wrong one. 8 KiB pages: a row of the catalog has some 600 bytes, and a page should hold
-    more than a handful of them. The connection that writes keeps up to 32 MiB of pages: SQLite's own 2 MiB hold three
-    thousand rows. What that brings was not measured by itself.
-
-    `scratch`: nobody keeps the file or opens it a second time, so it has no journal and stays in the cache (256 MiB).
-    With one, SQLite copies each page that a statement with a trigger changes to a temporary file, for it may fail.
-    """
-    lasting = ("synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768")
-    passing = ("synchronous = OFF", "cache_size = -262144")
-    return Kind(
-        migrations=migrations,
-        pragmas=("page_size = 8192", *(passing if scratch else lasting)),
-        journal="OFF" if scratch else "WAL",
-        error=StoreError,
-        what=str,
-        message=_message,
-    )

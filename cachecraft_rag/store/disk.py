@@ -1,28 +1,32 @@
-"""The disk tier: one file per variant, written once, never changed. What is in it, `store.layout` says."""
+"""The disk tier: one file per variant, written once, never changed; see `store.layout` for its contents."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
-from cachecraft_rag.store.throttle import Throttle
 from cachecraft_rag.types import Damaged, LoadedVariant, LoadFailure, TierName, Unavailable, Variant
 
 _NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
 _ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{16}\.safetensors\.(?P<writer>[0-9a-f]+)\.tmp")
 
+_BURST_S = 0.005  # of reading at the full rate after a pause
+_PIECE_BYTES = 64 << 10  # a throttled read is handed out in such pieces, so that a new rate is felt soon
+
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file in the tier's folder; without `variant_id` it is none of ours, with `writer` it is a temporary one."""
+    """A file in the tier's folder; `variant_id` is None for a foreign file, `writer` is set for a temporary one."""
 
     path: Path
     nbytes: int
@@ -31,8 +35,43 @@ class FoundFile:
     writer: str | None = None
 
 
+class Throttle:
+    """A token bucket: keeps reads below a rate, across all threads that share it; without a rate it costs nothing.
+
+    Attributes:
+        bytes_per_s: the rate; may be changed at any time, from any thread.
+    """
+
+    def __init__(self, bytes_per_s: float = math.inf) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._tokens, self._filled = 0.0, time.perf_counter()
+
+    def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
+        """`buffer` in pieces and their offsets, each handed out when the rate allows it."""
+        if self.bytes_per_s == math.inf:
+            yield buffer, 0
+            return
+        for start in range(0, len(buffer), _PIECE_BYTES):
+            piece = buffer[start : start + _PIECE_BYTES]
+            self._take(len(piece))
+            yield piece, start
+
+    def _take(self, nbytes: int) -> None:
+        """Wait for `nbytes`; the bucket goes into debt, so the next caller waits for them too."""
+        with self._lock:
+            now = time.perf_counter()
+            filled = self._tokens + (now - self._filled) * self.bytes_per_s
+            self._tokens, self._filled = min(filled, self.bytes_per_s * _BURST_S) - nbytes, now
+            due = now - self._tokens / self.bytes_per_s if self._tokens < 0 else now
+        while (left := due - time.perf_counter()) > 0:
+            time.sleep(min(left, 0.05))
+            if self.bytes_per_s == math.inf:
+                return
+
+
 class _File:
-    """One file as a `layout.Source`."""
+    """One file as a `layout.ByteSource`."""
 
     tier: TierName = "disk"
     sequential = False
@@ -83,7 +122,7 @@ class DiskTier:
         self.throttle = throttle or Throttle()
 
     def path(self, variant_id: str, created: float) -> Path:
-        """Where this variant lies.
+        """Path of this variant's file.
 
         `created` is part of the name: a replacement gets a file of its own, so an old row never meets a new file.
         """
@@ -119,7 +158,7 @@ class DiskTier:
         _sync_folder(path.parent)
 
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
-        """The file, its header verified, ready to be read. What can never become right again is `Damaged`."""
+        """The file, its header verified, ready to be read. A file that can never be read is `Damaged`."""
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
         except FileNotFoundError:
@@ -130,7 +169,7 @@ class DiskTier:
         return open_source(source, variant)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The whole tensor, every byte of it verified; see `Tier.read`."""
+        """The whole tensor, every byte of it verified."""
         stored = self.open(variant)
         if isinstance(stored, Unavailable):
             return stored
@@ -147,7 +186,7 @@ class DiskTier:
         self.path(variant_id, created).unlink(missing_ok=True)
 
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
-        """What exists of a file that `writer` was about to create or delete: temporary, final, or nothing."""
+        """Existing parts of a file that `writer` was about to create or delete: temporary and final."""
         path = self.path(variant_id, created)
         return [found for found in (self._temporary(path, writer), path) if found.exists()]
 

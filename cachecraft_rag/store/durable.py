@@ -1,37 +1,40 @@
-"""Rows and files kept in step: what of a store survives the process.
+"""Rows and files kept in step: the part of a store that survives the process.
 
-The order of a write: make room, announce the file in the catalog, bytes to a temporary name, sync, rename, row, commit.
-The order of an eviction: row away, commit, unlink, tell the catalog. So at any moment a kill leaves either a whole
-chunk-cache with its row, or bytes that the catalog knows to have no row, which the next opening removes. Those count
-until then, and so do files that are about to be deleted: the byte budget holds at every moment, in all processes.
+The order of a write: make room, note the file as at risk, bytes to a temporary name, sync, rename, row, commit. The
+order of an eviction: row away, commit, unlink, settle. So at any moment a kill leaves either a whole chunk-cache with
+its row, or bytes that the catalog knows to have no row, which the next opening removes. Those count until then, and so
+do files that are about to be deleted: the byte budget holds at every moment, in all processes.
+
+On a full disk SQLite cannot remove a row. Then files are deleted first, which makes room; a row without its file is a
+miss.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import Catalog
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed
+from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.store.database import can_be_written
-from cachecraft_rag.store.disk import DiskTier, FoundFile
+from cachecraft_rag.store.disk import DiskTier, FoundFile, Throttle
 from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.layout import Encoded
-from cachecraft_rag.store.presence import Presence
-from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.store.writers import Writers
 from cachecraft_rag.types import (
     CaptureDrop,
     Damaged,
     EvictionReason,
-    LoadFailure,
     Progress,
     TokenScores,
     Unavailable,
@@ -49,7 +52,7 @@ logger = logging.getLogger("cachecraft_rag.store")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: where, what, and what was done about it (or would be, with `repair=True`)."""
+    """One flaw: its place, the reason, and the action that was taken (or would be, with `repair=True`)."""
 
     kind: FindingKind
     path: Path
@@ -59,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The result of a check: how much was looked at, and the findings."""
+    """Result of a check: rows, files and bytes that were read, and the findings."""
 
     rows: int
     files: int
@@ -70,7 +73,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What an eviction removed."""
+    """Result of an eviction."""
 
     variants: int
     nbytes: int
@@ -96,7 +99,7 @@ class DurableVariants:
     ) -> None:
         """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError.
 
-        `limits` are those the caller insists on; the others are as at an earlier opening, at the first as `defaults`.
+        `limits` are set from now on; the others stay as stored with the folder, or else are `defaults`.
         """
         self._on_removed = on_removed
         self._lock = threading.Lock()
@@ -107,8 +110,8 @@ class DurableVariants:
             self.read_only = os.path.isfile(path) and not can_be_written(path)
             if not self.read_only:
                 root.mkdir(parents=True, exist_ok=True)
-            self.catalog = Catalog(path, busy_timeout_s=busy_timeout_s, read_only=self.read_only, policy=policy)
-            self._presence = Presence(root / "writers", announce=not self.read_only)
+            self.catalog = _opened(path, busy_timeout_s=busy_timeout_s, read_only=self.read_only, policy=policy)
+            self._writers = Writers(root / "writers")
             self._file = _identity(path)
         except OSError as error:
             raise StoreError(
@@ -117,26 +120,29 @@ class DurableVariants:
         self.disk = DiskTier(root / "variants", throttle)
         self._gone = False
         try:
+            self.limits = replace(defaults, **(self.catalog.limits() | dict(limits)))
             if self.read_only:
-                self.limits = replace(defaults, **(self.catalog.remember({}) | dict(limits)))
                 return
-            if leftovers := self._sweep(repair=True):
-                logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
-            self.limits = replace(defaults, **self.catalog.remember(limits))
-            self.delete(self.catalog.enforce(self.limits, writer=self._presence.token))
+            with suppress(DiskFullError):  # the next opening does it
+                if leftovers := self._sweep(repair=True):
+                    logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
+                self.catalog.set_limits(limits)
+            over, why = self.catalog.over(self.limits)
+            if over:
+                self._evict(over, why)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Let go of the folder."""
-        self._presence.leave()
+        """Release the folder."""
+        self._writers.leave()
         self.catalog.close()
 
     def gone(self) -> bool:
-        """Whether the folder was deleted, or another one put in its place, since it was opened; that is for good.
+        """Return True if the folder was deleted or replaced since it was opened; that is for good.
 
-        SQLite goes on with a deleted file as if nothing were, and new files would lie in a folder without a catalog.
+        SQLite goes on with a deleted file unaware, and new files would lie in a folder without a catalog.
         """
         try:
             self._gone = self._gone or _identity(self.catalog.path) != self._file
@@ -147,7 +153,7 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """How many rows this process has removed, by reason."""
+        """Number of rows that this process has removed, by reason."""
         with self._lock:
             return dict(self._evictions)
 
@@ -162,9 +168,10 @@ class DurableVariants:
             if self.read_only:
                 return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
             return Unavailable(variant.variant_id, CaptureDrop.FOLDER_GONE, "the store's folder is gone")
-        writer, limits, nbytes = self._presence.token, self.limits, encoded.nbytes
+        writer, limits, nbytes = self._writers.token, self.limits, encoded.nbytes
         if nbytes > limits.disk_bytes:
             return too_large(variant, nbytes, limits)
+        self._writers.enter()
         for _ in range(_ATTEMPTS):
             gone = self.catalog.reserve(variant, file_bytes=nbytes, writer=writer, limits=limits)
             if not gone:
@@ -187,7 +194,7 @@ class DurableVariants:
         self.delete(gone)
         return None
 
-    def discard(self, file: FileRef, chunk_id: str, code: LoadFailure, reason: str) -> None:
+    def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
 
         Nothing happens when the row is gone: evicted or replaced between lookup and load, or another thread was
@@ -195,25 +202,44 @@ class DurableVariants:
         """
         if self.read_only or self.gone():
             return
-        older = code is LoadFailure.OLDER_VERSION
-        why = EvictionReason.OLDER_VERSION if older else EvictionReason.DAMAGED
-        gone = self.catalog.remove([file], writer=self._presence.token, why=why)
+        gone = self.catalog.remove([file], writer=self._writers.token)
         if gone:
             path = self.disk.path(file.variant_id, file.created)
-            level = logging.INFO if older else logging.WARNING  # after an upgrade there are many
-            logger.log(level, "Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
+            logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
         self.delete(gone)
 
-    def evict(self, take: Callable[[str], list[FileRef]]) -> Evicted:
-        """Delete the files of the rows that `take(writer)` removes from the catalog."""
-        gone = take(self._presence.token)
-        self.delete(gone)
+    def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
+        """Remove the chosen rows and their files, lowest score first. Raises StoreError."""
+        files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
+        gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
 
-    def delete(self, files: Iterable[FileRef]) -> None:
-        """Delete files that no row stands behind any more, then tell the catalog that they are gone. Never raises.
+    def _evict(self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()) -> list[FileRef]:
+        """Remove rows, then their files; on a full disk the files first. Raises StoreError."""
 
-        What cannot be deleted or told now stays announced as at risk: a later call or the next opening finishes it.
+        def remove() -> list[FileRef]:
+            return self.catalog.remove(files, writer=self._writers.token, why=why, forget=forget)
+
+        try:
+            gone = remove()
+        except DiskFullError:
+            if self.read_only or self.gone():
+                raise
+            for file in files:
+                with suppress(OSError):
+                    self.disk.remove(file.variant_id, file.created)
+            try:
+                gone = remove()
+            except DiskFullError as error:
+                logger.warning("Files were deleted; their rows stay, as misses, until the disk has room: %s", error)
+                gone = [replace(file, evicted=why) for file in files]
+        self.delete(gone)
+        return gone
+
+    def delete(self, files: Iterable[FileRef]) -> None:
+        """Delete files without a row, then settle them in the catalog. Never raises.
+
+        Files not deleted yet stay in `files_at_risk`: a later call or the next opening finishes the work.
         """
         files = list(files)
         with self._lock:
@@ -233,7 +259,7 @@ class DurableVariants:
             if settled:
                 self.catalog.settle(settled)
         except StoreError as error:  # a full disk, most likely
-            logger.info("Deleted files are reported to the catalog later: %s", error)
+            logger.info("Deleted files are settled in the catalog later: %s", error)
             with self._lock:
                 self._unsettled += settled
 
@@ -261,10 +287,10 @@ class DurableVariants:
         return CheckReport(rows, len(files), sum(file.nbytes for file in files), repair, tuple(findings))
 
     def _sweep(self, *, repair: bool) -> list[Finding]:
-        """What dead writers left unfinished: their files, their reservations, their locks."""
+        """Find files, reservations and locks of dead writers; with `repair` remove them."""
         findings: list[Finding] = []
         for writer, files in self.catalog.at_risk().items():
-            if self._presence.is_alive(writer):
+            if self._writers.is_alive(writer):
                 continue
             finished = []
             for file in files:
@@ -275,17 +301,15 @@ class DurableVariants:
             if finished:
                 self.catalog.settle(finished)
         if repair:
-            for writer in self._presence.dead():
-                self._presence.bury(writer)
+            for writer in self._writers.dead():
+                self._writers.bury(writer)
         return findings
 
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
         if isinstance(row, DamagedRow):
-            if row.newer:
-                return []  # of a newer version of the package: that one can tell what is wrong
             path = self.disk.path(row.file.variant_id, row.file.created)
             if repair:
-                self.delete(self.catalog.remove([row.file], writer=self._presence.token))
+                self.delete(self.catalog.remove([row.file], writer=self._writers.token))
             return [_finding("damaged row", path, row.reason, repair=repair)]
         file = FileRef(row.variant.variant_id, row.variant.created)
         path = self.disk.path(file.variant_id, file.created)
@@ -296,14 +320,14 @@ class DurableVariants:
             return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
         kind: FindingKind = "damaged file" if path.exists() else "missing file"
         if repair:
-            self.delete(self.catalog.remove([file], writer=self._presence.token))
+            self.delete(self.catalog.remove([file], writer=self._writers.token))
         return [_finding(kind, path, found.reason, repair=repair)]
 
     def _check_file(self, file: FoundFile, *, repair: bool) -> list[Finding]:
         if file.variant_id is None:
             return [Finding("foreign file", file.path, "no file of this store", "left alone")]
         if file.writer is not None:
-            if self._presence.is_alive(file.writer):
+            if self._writers.is_alive(file.writer):
                 return []
             if repair:
                 _unlink(file.path)  # its writer is dead for good, so no other has to be stopped for this
@@ -311,7 +335,7 @@ class DurableVariants:
         known = FileRef(file.variant_id, file.created)
         if self.catalog.holds(known, or_at_risk=True):  # most files end here
             return []
-        # Between the look and the deletion no writer may announce this file or commit its row.
+        # Between the look and the deletion no writer may reserve room for this file or commit its row.
         with nullcontext() if self.read_only else self.catalog.standstill():
             if self.catalog.holds(known, or_at_risk=True) or not file.path.exists():
                 return []
@@ -320,14 +344,57 @@ class DurableVariants:
         return [_finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)]
 
 
+def _opened(path: Path, *, busy_timeout_s: float, read_only: bool, policy: Policy | None) -> Catalog:
+    """Open the catalog; one of another version is set aside with its files, and a new one made."""
+
+    def open_it() -> Catalog:
+        return Catalog(path, busy_timeout_s=busy_timeout_s, read_only=read_only, policy=policy)
+
+    try:
+        return open_it()
+    except OtherVersionError:
+        if read_only:
+            raise
+    with _locked(path.parent):
+        try:
+            return open_it()  # another process was quicker
+        except OtherVersionError:
+            aside = path.parent / "set-aside"
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            # The catalog last: until then a kill leaves a store of the other version. Its journal goes before it, or
+            # SQLite would take it for the new catalog's.
+            for name in ("variants", f"{path.name}-wal", f"{path.name}-shm", path.name):
+                with suppress(FileNotFoundError):
+                    path.with_name(name).rename(aside / name)
+        logger.warning(
+            "%s was made by another version of cachecraft-rag: its chunk-caches are computed again. The old ones lie "
+            "in %s, which may be deleted",
+            path.parent,
+            aside,
+        )
+        return open_it()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the folder, across processes."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
-    """Why a capture of this size is not stored."""
+    """Reason why a capture of this size is not stored."""
     why = f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
     return Unavailable(variant.variant_id, CaptureDrop.TOO_LARGE, why)
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which file a path names now."""
+    """Device and inode of a file."""
     found = path.stat()
     return found.st_dev, found.st_ino
 

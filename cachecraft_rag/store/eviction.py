@@ -1,4 +1,4 @@
-"""Which chunk-cache leaves first: one score for memory, disk and remotes; the lowest goes, among equals the oldest.
+"""Eviction order: one score for memory and disk; the lowest leaves first, among equals the oldest.
 
 Scores are plain numbers that change only when a variant is used, so a catalog can index them. They age all the same:
 each is counted from a clock, which follows the scores of what had to leave (the inflation of GreedyDual-Size-Frequency,
@@ -7,6 +7,7 @@ Cherkasova 1998). The caller keeps the clock and hands it in, so everything here
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from cachecraft_rag.errors import ConfigError
 
 
 class Use(NamedTuple):
-    """What one use, or several, of a variant was worth. A tuple: several are made at every use of every variant.
+    """Worth of one use of a variant, or of several. A tuple for speed: each request makes many.
 
     frequency  what it adds to f_r (Cache-Craft §3.3): 1 / CFO, with CFO bounded below by one token of the chunk
     saved      what it saved, in computations of the whole chunk: 1 - CFO
@@ -32,9 +33,7 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, cfo: float, tokens: int) -> Use:
-        """One use of a chunk of `tokens` tokens. NaN, and what exceeds 1, counts as the dearest use: SQLite refuses
-        NaN.
-        """
+        """One use of a chunk of `tokens` tokens. NaN (which SQLite refuses) and CFO above 1 count as 1."""
         cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
         return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
 
@@ -45,8 +44,8 @@ class Use(NamedTuple):
         return Use(frequency + more, saved + also)
 
 
-class Standing(NamedTuple):
-    """What a policy may look at. A tuple: one is made at every use of every variant.
+class VariantFacts(NamedTuple):
+    """Facts for a policy. A tuple for speed: one is made at every use of every variant.
 
     chunk_id, variant_id  whose standing it is
     tokens, nbytes        of the chunk; and what it takes where it lies
@@ -63,14 +62,14 @@ class Standing(NamedTuple):
 
 
 class Policy(Protocol):
-    """What makes the score. `score` is called when a variant comes and at each use, never in between."""
+    """Rule for the score. `score` is called when a variant is stored and at each use, never in between."""
 
     @property
     def name(self) -> str:
-        """What the catalog notes down: scores of another policy are made anew when it is opened."""
+        """Name in the catalog, which computes scores of another policy anew when it is opened."""
         ...
 
-    def score(self, standing: Standing, clock: float) -> float:
+    def score(self, standing: VariantFacts, clock: float) -> float:
         """The score from now on; `clock` is 0 at first and moves as `ticked` and `ticked_by_return` say."""
         ...
 
@@ -88,15 +87,6 @@ def worth(*, saved: float, exact_share: float) -> float:
     return (1.0 + saved) * (1.0 + exact_share)
 
 
-def worth_gained(saved: float, *, exact_share: float) -> float:
-    """What a use adds to `worth`, for a remote that knows scores only and adds to them.
-
-    >>> worth_gained(0.5, exact_share=1.0)
-    1.0
-    """
-    return saved * (1.0 + exact_share)
-
-
 def ticked(clock: float, score: float, *, used: bool) -> float:
     """The clock after something with this score had to leave: all the way to it, or a tenth where nobody used it.
 
@@ -112,7 +102,7 @@ def ticked(clock: float, score: float, *, used: bool) -> float:
 def ticked_by_return(clock: float, lowest: float) -> float:
     """The clock after something came back that had to leave: half the way to the lowest score.
 
-    It should not have left, so what stayed instead was thought too much of.
+    It should not have left, so the score of what stayed instead was too high.
 
     >>> ticked_by_return(1.0, 5.0), ticked_by_return(5.0, 1.0)
     (3.0, 5.0)
@@ -129,13 +119,13 @@ class Saving:
     a tenth counts 0.9. What comes enters at the clock plus what it was worth when it left, so a chunk that is asked for
     once is the next to leave, and one that comes back soon is not.
 
-    >>> Saving().score(Standing("c", "v", tokens=100, nbytes=400, exact_share=1.0, used=Use(9.0, 3.0)), clock=5.0)
+    >>> Saving().score(VariantFacts("c", "v", tokens=100, nbytes=400, exact_share=1.0, used=Use(9.0, 3.0)), clock=5.0)
     7.0
     """
 
     name: str = "saving"
 
-    def score(self, standing: Standing, clock: float) -> float:
+    def score(self, standing: VariantFacts, clock: float) -> float:
         """See `Policy.score`."""
         _, _, tokens, nbytes, exact_share, (_, saved) = standing
         return clock + worth(saved=saved, exact_share=exact_share) * (tokens / max(nbytes, 1))
@@ -145,15 +135,60 @@ class Saving:
 class ReuseFrequency:
     """f_r as published (Cache-Craft §3.3): Σ 1 / CFO, without ageing, whatever a variant takes.
 
-    >>> ReuseFrequency().score(Standing("c", "v", tokens=100, nbytes=400, exact_share=0.0, used=Use(9.0, 3.0)), 5.0)
+    >>> ReuseFrequency().score(VariantFacts("c", "v", tokens=100, nbytes=400, exact_share=0.0, used=Use(9.0, 3.0)), 5.0)
     9.0
     """
 
     name: str = "f_r"
 
-    def score(self, standing: Standing, clock: float) -> float:
+    def score(self, standing: VariantFacts, clock: float) -> float:
         """See `Policy.score`."""
         return standing.used.frequency
+
+
+class Scored(Protocol):
+    """Something that has an eviction score; among equal scores the lower `order` leaves first."""
+
+    score: float
+    order: float
+
+
+class LowestScored:
+    """The lowest-scored item of a dictionary, kept in a heap with void entries: a new score is a push.
+
+    The dictionary is the truth and the heap only a hint, rebuilt where it misses an item, so a caller interrupted at
+    any line loses nothing. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000
+    items.
+    """
+
+    def __init__(self, items: Mapping[str, Scored]) -> None:
+        self._items = items
+        self._heap: list[tuple[float, float, str]] = []
+
+    def push(self, name: str) -> None:
+        """Note the score of an item that was added or whose score changed."""
+        item = self._items[name]
+        heapq.heappush(self._heap, (item.score, item.order, name))
+        if len(self._heap) > 2 * len(self._items) + 64:  # mostly void entries: start afresh, amortised O(1)
+            self._rebuild()
+
+    def name(self) -> str | None:
+        """Name of the lowest-scored item; None if there are no items."""
+        while True:
+            while self._heap:
+                score, order, name = self._heap[0]
+                item = self._items.get(name)
+                if item is not None and (item.score, item.order) == (score, order):
+                    return name
+                heapq.heappop(self._heap)
+            if not self._items:
+                return None
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        heap = [(item.score, item.order, name) for name, item in self._items.items()]
+        heapq.heapify(heap)
+        self._heap = heap
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in (Saving(), ReuseFrequency())})

@@ -11,12 +11,8 @@ without gaps, so a layer is one contiguous read. What a block is, the codec says
 
 Names are zero-padded because safetensors sorts them. The header ends on a multiple of 4096 bytes, so that the data is
 page-aligned. It carries the full identity, the codec, a checksum over its own fields, and one for each extent: the
-`EXTENT_TOKENS` tokens of a layer that are the smallest piece which can be read and verified alone. Version 1 had one
-checksum per layer, so half a chunk could not be read. A block that only decodes as a whole is one extent. Version 3
-names its fields one by one (`Header.encode`), frozen by a test.
-
-Every later version keeps `fields` (JSON text that begins with `layout_version`) and `fields_xxh3` in the metadata, so
-that any version tells what is newer from what is damaged. A field that is not known is ignored.
+`EXTENT_TOKENS` tokens of a layer that are the smallest piece which can be read and verified alone. A block that only
+decodes as a whole is one extent. The names of the fields are frozen by a test; a field that is not known is ignored.
 
 Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
 copies of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
@@ -33,15 +29,13 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 import xxhash
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.store.codecs import Codec, codec_named
 from cachecraft_rag.types import (
     LAYOUT_VERSION,
@@ -54,6 +48,9 @@ from cachecraft_rag.types import (
     VariantKey,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 # What `StoredVariant.read` raises: torch reports as RuntimeError that it found no memory.
 READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 EXTENT_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
@@ -61,33 +58,12 @@ _ALIGNMENT = 4096
 _LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
 _MOST_GROWTH = 256  # bytes in memory per byte of a file, where no model says how many there must be
 _LARGEST = 1e9  # of a key or value: what is larger is no model's, and would make scores infinite and logits NaN
-STORED_BY_OLDER = "stored by an older version of cachecraft-rag; computed again"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class OlderVersionError(ValueError):
-    """It was stored by an older version of the package: it is of no use any more, and nothing is wrong with it."""
-
-
-class NewerVersionError(ConfigError):
-    """It was stored by a newer version of the package: that one can read it, so it is left as it is."""
-
-
-def require_version(version: object) -> None:
-    """Raise unless a stored chunk-cache is of our layout: OlderVersionError or NewerVersionError."""
-    if type(version) is not int:
-        raise ValueError("layout version")
-    if version < LAYOUT_VERSION:
-        raise OlderVersionError(STORED_BY_OLDER)
-    if version > LAYOUT_VERSION:
-        raise NewerVersionError(
-            f"stored by a newer version of cachecraft-rag (layout {version}, this one knows {LAYOUT_VERSION})"
-        )
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself.
+    """The fields of a file's header.
 
     extent_sums  xxh3 (64 bit) of each extent of each layer, see `extents`
     block_sizes  bytes of each layer's block, where the codec cannot tell without the values
@@ -102,7 +78,7 @@ class Header:
     block_sizes: tuple[int, ...] = ()
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Where the block of each layer begins in the data section, and how many bytes it has.
+        """Begin of each layer's block in the data section, and its bytes.
 
         Raises ValueError when the fields contradict each other, ConfigError when the codec is unknown.
         """
@@ -117,7 +93,7 @@ class Header:
         return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
 
     def _require_checksums(self) -> None:
-        """Raise ValueError unless all counts are counts, and there is a checksum for each run of each layer."""
+        """Raise ValueError unless all counts are valid and each extent of each layer has a checksum."""
         layout = self.layout
         counts = (layout.layers, layout.kv_heads, layout.head_dim, self.tokens, *self.block_sizes)
         if layout.dtype not in _DTYPES:
@@ -136,17 +112,10 @@ class Header:
         return self._around(json.dumps(self._fields(), separators=(",", ":")))
 
     def _fields(self) -> dict[str, object]:
-        layout = self.layout
         fields: dict[str, object] = {
             "layout_version": LAYOUT_VERSION,
-            "namespace": self.key.namespace,
-            "fingerprint": self.key.fingerprint,
-            "chunk_id": self.key.chunk_id,
-            "origin_prefix": self.key.origin_prefix,
-            "layers": layout.layers,
-            "kv_heads": layout.kv_heads,
-            "head_dim": layout.head_dim,
-            "dtype": layout.dtype,
+            **asdict(self.key),
+            **asdict(self.layout),
             "tokens": self.tokens,
             "tokens_digest": self.tokens_digest,
             "codec": self.codec,
@@ -179,8 +148,8 @@ class Header:
     def decode(cls, raw: bytes) -> Header:
         """The inverse of `encode`; unknown fields are ignored.
 
-        Raises ValueError with the reason unless `raw` is exactly what somebody encoded; OlderVersionError (a
-        ValueError) or NewerVersionError when that was an older or a newer version.
+        Raises ValueError with the reason unless `raw` is exactly what this version encodes, ConfigError when the
+        codec is unknown.
         """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
@@ -188,13 +157,11 @@ class Header:
             # Before anything is built from the fields: a damaged number of layers could ask for billions of entries.
             if xxhash.xxh3_64_hexdigest(text.encode("ascii")) != metadata["fields_xxh3"]:
                 raise ValueError("checksum of the fields")
-            fields = json.loads(text)
-            # Up to version 2 it stood outside the fields, as text.
-            require_version(fields["layout_version"] if "layout_version" in fields else int(metadata["layout_version"]))
-            header = cls._of(fields)
+            given = json.loads(text)
+            if given["layout_version"] != LAYOUT_VERSION:
+                raise ValueError("layout version")
+            header = cls._of(given)
             rebuilt = header._around(text)
-        except (OlderVersionError, NewerVersionError):
-            raise
         except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"header damaged: {type(error).__name__}") from error
         if rebuilt != raw:
@@ -202,25 +169,16 @@ class Header:
         return header
 
     @classmethod
-    def _of(cls, fields: Mapping[str, Any]) -> Header:
+    def _of(cls, given: Mapping[str, Any]) -> Header:
+        key = VariantKey(**{one.name: given[one.name] for one in fields(VariantKey)})
         return cls(
-            key=VariantKey(
-                namespace=fields["namespace"],
-                fingerprint=fields["fingerprint"],
-                chunk_id=fields["chunk_id"],
-                origin_prefix=tuple(fields["origin_prefix"]),
-            ),
-            layout=KVLayout(
-                layers=fields["layers"],
-                kv_heads=fields["kv_heads"],
-                head_dim=fields["head_dim"],
-                dtype=fields["dtype"],
-            ),
-            tokens=fields["tokens"],
-            tokens_digest=fields["tokens_digest"],
-            codec=fields["codec"],
-            extent_sums=tuple(tuple(_sums(text)) for text in fields["extent_xxh3"]),
-            block_sizes=tuple(fields.get("block_sizes", ())),
+            key=replace(key, origin_prefix=tuple(key.origin_prefix)),
+            layout=KVLayout(**{one.name: given[one.name] for one in fields(KVLayout)}),
+            tokens=given["tokens"],
+            tokens_digest=given["tokens_digest"],
+            codec=given["codec"],
+            extent_sums=tuple(tuple(_sums(text)) for text in given["extent_xxh3"]),
+            block_sizes=tuple(given.get("block_sizes", ())),
         )
 
 
@@ -254,6 +212,8 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
+    import torch
+
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)  # type: ignore[arg-type]  # NumPy's types know the buffer protocol from Python 3.12 on
 
@@ -265,15 +225,15 @@ def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]
     return [(start, min(start + EXTENT_TOKENS, tokens)) for start in range(0, tokens, EXTENT_TOKENS)]
 
 
-class Source(Protocol):
-    """The bytes of one stored variant, wherever they lie."""
+class ByteSource(Protocol):
+    """The bytes of one stored variant, in a file or on a remote."""
 
     tier: TierName
     sequential: bool  # whether bytes can only be had from the first to the last
 
     @property
     def nbytes(self) -> int:
-        """How many there are. Raises OSError."""
+        """Number of bytes. Raises OSError."""
         ...
 
     def read(self, buffer: memoryview, at: int) -> None:
@@ -281,7 +241,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of them; a read under way in another thread ends soon, with OSError or with its bytes."""
+        """Release them; a read under way in another thread ends soon, with OSError or with its bytes."""
         ...
 
 
@@ -289,7 +249,7 @@ class StoredVariant:
     """One stored variant, opened: its header is verified; its layers can be read one by one, or in runs of tokens.
 
     Attributes:
-        variant: what the catalog says of it.
+        variant: its row in the catalog.
         kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`; None after
             `release`.
         source: where its bytes come from.
@@ -300,42 +260,46 @@ class StoredVariant:
 
     kv: torch.Tensor | None = None
 
-    def __init__(self, source: Source, variant: Variant) -> None:
-        """Read and verify the header. Raises ValueError with what is wrong with the file, ConfigError, OSError.
+    def __init__(self, source: ByteSource, variant: Variant) -> None:
+        """Read and verify the header. Raises ValueError with the flaw of the file, ConfigError, OSError.
 
-        Where the variant says what layout its model has, nothing larger than that model writes is even read.
+        If the variant names its model's layout, nothing larger than that model writes is read.
         """
         self._codec = codec_named(variant.codec)
         layout = variant.payload.layout
         longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
         header, self._begin = _read_header(source, longest)
-        told = replace(
+        wanted = replace(
             header, key=variant.key, tokens=variant.tokens, tokens_digest=variant.tokens_digest, codec=variant.codec
         )
-        if header != told:
+        if header != wanted:
             raise ValueError("file is of another variant: its header contradicts the catalog")
         if layout not in (None, header.layout):
             raise ValueError("file is of another model: its header contradicts the model's layout")
         self._blocks = header.blocks()
-        size, expected = source.nbytes, self._begin + sum(self._blocks[-1])
-        if size != expected:
-            word = "truncated" if size < expected else "too long"
-            raise ValueError(f"file is {word}: {size} bytes instead of {expected}")
+        size, needed = source.nbytes, self._begin + sum(self._blocks[-1])
+        if size != needed:
+            word = "truncated" if size < needed else "too long"
+            raise ValueError(f"file is {word}: {size} bytes instead of {needed}")
         if layout is None and header.layout.nbytes(header.tokens) > _MOST_GROWTH * size:
             raise OSError(errno.EFBIG, "it would grow too large, and no model says that it must")
         self.source, self._header, self.variant = source, header, variant
         self.tier, self.sequential = source.tier, source.sequential
         self._pieces = extents(self._codec, header.layout, header.tokens)
         self.extents = [(0, header.tokens)] if source.sequential else self._pieces
-        self.token_bytes = (expected - self._begin) / header.tokens
+        self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Make room for the tensor, page-locked where that is asked for. Raises MemoryError."""
-        shape, dtype = self._header.layout.shape(self._header.tokens), _DTYPES[self._header.layout.dtype]
+        """Allocate the tensor, page-locked if `pinned`. Raises MemoryError."""
+        import torch
+
+        from cachecraft_rag.kernels.memory import empty
+
+        shape, dtype = self._header.layout.shape(self._header.tokens), getattr(torch, self._header.layout.dtype)
         self.kv = empty(shape, dtype, pinned=pinned)
 
     def release(self) -> None:
-        """Let go of `kv`: nothing will read it any more."""
+        """Free `kv`."""
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
@@ -344,9 +308,13 @@ class StoredVariant:
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Room for that many tokens of a layer, `[2, tokens, kv_heads, head_dim]`: in `old` if it fits."""
+        """Uninitialised tensor for `tokens` of a layer, `[2, tokens, kv_heads, head_dim]`: in `old` if it fits."""
+        import torch
+
+        from cachecraft_rag.kernels.memory import empty
+
         layout = self._header.layout
-        shape, dtype = layout.shape(tokens)[1:], _DTYPES[layout.dtype]
+        shape, dtype = layout.shape(tokens)[1:], getattr(torch, layout.dtype)
         if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < math.prod(shape) * dtype.itemsize:
             return empty(shape, dtype)
         return old.as_strided(shape, torch.empty(shape, device="meta").stride())
@@ -359,6 +327,8 @@ class StoredVariant:
 
         Raises OSError when the bytes cannot be had, ValueError when they are damaged: nothing of them may be used.
         """
+        import torch
+
         layout, codec, tokens = self._header.layout, self._codec, self._header.tokens
         offset, nbytes = self._blocks[layer]
         whole = stop - start == tokens
@@ -385,21 +355,21 @@ class StoredVariant:
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:
-        """Every layer, in order, once there is room; see `read`."""
+        """Read every layer, in order, after `allocate`; see `read`."""
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
         assert self.kv is not None, "there is room"
         return self.kv
 
     def close(self) -> None:
-        """Let go of the source; see `Source.close`."""
+        """Close the source; see `ByteSource.close`."""
         self.source.close()
 
 
-def open_source(source: Source, variant: Variant) -> StoredVariant | Unavailable:
+def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavailable:
     """The variant, its header verified, ready to be read; or why not: then the source is closed.
 
-    A codec that is not there is no damage: a newer version, or one more package, may know it.
+    An unknown codec is no damage: one more package may provide it.
     """
     opened: StoredVariant | Unavailable
     try:
@@ -413,10 +383,9 @@ def open_source(source: Source, variant: Variant) -> StoredVariant | Unavailable
 
 
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
-    """What an exception of `StoredVariant` means: wrong bytes stay wrong, what the system refused may pass."""
+    """The miss that an exception of `StoredVariant` means: damage is for good, a refusal by the system may pass."""
     if isinstance(error, ValueError):
-        older = isinstance(error, OlderVersionError)
-        return Damaged(variant_id, LoadFailure.OLDER_VERSION if older else LoadFailure.DAMAGED, str(error))
+        return Damaged(variant_id, LoadFailure.DAMAGED, str(error))
     if isinstance(error, MemoryError):
         return Unavailable(variant_id, LoadFailure.NO_MEMORY, "not enough memory")
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -424,7 +393,7 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 
 
 def longest_header(variant: Variant, layout: KVLayout) -> int:
-    """How many bytes the header of this variant has at most. Raises ConfigError when its codec is unknown."""
+    """Upper bound of the header's bytes. Raises ConfigError when the codec is unknown."""
     codec = codec_named(variant.codec)
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
     known = codec.block_bytes(layout, variant.tokens) is not None
@@ -433,20 +402,23 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
 
 
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
-    """How many bytes header and blocks have together at most. Raises ConfigError when the codec is unknown."""
+    """Upper bound of all bytes, header and blocks. Raises ConfigError when the codec is unknown."""
     blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
     return longest_header(variant, layout) + blocks
 
 
 def in_range(values: torch.Tensor) -> bool:
-    """Whether all of them are numbers, and none is larger than a key or value can be.
+    """Return True if all values are finite and none is larger than a key or value can be.
 
     Compares bits, which sort as the sizes do: positive numbers as signed, negative ones as unsigned integers. Like this
     it is a pass of NumPy without a copy; torch would share it among threads, which wait for each other.
 
+    >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]
     [True, False, False, False]
     """
+    import torch
+
     narrow = values.dtype != torch.float32
     kind = torch.int16 if narrow else torch.int32
     largest = torch.tensor(min(_LARGEST, torch.finfo(values.dtype).max), dtype=values.dtype)
@@ -456,7 +428,7 @@ def in_range(values: torch.Tensor) -> bool:
     return int(bits.max()) <= limit and int(below.max()) <= limit + (1 << (15 if narrow else 31))
 
 
-def _read_header(source: Source, longest: int) -> tuple[Header, int]:
+def _read_header(source: ByteSource, longest: int) -> tuple[Header, int]:
     """The header and where the data begins. Raises ValueError when it is damaged, OSError."""
     first = bytearray(_ALIGNMENT)
     if source.nbytes < len(first):

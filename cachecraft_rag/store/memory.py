@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from cachecraft_rag.store.eviction import Policy, Saving, Standing, Use, ticked, ticked_by_return
+from cachecraft_rag.store.eviction import LowestScored, Policy, Saving, Use, VariantFacts, ticked, ticked_by_return
 from cachecraft_rag.types import LoadedVariant, LoadFailure, TierName, Unavailable, Variant
+
+if TYPE_CHECKING:
+    import torch
 
 _LEAST_REMEMBERED = 1000
 
 
 @dataclass(slots=True)
 class _Held:
-    """One tensor. `stamp` is the number of its latest entry in the heap; entries with older stamps are void."""
+    """One tensor; `order` grows with each score it gets."""
 
     variant: Variant
     kv: torch.Tensor
     nbytes: int
     used: Use
     score: float = 0.0
-    stamp: int = -1
+    order: float = 0.0
 
 
 class MemoryTier:
@@ -34,6 +35,9 @@ class MemoryTier:
 
     Among equals the one whose score was not raised for the longest time goes. Leaving costs nothing but a later
     read from farther away. The tensor that has just come is spared: it is about to be used.
+
+    Ctrl-C may end a change between any two lines. The dictionary of tensors is the truth: the heap is a hint, and the
+    sum of bytes is void during a change, so whoever comes next adds it up again.
 
     Args:
         budget_bytes: of all tensors together; 0 switches the tier off.
@@ -56,30 +60,33 @@ class MemoryTier:
         self._departed: OrderedDict[str, Use] = OrderedDict()  # uses of what had to leave, by variant id
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
-        self._used_bytes = 0
+        self._lowest = LowestScored(self._held)
+        self._bytes: int | None = 0  # None during a change
+        self._orders = itertools.count()
         self.evicted = 0  # how many had to leave for others so far
-        # A heap with void entries instead of a sorted structure: raising a score is a push, demotion pops until it
-        # finds a valid entry. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000
-        # tensors.
-        self._heap: list[tuple[float, int, str]] = []
-        self._stamps = itertools.count()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the tensors held now."""
-        return self._used_bytes
+        with self._lock:
+            return self._sum()
+
+    def _sum(self) -> int:
+        if self._bytes is None:
+            self._bytes = sum(held.nbytes for held in self._held.values())
+        return self._bytes
 
     def __len__(self) -> int:
-        """How many chunk-caches are held now."""
+        """Number of chunk-caches held now."""
         return len(self._held)
 
     def __contains__(self, variant: Variant) -> bool:
-        """Whether `read` would give the tensor now."""
+        """Return True if `read` would give the tensor now."""
         held = self._held.get(variant.variant_id)
         return held is not None and held.variant.created == variant.created
 
     def admits(self, nbytes: int) -> bool:
-        """Whether a tensor of that size is held at all."""
+        """Return True if a tensor of that size fits the budget alone."""
         return nbytes <= self.budget_bytes
 
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
@@ -91,27 +98,28 @@ class MemoryTier:
         if not self.admits(held.nbytes):
             return False
         leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while
-        old: _Held | None
         with self._lock:
+            nbytes, self._bytes = self._sum() + held.nbytes, None
             if (old := self._held.pop(variant.variant_id, None)) is not None:
-                self._used_bytes -= old.nbytes
+                nbytes -= old.nbytes
                 held.used = max(held.used, old.used, key=lambda used: used.frequency)
             elif (known := self._departed.pop(variant.variant_id, None)) is not None:
                 held.used += known
-                lowest = min((score for score, stamp, name in self._heap[:1] if self._valid(name, stamp)), default=0.0)
-                self._clock = ticked_by_return(self._clock, lowest)
-            while self._used_bytes + held.nbytes > self.budget_bytes:
-                leaving.append(self._pop_lowest())
+                if (lowest := self._lowest.name()) is not None:
+                    self._clock = ticked_by_return(self._clock, self._held[lowest].score)
+            while nbytes > self.budget_bytes and (lowest := self._lowest.name()) is not None:
+                leaving.append(self._leave(lowest))
+                nbytes -= leaving[-1].nbytes
             self._held[variant.variant_id] = held
-            self._used_bytes += held.nbytes
-            self._push(variant.variant_id, held)
+            self._score(variant.variant_id, held)
+            self._bytes = nbytes
         if self._on_leave is not None:
             for gone in leaving:
                 self._on_leave(gone.variant, gone.kv)
         return True
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The tensor itself, not a copy; see `Tier.read`."""
+        """Return the tensor itself, not a copy, or why it is not held."""
         with self._lock:
             held = self._held.get(variant.variant_id)
         if held is None or held.variant.created != variant.created:
@@ -119,61 +127,51 @@ class MemoryTier:
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
-        """See `Tier.remove`."""
+        """Remove the tensor of exactly this capture, if it is held."""
         with self._lock:
             held = self._held.get(variant_id)
             if held is not None and held.variant.created == created:
+                nbytes, self._bytes = self._sum() - held.nbytes, None
                 del self._held[variant_id]
-                self._used_bytes -= held.nbytes
+                self._bytes = nbytes
 
     def record_use(self, variant_id: str, use: Use) -> None:
         """Add a use, so that the tensor stays longer; nothing happens when it is not held."""
         with self._lock:
             if (held := self._held.get(variant_id)) is not None:
                 held.used += use
-                self._push(variant_id, held)
+                self._score(variant_id, held)
 
-    def _push(self, variant_id: str, held: _Held) -> None:
+    def _score(self, variant_id: str, held: _Held) -> None:
         variant = held.variant
         facts = (variant.key.chunk_id, variant_id, variant.tokens, held.nbytes, variant.exact_share)
-        held.score = self.policy.score(Standing(*facts, held.used), self._clock)
-        held.stamp = next(self._stamps)
-        heapq.heappush(self._heap, (held.score, held.stamp, variant_id))
-        if len(self._heap) > 2 * len(self._held) + 64:  # mostly void entries: start afresh, amortised O(1)
-            self._heap = [(held.score, held.stamp, name) for name, held in self._held.items()]
-            heapq.heapify(self._heap)
+        held.score = self.policy.score(VariantFacts(*facts, held.used), self._clock)
+        held.order = next(self._orders)
+        self._lowest.push(variant_id)
 
-    def _valid(self, variant_id: str, stamp: int) -> bool:
-        held = self._held.get(variant_id)
-        return held is not None and held.stamp == stamp
-
-    def _pop_lowest(self) -> _Held:
-        while True:
-            _, stamp, variant_id = heapq.heappop(self._heap)
-            if self._valid(variant_id, stamp):
-                held = self._held.pop(variant_id)
-                self._used_bytes -= held.nbytes
-                self.evicted += 1
-                self._clock = ticked(self._clock, held.score, used=held.used.saved > 0.0)
-                self._departed[variant_id] = held.used + Use(0.0, 1.0)
-                while len(self._departed) > max(_LEAST_REMEMBERED, len(self._held)):
-                    self._departed.popitem(last=False)
-                return held
+    def _leave(self, variant_id: str) -> _Held:
+        held = self._held.pop(variant_id)
+        self.evicted += 1
+        self._clock = ticked(self._clock, held.score, used=held.used.saved > 0.0)
+        self._departed[variant_id] = held.used + Use(0.0, 1.0)
+        while len(self._departed) > max(_LEAST_REMEMBERED, len(self._held)):
+            self._departed.popitem(last=False)
+        return held
 
 
 def _uses(variant: Variant) -> Use:
-    """What the catalog knows of uses, where memory knows nothing: how often, but not how well."""
+    """Uses of a variant from the catalog, whose rows hold f_r but not the saving."""
     return Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
 
 
 class Memory:
     """The host's tier and the device's above it.
 
-    What is used on the host comes to the device for the next time (`promote`); what is used least there goes back.
+    A tensor used on the host is copied to the device for the next time (`promote`); the lowest-scored goes back.
 
     Attributes:
         host, device: the tiers; the device's has a budget of 0 where there is none.
-        pinned: whether what is read for this device should lie in page-locked memory.
+        pinned: tensors read for this device should lie in page-locked memory.
     """
 
     def __init__(self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0) -> None:
@@ -186,7 +184,7 @@ class Memory:
 
     @property
     def tiers(self) -> tuple[MemoryTier, MemoryTier]:
-        """Nearest first."""
+        """Both tiers, the nearer first."""
         return self.device, self.host
 
     def follow(self, policy: Policy) -> None:
@@ -201,12 +199,12 @@ class Memory:
         return None
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
-        """Copy to the device what the host has."""
+        """Copy a tensor of the host to the device."""
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))
 
     def remove(self, variant_id: str, created: float) -> None:
-        """See `Tier.remove`."""
+        """See `MemoryTier.remove`."""
         self.host.remove(variant_id, created)
         self.device.remove(variant_id, created)
 

@@ -1,4 +1,4 @@
-"""Which process something belongs to: threads, locks and connections to SQLite do not survive a fork."""
+"""Guard against use after a fork: threads, locks and connections to SQLite do not survive one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from cachecraft_rag.errors import ForkError
 
 
 class HomeProcess:
-    """The process that made this. A forked child has its memory, but none of its threads, and locks as they were."""
+    """The process that created this object. A forked child has its memory, but none of its threads."""
 
     def __init__(self, what: str) -> None:
-        """`what` is the thing's name in messages."""
+        """`what` names the object in messages."""
         self._what, self._pid = what, os.getpid()
 
     @property
     def here(self) -> bool:
-        """Whether this is that process, and not a fork of it."""
+        """True in that process, False in a fork of it."""
         return os.getpid() == self._pid
 
     def require(self) -> None:

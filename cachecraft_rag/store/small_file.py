@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one step: whoever reads it sees the old content or the new, and of two writers one wins.
+    """Replace a file in one step: a reader sees the old content or the new, and of two writers one wins.
 
     Its folder is made where it is missing. Raises OSError, and leaves nothing behind.
     """

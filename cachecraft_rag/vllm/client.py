@@ -7,57 +7,60 @@ import logging
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import httpx
 
-from cachecraft_rag.checks import check_number, check_path, check_text
-from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, DiskSpace, PathLike
+from cachecraft_rag.checks import check_number, check_text, listed
+from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.facts import DiskSpace
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import Turn
-from cachecraft_rag.engine.request import Request, answer_text
+from cachecraft_rag.engine.request import Request, RequestProgress, answer_text
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store import RowFilter
+from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.durable import Evicted
-from cachecraft_rag.store.expected import Found
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
-from cachecraft_rag.vllm.documents import FIELD
+from cachecraft_rag.vllm.documents import FIELD, MOST_DOCUMENTS, MOST_PRIMED
 from cachecraft_rag.vllm.records import take_report
-from cachecraft_rag.vllm.served import PROTOCOL, TOKENIZER_FILES, ServedModel
+from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _START = "start one with `cachecraft serve MODEL`"
 
 
-@dataclass
-class Sent(Request):
+@dataclass(frozen=True)
+class SentRequest(Request):
     """A request whose texts go to a server, which lays the prompt out anew.
 
     body  of the chat request
     """
 
-    body: Mapping[str, Any] | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 class HTTPEngine(AnswerEngine):
     """Answers questions over chunks with a model that a server runs. Make one with `connect`.
 
-    Chunks, history and question travel as texts; prompts are also laid out here, with the server's own tokenizer, to
-    say at once what does not fit.
+    Chunks, history and question travel as texts. Prompts are also laid out here, with the server's own tokenizer: a
+    question that does not fit is refused at once, and chunks and memories of the frameworks are measured in the model's
+    tokens. Chunk-caches stay with the server.
     """
 
-    def __init__(
-        self, link: Link, model: ServedModel, store: ServerStore, facts: Mapping[str, Any], *, system: str
-    ) -> None:
+    def __init__(self, link: Link, model: ServedModel, facts: Mapping[str, Any], *, system: str) -> None:
         reuse = ReuseConfig(**facts["reuse"])
-        config = EngineConfig(namespace=facts["namespace"], system=system, reuse=reuse, store=store.config)
-        super().__init__(model, store, config)
+        super().__init__(
+            model, ServerCaches(link), EngineConfig(namespace=facts["namespace"], system=system, reuse=reuse)
+        )
         self._link, self._model, self._facts, self._system = link, model, facts, system
 
     @classmethod
@@ -65,7 +68,6 @@ class HTTPEngine(AnswerEngine):
         cls,
         url: str,
         *,
-        store: PathLike = "chunk-caches",
         model: str | None = None,
         system: str | None = None,
         api_key: str | None = None,
@@ -75,20 +77,17 @@ class HTTPEngine(AnswerEngine):
 
         Args:
             url: such as "http://127.0.0.1:8000".
-            store: a folder on this machine; chunk-caches stay with the server, and where both use one folder, that is
-                fine.
-            model: what the server must serve, by the name it was started with; None: whatever it is.
+            model: name of the model that the server must serve, as it was started with; None: any.
             system: an instruction instead of the server's. The server takes it for private text, unless it was started
                 with --shared-system.
-            api_key: what the server was started with, if it asks for one (`--api-key`).
-            timeout_s: how long the server may be silent.
+            api_key: the key that the server was started with, if it asks for one (`--api-key`).
+            timeout_s: longest silence of the server.
 
         Raises:
             ServerError: nothing answers, or something else does; it says what to do.
             ConfigError: an argument is out of range.
         """
         check_text("url", url, empty=False)
-        check_path("store", store)
         check_text("model", model, optional=True)
         check_text("system", system, optional=True)
         check_text("api_key", api_key, optional=True)
@@ -99,126 +98,128 @@ class HTTPEngine(AnswerEngine):
             facts = link.facts()
             if model is not None and facts["model"] != model:
                 raise ServerError(f"{url} serves {facts['model']}, not {model}: name another server, or this model")
-            served = _served_model(facts, link.get("/v1/cachecraft/tokenizer")["files"])
-            caches = opened.enter_context(ServerStore.open(Path(store) / CACHE_FOLDER))
-            caches.link = link
-            engine = cls(link, served, caches, facts=facts, system=facts["system"] if system is None else system)
+            served = _served_model(facts, link.call("/v1/cachecraft/tokenizer")["files"])
+            engine = cls(link, served, facts, system=facts["system"] if system is None else system)
             opened.pop_all()
         return engine
 
     def primer(self) -> Primer:
-        """Captures chunks in the server."""
+        """Make the `ServerPrimer` of this engine."""
         return ServerPrimer(self, self._link)
 
     def disk_space(self) -> DiskSpace:
-        """Of the server's store."""
-        return DiskSpace(**self._link.post("/v1/cachecraft/prime", {"documents": [], "estimate": True})["disk"])
+        """Space of the server's store."""
+        return DiskSpace(**self._link.call("/v1/cachecraft/prime", {"documents": [], "estimate": True})["disk"])
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Not over HTTP: a server captures texts, not tokens. Raises UnsupportedCallError."""
+        """Raise UnsupportedCallError: a server captures texts, not tokens."""
         raise UnsupportedCallError("a server captures texts: use engine.primer().prime(chunks)")
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """Not over HTTP. Raises UnsupportedCallError."""
+        """Raise UnsupportedCallError: the chunk-caches are the server's."""
         raise UnsupportedCallError("the chunk-caches are the server's: engine.primer().missing(chunks) asks it")
 
     def close(self) -> None:
         """Close the connection; answers under way end."""
-        if not self._home.here:
-            return
-        self._background.close()
-        self.store.close()
-        self._link.close()
+        if self._home.here:
+            self._link.close()
 
-    def _addressed(
+    def _request(
         self,
-        request: Request,
         question: str,
-        chunks: Sequence[Chunk],
-        history: Sequence[Turn],
+        chunks: Iterable[Chunk],
+        *,
+        history: Iterable[Turn],
+        session: str | None,
+        sampling: SamplingParams,
         config: ReuseConfig | None,
     ) -> Request:
-        sampling = request.sampling
+        chunks, history = listed("chunks", chunks), listed("history", history)
+        request = super()._request(question, chunks, history=history, session=session, sampling=sampling, config=config)
         messages = [{"role": role, "content": text} for role, text in [*history, ("user", question)]]
         if self._system != self._facts["system"]:
             messages.insert(0, {"role": "system", "content": self._system})
         body: dict[str, Any] = {
             "model": self._model.name,
             "messages": messages,
-            "documents": [{"text": chunk.text} for chunk in chunks],
+            **_documents(chunks),
             "stream": True,
             "return_token_ids": True,
             "max_completion_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
-            # Otherwise the model's own defaults apply, which no other engine here knows.
+            # Otherwise the model's own defaults apply, which the other engines do not use.
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": sorted(self._model.end_tokens),
         }
         if config is not None:
-            body[FIELD] = asdict(config) | {"ablate": sorted(config.ablate)}
-        return Sent(request.prompt, request.config, sampling, request.session, request.started, body=body)
+            body[FIELD] = asdict(config)
+        return SentRequest(request.prompt, request.config, sampling, session, request.started, body=body)
 
-    def _pieces(self, request: Request) -> Generator[str]:
+    def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()
-        assert isinstance(request, Sent), "made by _addressed"
-        assert request.body is not None
+        assert isinstance(request, SentRequest), "made by _request"
+        # The header that names a session, where the server trusts one; without it nothing private is kept.
+        header, session = self._facts["session_header"], request.session
+        headers = {} if header is None or session is None else {header: session}
         names: list[str] = []
         try:
-            with closing(self._link.events(request.body, headers=self._session(request.session))) as events:
-                tokens = _tokens(request, events, names)
-                yield from answer_text(request, tokens, self._model.tokenizer, self._model.end_tokens)
+            with closing(self._link.events(request.body, headers=headers)) as events:
+                tokens = _tokens(events, names)
+                yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
         finally:
-            request.finish = request.finish or "closed"
-            request.ended_s = request.clock()
-            if names and request.finish in ("end", "length"):
-                told = self._link.statistics(names[-1], headers=self._session(request.session))
-                take_report(request, told)
-
-    def _session(self, session: str | None) -> dict[str, str]:
-        """The header that names a session, where the server trusts one; without it nothing private is kept."""
-        header = self._facts["session_header"]
-        return {} if header is None or session is None else {header: session}
+            progress.end(request, "closed")
+            if names and progress.finish in ("end", "length"):
+                take_report(progress, self._link.report(names[-1], headers=headers))
 
 
 class ServerPrimer(Primer):
-    """Has the server capture chunks; see `Primer`."""
+    """Primes chunks in the server, as many in one request as it takes; see `Primer`.
+
+    Where a document needs several requests, each begins behind the instruction alone.
+    """
 
     def __init__(self, engine: HTTPEngine, link: Link) -> None:
         super().__init__(engine)
         self._link = link
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
-        """See `Primer.prime`; `captured` is called once, at the end."""
-        count = int(self._link.post("/v1/cachecraft/prime", _documents(chunks), patient=True)["captured"])
-        captured(count)
-        return count
+        """See `Primer.prime`; `captured` is called once a request."""
+        total = 0
+        for some in request_sized(chunks):
+            count = int(self._link.call("/v1/cachecraft/prime", _documents(some), patient=True)["captured"])
+            captured(count)
+            total += count
+        return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
         """See `Primer.missing`."""
-        found = self._link.post("/v1/cachecraft/prime", _documents(chunks) | {"estimate": True})
-        return dict(found["missing"])
+        found: dict[str, int] = {}
+        for some in request_sized(chunks):
+            found |= self._link.call("/v1/cachecraft/prime", _documents(some) | {"estimate": True})["missing"]
+        return found
 
     def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
-        """Not over HTTP. Raises UnsupportedCallError."""
+        """Raise UnsupportedCallError: a server captures whole documents."""
         raise UnsupportedCallError("a server captures documents: use prime")
 
 
-class ServerStore(ChunkCacheStore):
-    """A folder of this machine; what is evicted from it, the server evicts too."""
+class ServerCaches(Caches):
+    """The chunk-caches in a server's store."""
 
-    link: Link | None = None
+    def __init__(self, link: Link) -> None:
+        self._link = link
 
-    def evict(self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None) -> Evicted:
-        """See `ChunkCacheStore.evict`; the server is told the chunk ids. Raises ServerError."""
-        here = super().evict(chosen, down_to_bytes=down_to_bytes)
-        if self.link is None or chosen is None or not chosen.chunk_ids:
-            return here
-        there = self.link.post("/v1/cachecraft/evict", {"chunk_ids": list(chosen.chunk_ids)})
-        return Evicted(here.variants + int(there["variants"]), here.nbytes + int(there["nbytes"]))
+    def evict(self, chosen: RowFilter | None = None) -> Evicted:
+        """See `Caches.evict`; by chunk ids only. Raises ServerError, and UnsupportedCallError for any other choice."""
+        if chosen is None or chosen != RowFilter(chunk_ids=chosen.chunk_ids) or chosen.chunk_ids is None:
+            raise UnsupportedCallError("a server evicts by chunk ids: RowFilter(chunk_ids=…)")
+        if not chosen.chunk_ids:
+            return Evicted(0, 0)
+        return Evicted(**self._link.call("/v1/cachecraft/evict", {"chunk_ids": list(chosen.chunk_ids)}))
 
 
 class Link:
@@ -235,12 +236,12 @@ class Link:
             raise ConfigError(f"url is {url!r} ({error}); write for example http://127.0.0.1:8000") from error
 
     def close(self) -> None:
-        """End what is under way."""
+        """Close the connections; requests under way fail."""
         self._client.close()
 
     def facts(self) -> dict[str, Any]:
-        """What the server says of itself. Raises ServerError where it is none of ours, or of another version."""
-        found = self._checked(lambda: self._client.get("/v1/cachecraft"), missing=self._not_ours())
+        """Facts about the server. Raises ServerError where it is none of ours, or of another version."""
+        found = self.call("/v1/cachecraft")
         if not isinstance(found, dict) or "protocol" not in found:
             raise ServerError(self._not_ours())
         if found["protocol"] != PROTOCOL:
@@ -250,36 +251,48 @@ class Link:
             )
         return found
 
-    def get(self, path: str) -> Any:
-        """A JSON answer. Raises ServerError."""
-        return self._checked(lambda: self._client.get(path), missing=self._not_ours())
-
-    def post(self, path: str, body: Mapping[str, Any], *, patient: bool = False) -> Any:
-        """A JSON answer to a JSON body. Raises ServerError, and ConfigError for what the server refuses.
+    def call(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patient: bool = False,
+    ) -> Any:
+        """A JSON answer, to a JSON body if there is one. Raises ServerError, and ConfigError for a refused body.
 
         Args:
             patient: wait for as long as the server computes.
         """
         timeout: Any = None if patient else httpx.USE_CLIENT_DEFAULT
-        return self._checked(lambda: self._client.post(path, json=body, timeout=timeout), missing=self._not_ours())
+        method = "GET" if body is None else "POST"
+        try:
+            answer = self._client.request(method, path, json=body, headers=headers, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if answer.status_code != 200:
+            raise self._error(answer)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise ServerError(self._not_ours()) from error
 
-    def statistics(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, Any]:
+    def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, Any]:
         """The report of a request; empty where the server has none."""
         try:
-            answer = self._client.get(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=dict(headers))
-            told = answer.json() if answer.status_code == 200 else {}
-        except (httpx.HTTPError, ValueError) as error:  # the answer itself is complete
+            found = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
+        except ServerError as error:  # the answer itself is complete
             logger.warning("The statistics of request %s did not come: %s", name, error)
             return {}
-        return told.get("report") or {}
+        return found.get("report") or {}
 
     def events(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> Generator[dict[str, Any]]:
         """The events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
         try:
-            with self._client.stream("POST", "/v1/chat/completions", json=body, headers=dict(headers)) as answer:
+            with self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     answer.read()
-                    raise self._error(answer, missing=self._not_ours())
+                    raise self._error(answer)
                 for line in answer.iter_lines():
                     if not line.startswith("data:"):
                         continue
@@ -294,27 +307,15 @@ class Link:
             raise self._unreachable(error) from error
         raise ServerError(f"{self._url} ended the answer halfway; see its log, and ask again")
 
-    def _checked(self, send: Callable[[], httpx.Response], *, missing: str) -> Any:
-        try:
-            answer = send()
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if answer.status_code != 200:
-            raise self._error(answer, missing=missing)
-        try:
-            return answer.json()
-        except ValueError as error:
-            raise ServerError(missing) from error
-
-    def _error(self, answer: httpx.Response, *, missing: str) -> Exception:
+    def _error(self, answer: httpx.Response) -> Exception:
         try:
             message = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):  # not in vLLM's form
             message = answer.text[:200]
         if answer.status_code in (401, 403):
             return ServerError(f"{self._url} asks for a key: connect(…, api_key=…)")
-        if answer.status_code == 404:
-            return ServerError(missing)
+        if answer.status_code == 404 and answer.url.path.endswith("/v1/cachecraft"):
+            return ServerError(self._not_ours())
         if answer.status_code == 400:
             return ContextLengthError(message) if "context" in message else ConfigError(message)
         return ServerError(f"{self._url} answered {answer.status_code}: {message}")
@@ -326,22 +327,38 @@ class Link:
         return f"{self._url} answers, but is no server of this package (an ordinary vLLM?); {_START}"
 
 
+def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Divide chunks into runs that the server takes in one request to prime.
+
+    >>> [len(some) for some in request_sized([Chunk("a")] * (MOST_DOCUMENTS + 1))]
+    [1000, 1]
+    """
+    run: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if run and (len(run) == MOST_DOCUMENTS or size + len(chunk.text) > MOST_PRIMED):
+            yield run
+            run, size = [], 0
+        run.append(chunk)
+        size += len(chunk.text)
+    if run:
+        yield run
+
+
 def _documents(chunks: Iterable[Chunk]) -> dict[str, Any]:
     return {"documents": [{"text": chunk.text} for chunk in chunks]}
 
 
-def _tokens(request: Request, events: Iterable[Mapping[str, Any]], names: list[str]) -> Iterator[int]:
+def _tokens(events: Iterable[Mapping[str, Any]], names: list[str]) -> Iterator[int]:
     """The new tokens of a streamed chat completion; `names` takes up its id."""
     for event in events:
         names.append(event.get("id", ""))
-        new = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
-        if new:
-            request.first_token_s = request.first_token_s or request.clock()
-        yield from new
+        for choice in event.get("choices", ()):
+            yield from choice.get("token_ids") or ()
 
 
 def _served_model(facts: Mapping[str, Any], files: Mapping[str, str]) -> ServedModel:
-    """The model as far as a client knows it, with the tokenizer that the server sent."""
+    """The model as a client knows it, with the tokenizer that the server sent."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(prefix="cachecraft-") as folder:
@@ -352,13 +369,12 @@ def _served_model(facts: Mapping[str, Any], files: Mapping[str, str]) -> ServedM
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ServerError(f"the tokenizer that the server sent cannot be read: {error}") from error
-    layout = KVLayout(**facts["layout"])
     return ServedModel(
         name=facts["model"],
         folder=None,
         tokenizer=tokenizer,
         fingerprint=facts["fingerprint"],
-        layout=layout,
+        layout=KVLayout(**facts["layout"]),
         context_length=facts["context_length"],
         end_tokens=frozenset(facts["end_tokens"]),
     )

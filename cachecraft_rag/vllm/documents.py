@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from cachecraft_rag.checks import check_names
+from cachecraft_rag.checks import check_flag, check_mapping, check_names
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
@@ -15,12 +16,14 @@ from cachecraft_rag.types import Chunk
 
 FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request
 MOST_DOCUMENTS = 1000
+MOST_PRIMED = 4 << 20  # characters of one request to prime: a book of a thousand pages
+MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 _CHARACTERS_PER_TOKEN = 64  # more text than this for each token of the context is refused before it is tokenised
 
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
-# Fields of a chat request that have no meaning where the prompt is made of segments: when they are fine, and advice.
+# Fields of a chat request that do not work with a prompt of segments: when they are harmless, and advice.
 _UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "n": (lambda value: value in (None, 1), "ask again for another answer"),
     "echo": (lambda value: not value, "leave it out"),
@@ -38,10 +41,10 @@ _UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request with documents asks for.
+    """A request with documents.
 
     system   its own instruction; None: the server's
-    config   how chunk-caches are reused, where the request says so
+    config   its own settings of reuse; None: the server's
     reserve  tokens kept free for the answer
     """
 
@@ -55,7 +58,7 @@ class Asked:
 
     @classmethod
     def read(cls, request: Any, default: ReuseConfig, *, context_length: int) -> Self:
-        """From vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead."""
+        """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead."""
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
@@ -81,8 +84,40 @@ class Asked:
         )
 
 
+def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
+    """Read a JSON object with no other fields than these. Raises ConfigError."""
+    try:
+        found = json.loads(body)
+        check_mapping("the body", found)
+        check_names(found, names, what="field")
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"the body must be a JSON object: {error}") from error
+    return dict(found)
+
+
+def read_priming(body: bytes, *, context_length: int) -> tuple[list[Chunk], bool]:
+    """Chunks of a request to prime, and True if it asks for an estimate only.
+
+    Raises ConfigError for chunks that take too long to tokenise, or fit no pass anyhow.
+    """
+    given = read_body(body, ("documents", "estimate"))
+    check_documents(given.get("documents"))
+    check_flag("estimate", given.get("estimate", False))
+    sizes = [len(one["text"]) for one in given["documents"]]
+    if sum(sizes) > MOST_PRIMED:
+        raise ConfigError(f"the documents have {sum(sizes)} characters; send at most {MOST_PRIMED} in one request")
+    most = _CHARACTERS_PER_TOKEN * context_length
+    for place, size in enumerate(sizes):
+        if size > most:
+            raise ConfigError(
+                f"documents[{place}] has {size} characters, and the model's context is {context_length} tokens; split "
+                f"it into chunks of at most {most}"
+            )
+    return [Chunk(one["text"]) for one in given["documents"]], bool(given.get("estimate"))
+
+
 def check_documents(documents: object) -> None:
-    """Raises ConfigError, which says what `documents` must look like, for anything else."""
+    """Raise ConfigError, with an example, for anything but a list of texts."""
     if not isinstance(documents, list):
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
     if len(documents) > MOST_DOCUMENTS:
@@ -96,7 +131,7 @@ def check_documents(documents: object) -> None:
 
 
 def _check_characters(text: str, where: str) -> None:
-    """Raises ConfigError for half a surrogate pair, which JSON can name and no tokenizer takes."""
+    """Raise ConfigError for half a surrogate pair, which JSON can name and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""vLLM's API server with chunk-caches: chat completions with `documents`, and what goes with them.
+"""vLLM's API server with chunk-caches: chat completions with `documents`, and the routes beside them.
 
 A chat request that has the field `documents` becomes a prompt of segments and goes through a copy of vLLM's own
 handler; one without it goes to vLLM's own function, untouched.
@@ -24,13 +24,13 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
 
-from cachecraft_rag.checks import check_flag, check_mapping, check_names, check_text
+from cachecraft_rag.checks import check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.types import Chunk
-from cachecraft_rag.vllm.documents import Asked, check_documents
-from cachecraft_rag.vllm.front import ServerEngine
-from cachecraft_rag.vllm.metrics import ServerCollector, told_counts
-from cachecraft_rag.vllm.records import Record, RecordingClient, Records
+from cachecraft_rag.store import RowFilter
+from cachecraft_rag.vllm.documents import MOST_BODY, Asked, check_documents, read_body, read_priming
+from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.server_engine import ServerEngine
 from cachecraft_rag.vllm.serving import Calls
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
@@ -52,10 +52,7 @@ class ChatWithDocuments:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Open the engine over vLLM's, and check that reuse is exact here, before the first request comes."""
-        transfer = engine_client.vllm_config.kv_transfer_config
-        if transfer is None:
-            raise ConfigError("the endpoint needs the connector: start the server with `cachecraft serve`")
-        settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
+        settings = ConnectorSettings.of(engine_client.vllm_config)
         loop = asyncio.get_running_loop()
         calls = Calls(engine_client, loop)
         template = load_chat_template(args.chat_template)
@@ -63,11 +60,11 @@ class ChatWithDocuments:
         engine = await loop.run_in_executor(None, opened)
         await loop.run_in_executor(None, engine.check_reuse)
         state.cachecraft = Endpoint(engine)
-        prometheus_client.REGISTRY.register(ServerCollector(engine, told_counts(engine_client)))
+        prometheus_client.REGISTRY.register(ServerCollector(engine, reported_counts(engine_client)))
 
 
 class Endpoint:
-    """What the routes share: the engine, threads for what blocks, and the records of requests."""
+    """State of the routes: the engine, threads for calls that block, and the records of requests."""
 
     def __init__(self, engine: ServerEngine) -> None:
         self.engine, self.records = engine, Records(engine.ended)
@@ -75,7 +72,7 @@ class Endpoint:
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
     async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Do something that blocks; what is wrong with a request becomes a 400 with the reason."""
+        """Call something that blocks; an error of the request becomes a 400 with the reason."""
         threads = self._slow if slow else self._layouts
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, act)
@@ -121,16 +118,16 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
     endpoint = _endpoint(raw_request)
     engine, session = endpoint.engine, endpoint.session(raw_request)
 
-    def prepare() -> tuple[Record, dict[str, Any], str]:
+    def prepare() -> tuple[RequestRecord, dict[str, Any], str]:
         asked = Asked.read(request, engine.config, context_length=engine.decoder.context_length)
         prepared, ask = engine.prepare(asked, session=session)
-        record = Record(prepared, engine.decoder.layout.layers)
+        record = RequestRecord(prepared, engine.decoder.layout.layers)
         return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
 
     try:
         record, transfer, salt = await endpoint.in_thread(prepare)
     except HTTPException:
-        engine.tally.refuse()
+        engine.request_counts.refuse()
         raise
     request.documents = None
     request.kv_transfer_params, request.cache_salt = transfer, salt
@@ -141,11 +138,11 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
         return await _answer(handler, request, raw_request)
     finally:
         if not record.begun:  # vLLM's own handler has refused it
-            engine.tally.refuse()
+            engine.request_counts.refuse()
 
 
 async def _answer(handler: Any, request: ChatCompletionRequest, raw_request: Request) -> Any:
-    """What vLLM's route does, with this handler."""
+    """Answer as vLLM's route does, with this handler."""
     answer = await handler.create_chat_completion(request, raw_request)
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
@@ -156,7 +153,7 @@ async def _answer(handler: Any, request: ChatCompletionRequest, raw_request: Req
 
 
 async def facts(raw_request: Request) -> dict[str, Any]:
-    """The served model and the settings that a client must know."""
+    """The served model and the settings that a client needs."""
     return _endpoint(raw_request).engine.facts()
 
 
@@ -167,7 +164,7 @@ async def tokenizer(raw_request: Request) -> dict[str, Any]:
 
 
 async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
-    """What became of a request with documents; its id is the answer's."""
+    """Statistics of a request with documents; its id is the answer's."""
     endpoint = _endpoint(raw_request)
     found = endpoint.records.get(name, session=endpoint.session(raw_request))
     if found is None:
@@ -176,46 +173,43 @@ async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
 
 
 async def prime(raw_request: Request) -> dict[str, Any]:
-    """Capture the chunks of one document, in order; with "estimate": what would be captured, and the disk's space."""
-    endpoint = _endpoint(raw_request)
+    """Capture the chunks of one document, in order; with "estimate": only count them, with the disk's space."""
+    endpoint, body = _endpoint(raw_request), await _body(raw_request)
     engine = endpoint.engine
-    body = await _body(raw_request, ("documents", "estimate"))
 
     def act() -> dict[str, Any]:
-        check_documents(body.get("documents"))
-        check_flag("estimate", body.get("estimate", False))
-        chunks = [Chunk(one["text"]) for one in body["documents"]]
-        if body.get("estimate"):
-            return {"missing": engine.missing(chunks), "disk": asdict(engine.disk_space())}
-        return {"captured": engine.prime(chunks)}
+        chunks, estimate = read_priming(body, context_length=engine.decoder.context_length)
+        if estimate:
+            return {"missing": engine.primer().missing(chunks), "disk": asdict(engine.disk_space())}
+        return {"captured": engine.primer().prime(chunks)}
 
     return await endpoint.in_thread(act, slow=True)
 
 
 async def evict(raw_request: Request) -> Any:
-    """Remove the chunk-caches of chunks, by their ids."""
-    endpoint = _endpoint(raw_request)
-    body = await _body(raw_request, ("chunk_ids",))
+    """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
+    endpoint, body = _endpoint(raw_request), await _body(raw_request)
 
     def act() -> Any:
-        ids = body.get("chunk_ids")
+        ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
         if not isinstance(ids, list):
             raise ConfigError('write {"chunk_ids": ["…"]}')
         for one in ids:
             check_text("each of chunk_ids", one)
-        return endpoint.engine.evict(tuple(ids))
+        engine = endpoint.engine
+        return asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids))))
 
     return await endpoint.in_thread(act, slow=True)
 
 
-async def _body(raw_request: Request, names: tuple[str, ...]) -> dict[str, Any]:
-    try:
-        body = await raw_request.json()
-        check_mapping("the body", body)
-        check_names(body, names, what="field")
-    except (ValueError, RecursionError, CacheCraftError) as error:
-        raise HTTPException(400, f"the body must be a JSON object: {error}") from error
-    return dict(body)
+async def _body(raw_request: Request) -> bytes:
+    """The body, unparsed: large ones are parsed outside the event loop."""
+    body = bytearray()
+    async for piece in raw_request.stream():
+        body += piece
+        if len(body) > MOST_BODY:
+            raise bad_request(ConfigError(f"the body has more than {MOST_BODY} bytes; send fewer documents at once"))
+    return bytes(body)
 
 
 def _endpoint(raw_request: Request) -> Endpoint:
@@ -224,7 +218,7 @@ def _endpoint(raw_request: Request) -> Endpoint:
 
 
 def _router() -> APIRouter:
-    """The routes; a function and no decorators, which would take the functions' types away."""
+    """The routes; without decorators, which would hide the functions' types."""
     router = APIRouter()
     json = Depends(validate_json_request)
     posts: list[tuple[str, Callable[..., Any], list[Any]]] = [

@@ -1,4 +1,4 @@
-"""The engine whose model runs in vLLM: many requests at once, tensor parallelism, and the same face as `Engine`."""
+"""The engine whose model runs in vLLM: many requests at once and tensor parallelism, with the interface of `Engine`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
-from cachecraft_rag.engine.base import CACHE_FOLDER, AnswerEngine, PathLike
+from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.request import Request, SegmentReport, answer_text
+from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, answer_text
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
-from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
-from cachecraft_rag.vllm.served import ServedModel
+from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.serving import Calls, Serving, Step
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
@@ -30,7 +31,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 _LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
 
 
-class VLLMEngine(AnswerEngine):
+class VLLMEngine(StoreEngine):
     """Answers questions over chunks with a model that vLLM runs, in processes of its own.
 
     Make one with `from_pretrained`, below `if __name__ == "__main__":`, because those processes import the main module.
@@ -39,10 +40,10 @@ class VLLMEngine(AnswerEngine):
     def __init__(
         self, model: ServedModel, store: ChunkCacheStore, config: EngineConfig, *, serving: Calls, key: str
     ) -> None:
-        """Take over a running `serving`, whose connector has this key; `close` ends it."""
+        """Take over a running `serving`, whose connector has this key; `close` closes it."""
         super().__init__(model, store, config)
         self._model, self._serving, self._key = model, serving, key
-        self._opened = ExitStack()  # what `close` closes besides vLLM
+        self._opened = ExitStack()  # closed by `close`, besides vLLM
 
     @classmethod
     def from_pretrained(
@@ -61,8 +62,8 @@ class VLLMEngine(AnswerEngine):
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
 
         Raises:
-            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do; also what vLLM
-            raises where it cannot start.
+            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do; also vLLM's own
+            exceptions where it cannot start.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -74,7 +75,7 @@ class VLLMEngine(AnswerEngine):
         require_vllm()
         served = ServedModel.load(model, dtype=chosen.dtype)
         folder = Path(store) / CACHE_FOLDER
-        settings = ConnectorSettings(str(folder), namespace=chosen.namespace, caches=changed_settings(chosen.store))
+        settings = ConnectorSettings(str(folder), served.identity, namespace=chosen.namespace, caches=chosen.store)
         with ExitStack() as opened:
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
@@ -85,7 +86,7 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def check_reuse(self) -> None:
-        """See `self_check`; what it stores is removed again. A context too short for a check is logged."""
+        """Run the `self_check` and remove its captures. A context too short for a check is logged."""
         vllm_config = self._serving.vllm_config
         # vLLM's own: that of the model's config may be longer.
         context = min(self._model.context_length, int(vllm_config.model_config.max_model_len))
@@ -106,7 +107,7 @@ class VLLMEngine(AnswerEngine):
                 self.store.evict(stored)
 
     def _predicted(self, ask: Ask | list[int]) -> Predicted:
-        """What `self_check` asks for."""
+        """Serve one request of `self_check`."""
         plain, asked = (ask, None) if isinstance(ask, list) else (None, ask)
         prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
         params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
@@ -114,19 +115,19 @@ class VLLMEngine(AnswerEngine):
         likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
         if asked is None:
             return Predicted(dict(likeliest[: _LIKELIEST // 2]))
-        told = last.told.get(FIELD, {"refused": "vLLM has not told what became of it"})
-        reports = [SegmentReport.from_dict(one) for one in told.get("segments", ())]
+        report = last.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
+        reports = [SegmentReport.from_dict(one) for one in report.get("segments", ())]
         taken = sum(
             len(segment.token_ids) - report.recomputed - report.not_loaded
             for segment, report in zip(asked.prompt.segments, reports, strict=False)
             if report.variant_id is not None
         )
-        return Predicted(dict(likeliest), taken, told.get("refused", ""))
+        return Predicted(dict(likeliest), taken, report.get("refused", ""))
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """See `AnswerEngine.capture`."""
         segments = prompt.segments[: captures[-1] + 1]
-        end = segments[-1].token_ids[-1]  # a request needs a question; nothing comes of this one
+        end = segments[-1].token_ids[-1]  # for the question that a request must have
         asked = Prompt((*segments, Segment("question", "capture", (end, end), private=True)))
         config = replace(self.config, reuse=False, capture=True)
         ask = Ask(asked, config, primed=primed, captures=tuple(captures), when_stored=True)
@@ -138,10 +139,9 @@ class VLLMEngine(AnswerEngine):
         if not self._home.here:
             return
         with self._opened:
-            self._background.close()
             self._serving.close()
 
-    def _pieces(self, request: Request) -> Generator[str]:
+    def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()
         sampling = request.sampling
         ask = Ask(request.prompt, request.config, request.session)
@@ -154,10 +154,10 @@ class VLLMEngine(AnswerEngine):
         )
         try:
             with closing(self._serving.generate(self._prompt(ask), params)) as steps:
-                yield from answer_text(request, _tokens(request, steps), self._model.tokenizer, self._model.end_tokens)
+                tokens = _tokens(request, progress, steps)
+                yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
         finally:
-            request.finish = request.finish or "closed"
-            request.ended_s = request.clock()
+            progress.end(request, "closed")
 
     def _prompt(self, ask: Ask) -> dict[str, Any]:
         return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self.namespace)}
@@ -175,11 +175,11 @@ class VLLMEngine(AnswerEngine):
         )
 
 
-def _tokens(request: Request, steps: Iterable[Step]) -> Iterator[int]:
+def _tokens(request: Request, progress: RequestProgress, steps: Iterable[Step]) -> Iterator[int]:
     for step in steps:
-        request.first_token_s = request.first_token_s or request.clock()
-        if step.told:
-            take_report(request, step.told.get(FIELD, {}))
+        progress.first_token_s = progress.first_token_s or request.clock()
+        if step.report:
+            take_report(progress, step.report.get(FIELD, {}))
         yield from step.tokens
 
 
@@ -197,17 +197,8 @@ def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[
     return own | {"max_model_len": model.context_length} | dict(server)
 
 
-def changed_settings(config: StoreConfig) -> dict[str, Any]:
-    """The settings of a store that are not the defaults, as plain values."""
-    plain = {one.name: getattr(config, one.name) for one in fields(config) if one.default is not MISSING}
-    changed = {name: value for name, value in plain.items() if value != getattr(StoreConfig(), name)}
-    if config.remote is not None and not isinstance(config.remote, str):
-        changed["remote"] = asdict(config.remote)
-    return changed
-
-
 def require_vllm() -> None:
-    """Raises ConfigError where vLLM is not installed, and sees to it that its processes are spawned.
+    """Raise ConfigError where vLLM is not installed, and have its processes spawned.
 
     A fork would inherit the store's locks without its threads.
     """

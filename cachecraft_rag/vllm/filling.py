@@ -22,10 +22,10 @@ from cachecraft_rag.vllm.messages import Fill
 class Filling:
     """A request's prefill: the Hugging Face engine's, but for the prompt's last token, which vLLM computes itself.
 
-    Where `driver.run` waits, this says so, and the worker goes on with something else.
+    Where `driver.run` would wait, `row_pass` is None, and the worker goes on with something else.
 
     Attributes:
-        result: what came of it, once it is done.
+        result: of the prefill, once it is done.
         plan: as it was carried out; until then as it was made.
     """
 
@@ -66,7 +66,7 @@ class Filling:
         return self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
 
     def go_on(self) -> None:
-        """Take every step that need not be waited for, up to the next layer."""
+        """Take every step that is ready, up to the next layer."""
         while self.result is None and not isinstance(step := self._step, Forward):
             now = time.perf_counter()
             ranks = self._stack.ranks
@@ -77,12 +77,12 @@ class Filling:
             self._loads.waited_s += now - self._idle_since
             self._send(not late)
 
-    def begins_layer(self) -> None:
-        """Its layer runs now: what has passed since the last one was not computing."""
+    def begin_layer(self) -> None:
+        """Note that its layer runs now: the time since the last one was spent waiting."""
         self._loads.waited_s += time.perf_counter() - self._idle_since
 
-    def ran_layer(self) -> None:
-        """Its layer has run."""
+    def end_layer(self) -> None:
+        """Note that its layer has run."""
         self._send(True)
         self.go_on()
 
@@ -94,23 +94,23 @@ class Filling:
         self._idle_since = self._asked_at = time.perf_counter()
 
     def end(self) -> PrefillResult:
-        """Stop loading and note what was computed instead; only once it is done."""
+        """Stop loading and note the rows computed instead; only once it is done."""
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
         self.plan = as_it_went(self._resolved, self._loads, self.result)
         return self.result
 
     def give_up(self) -> None:
-        """Nobody wants it any more."""
+        """Stop before it is done."""
         self._steps.close()
         self._loader.end(self._loads)
         self._resolved.close()
 
     def report(self) -> dict[str, Any]:
-        """What the request's statistics need, as plain JSON values."""
+        """Numbers for the request's statistics, as plain JSON values."""
         assert self.result is not None, "it is not done"
         segments = [one.as_dict() for one in segment_reports(self.plan, self._resolved.tiers)]
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "segments": segments,
             "row_layers": self.result.row_layers,
             "focus_layer": self.result.focus_layer,
@@ -119,5 +119,5 @@ class Filling:
             "remote": self.fill.found.remote,
         }
         if self.fill.ask.details:
-            told["recomputed"] = [list(one.recompute) for one in self.plan.segments]
-        return told
+            report["recomputed"] = [list(one.recompute) for one in self.plan.segments]
+        return report

@@ -1,7 +1,7 @@
-"""What the parts of a server tell each other about a request.
+"""Messages about a request between the parts of a server.
 
-Ask   who builds the prompt → scheduler: the prompt's segments and how to reuse them, in `kv_transfer_params`, sealed
-Fill  scheduler → workers: what a look-up found, and the blocks to fill
+Ask   front end → scheduler: the prompt's segments and how to reuse them, in `kv_transfer_params`, sealed
+Fill  scheduler → workers: the result of the look-up, and the blocks to fill
 News  workers → scheduler: reports of finished requests, and which segments are being captured
 """
 
@@ -11,13 +11,13 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Any, Self
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store.expected import Found
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Prompt, Segment, TokenScores, digest
 
 FIELD = "cachecraft"  # of `kv_transfer_params`, in both directions
@@ -26,15 +26,15 @@ _KINDS = ("system", "chunk", "question")
 
 @dataclass(frozen=True)
 class Ask:
-    """One request's wish to have its prompt filled from chunk-caches.
+    """A request for a prompt to be filled from chunk-caches.
 
     prompt    its segments; the last one is the question
     config    how chunk-caches are reused
     session   whose private chunk-caches may be used and made besides the shared ones
     primed    its captures are made ahead of questions
-    when_stored  the answer waits until its captures are stored
     captures  segments to capture; None: as `config` says
     details   the report lists the recomputed tokens
+    when_stored  the answer waits until its captures are stored
     client_salt  the `cache_salt` that a client gave, if any: part of this request's own
     """
 
@@ -48,63 +48,50 @@ class Ask:
     client_salt: str = ""
 
     def message(self, key: str) -> dict[str, Any]:
-        """For `kv_transfer_params[FIELD]`, as plain JSON values; sealed with the server's key, see `read`."""
-        told: dict[str, Any] = {
-            "segments": [
-                [one.kind, one.segment_id, len(one.token_ids), one.private, one.closing] for one in self.prompt.segments
-            ],
-            "config": asdict(self.config) | {"ablate": sorted(self.config.ablate)},
-            "session": self.session,
-            "primed": self.primed,
-            "captures": None if self.captures is None else list(self.captures),
-            "details": self.details,
-            "when_stored": self.when_stored,
-            "client_salt": self.client_salt,
-        }
-        return told | {"seal": _seal(told, self.prompt.token_ids, key)}
+        """Plain JSON values for `kv_transfer_params[FIELD]`, sealed with the server's key, see `read`."""
+        message = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}
+        message["config"] = asdict(self.config)
+        message["segments"] = [
+            [one.kind, one.segment_id, len(one.token_ids), one.private, one.closing] for one in self.prompt.segments
+        ]
+        return message | {"seal": _seal(message, self.prompt.token_ids, key)}
 
     @classmethod
     def read(cls, message: object, token_ids: Sequence[int], key: str) -> Self:
-        """The ask that `message` made of these tokens.
+        """Read back a `message` about these tokens.
 
-        Sealed, because segments name chunks and sessions: what anybody may write into a request's body must not
-        decide whose chunk-caches are read, or under which names captures are stored.
+        Sealed, because segments name chunks and sessions: a request's body, which anybody can write, must not decide
+        whose chunk-caches are read, or under which names captures are stored.
 
-        Raises ConfigError with the reason where it is not one of ours, or of other tokens.
+        Raises ConfigError with the reason where it is not one of ours, or about other tokens.
         """
         if not isinstance(message, Mapping):
-            raise ConfigError("what it asks for is no mapping")
-        told = {name: value for name, value in message.items() if name != "seal"}
-        seal = message.get("seal")
+            raise ConfigError("the message is no mapping")
+        given = dict(message)
+        seal = given.pop("seal", None)
         try:
-            ours = _seal(told, token_ids, key)
+            ours = _seal(given, token_ids, key).encode()
         except (TypeError, ValueError):  # no JSON
-            ours = ""
-        if (
-            not isinstance(seal, str)
-            or not ours
-            or not hmac.compare_digest(seal.encode("utf-8", "replace"), ours.encode())
-        ):
+            ours = b""
+        if not (ours and isinstance(seal, str) and hmac.compare_digest(seal.encode("utf-8", "replace"), ours)):
             raise ConfigError("it is not sealed with this server's key, or its prompt was changed on the way")
         try:
-            config = ReuseConfig(**told["config"])
-            prompt = _prompt(told["segments"], token_ids)
-            captures = None if told["captures"] is None else tuple(told["captures"])
-            flags = {name: told[name] for name in ("primed", "details", "when_stored", "client_salt")}
-            return cls(prompt, config, told["session"], captures=captures, **flags)
+            config, prompt = ReuseConfig(**given.pop("config")), _prompt(given.pop("segments"), token_ids)
+            captures = given.pop("captures")
+            return cls(prompt, config, captures=None if captures is None else tuple(captures), **given)
         except (KeyError, TypeError, ValueError) as error:  # sealed by another version
             raise ConfigError(f"it cannot be read: {error!r}") from error
 
     def cache_salt(self, namespace: str) -> str:
-        """vLLM's salt of its prefix cache for this request: blocks filled for it serve nothing that differs in it."""
-        settings = json.dumps(asdict(self.config) | {"ablate": sorted(self.config.ablate)}, sort_keys=True)
+        """Salt for vLLM's prefix cache: blocks filled for this request serve only requests with the same salt."""
+        settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
         return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
 
 
-def _seal(told: Mapping[str, Any], token_ids: Sequence[int], key: str) -> str:
-    text = json.dumps([told, list(token_ids)], sort_keys=True)
+def _seal(message: Mapping[str, Any], token_ids: Sequence[int], key: str) -> str:
+    text = json.dumps([message, list(token_ids)], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=key.encode()[:64], digest_size=16).hexdigest()
 
 
@@ -128,9 +115,9 @@ class Fill:
     """Blocks of one request to be filled.
 
     found, scores  of the look-up, frozen for as long as the request lives
-    first, last    the positions `first:last` are to be filled; what stands before is vLLM's own prefix cache's
+    first, last    positions `first:last` are to be filled; those before come from vLLM's own prefix cache
     blocks         of the whole prompt
-    again          it was filled before and preempted: nothing of it is captured twice
+    again          it was filled before and preempted: its segments are not captured twice
     """
 
     request_id: str
@@ -145,16 +132,16 @@ class Fill:
 
 @dataclass(frozen=True)
 class News:
-    """What the workers tell after a step.
+    """Report of the workers after a step.
 
-    reports    by request, see `working.Filling.report`
-    capturing  segments whose captures are under way; None: as told before
+    reports    by request, see `filling.Filling.report`
+    capturing  segments whose captures are under way; None: unchanged
     """
 
     reports: Mapping[str, Mapping[str, Any]]
     capturing: frozenset[str] | None = None
 
     def joined(self, other: News) -> News:
-        """With what another rank tells; the first one's reports count, and only it captures."""
+        """Join them with another rank's: the first one's reports count, and only it captures."""
         capturing = self.capturing if other.capturing is None else other.capturing | (self.capturing or frozenset())
         return News({**other.reports, **self.reports}, capturing)

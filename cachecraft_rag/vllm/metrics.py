@@ -1,7 +1,7 @@
 """Our metrics at a server's own /metrics: requests are counted in the API server, loads and captures where vLLM runs.
 
-The stores of the scheduler and of the first worker tell their counts with vLLM's own statistics, whenever they have
-changed in a step. They are running totals, so one that is lost on the way is made up for by the next.
+The stores of the scheduler and of the first worker send their counts with vLLM's own statistics, after each step that
+changed them. They are running totals, so a lost one does no harm.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cachecraft_rag.engine.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
 
-Told = Mapping[Any, Mapping[str, Any]]  # by who told it, see `counts_of`
+Reported = Mapping[Any, Mapping[str, Any]]  # by sender, see `counts_of`
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
 _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
 def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
-    """What this process's store has done, as plain numbers: `ChunkCacheStore.counts`, and the same of its remote."""
+    """Counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and the same of its remote."""
     counts, remote = store.counts(), store.remote_stats(ask=False)
     if remote is not None:
         counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {"breakers": {remote.breaker: 1}}
@@ -32,14 +32,14 @@ def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
 
 @dataclass
 class StoreCounts(KVConnectorStats):
-    """What the stores of one vLLM engine have done: `data` is by "scheduler" and "worker"."""
+    """Counts of the stores of one vLLM engine: `data` is by "scheduler" and "worker"."""
 
     def reset(self) -> None:
-        """Nothing is told."""
+        """Forget all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """With what another store tells, or with the same one's newer totals."""
+        """Add another store's counts, or the same one's newer totals."""
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
@@ -49,15 +49,15 @@ class StoreCounts(KVConnectorStats):
         return {"chunk-caches loaded so far": loads, "captures so far": captures}
 
     def is_empty(self) -> bool:
-        """Whether nothing is told."""
+        """True without any counts."""
         return not self.data
 
 
-class ToldCounts(KVConnectorPromMetrics):
+class ReportedCounts(KVConnectorPromMetrics):
     """In the API server: the newest totals of each store.
 
     Attributes:
-        latest: by number of vLLM's engine and by who told it.
+        latest: by number of vLLM's engine and by sender.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -65,30 +65,30 @@ class ToldCounts(KVConnectorPromMetrics):
         self.latest: dict[tuple[int, str], Mapping[str, Any]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take over what came with a step's statistics."""
+        """Take over the counts that came with a step's statistics."""
         self.latest.update({(engine_idx, who): counts for who, counts in transfer_stats_data.items()})
 
 
-def told_counts(engine_client: Any) -> Told:
-    """Where the counts of vLLM's processes arrive; always empty where vLLM keeps no statistics."""
+def reported_counts(engine_client: Any) -> Reported:
+    """The counts that vLLM's processes have sent; always empty where vLLM keeps no statistics."""
     manager = engine_client.logger_manager
     for logger in () if manager is None else manager.stat_loggers:
         found = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
-        if isinstance(found, ToldCounts):
+        if isinstance(found, ReportedCounts):
             return found.latest
     return {}
 
 
 class ServerCollector(EngineCollector):
-    """As `EngineCollector`, of an API server: with what its vLLM's stores have told."""
+    """`EngineCollector` of an API server, with the counts of its vLLM's stores."""
 
-    def __init__(self, engine: AnswerEngine, told: Told) -> None:
+    def __init__(self, engine: AnswerEngine, reported: Reported) -> None:
         super().__init__(engine)
-        self._told = told
+        self._reported = reported
 
-    def _stats(self) -> StoreStats:
-        own = super()._stats()
-        total = summed([counts_of(self._engine.store), *self._told.values()])
+    def _stats(self, store: ChunkCacheStore) -> StoreStats:
+        own = super()._stats(store)
+        total = summed([counts_of(store), *self._reported.values()])
         remote = total.pop("remote", None)
         if own.remote is not None and remote is not None:
             breakers = remote.pop("breakers")
@@ -98,7 +98,7 @@ class ServerCollector(EngineCollector):
 
 
 def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of several, added up, those below a name too."""
+    """Add up the counts of several stores, nested ones too."""
     total: dict[str, Any] = {}
     for one in counts:
         for name, value in one.items():

@@ -1,6 +1,6 @@
-"""vLLM's own models, each as a subclass that can be found again: vLLM hands no connector the model it serves.
+"""vLLM's own models, each as a subclass whose instances are remembered: vLLM gives a connector no model.
 
-The subclasses are made on demand, and none changes what the model computes.
+The subclasses are made on demand and compute the same.
 """
 
 from __future__ import annotations

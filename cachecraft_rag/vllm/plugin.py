@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes: names are registered, and nothing heavy is imported."""
+"""Plugin that vLLM loads in each of its processes: it registers names and imports nothing heavy."""
 
 from __future__ import annotations
 

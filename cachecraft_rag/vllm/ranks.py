@@ -1,9 +1,9 @@
-"""Tensor-parallel ranks of vLLM: they meet wherever they exchange anything, and nobody waits for one that has failed.
+"""Tensor-parallel ranks of vLLM: they meet before every exchange, and none waits for one that has failed.
 
-A step is divided into rounds, and a round into numbered acts, the same on every rank. Whatever a rank exchanges in an
-act begins with a meeting, where each says at which act it is. A rank whose act has raised goes on to the next one; the
+A step is divided into rounds, and a round into numbered acts, the same on every rank. Each exchange in an act begins
+with a meeting, where every rank says at which act it is. A rank whose act has raised goes on to the next one; the
 others, which still stand in that act, see it ahead of them and give the act up, too. Every round ends with a meeting of
-all. So one small reduction a round is the price, and no exception leaves the others waiting.
+all. This costs one small reduction a round, and no exception leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cachecraft_rag.compute.stack import Alone
 
 T = TypeVar("T")
 
-_MEETING_S = 120.0  # a rank that has not come by then will not; vLLM gives its workers 300 s for a step
+_MEETING_S = 120.0  # a rank that has not come by then is lost; vLLM gives its workers 300 s for a step
 _END = 1 << 30  # the number of a round's last meeting
 
 
@@ -32,7 +32,7 @@ class RanksApartError(Exception):
 
 
 class OneRank(Alone):
-    """A single rank with all heads: what it does has no need to be agreed on."""
+    """A single rank with all heads: it has nothing to agree on."""
 
     rank, size = 0, 1
 
@@ -40,7 +40,7 @@ class OneRank(Alone):
         """See `TensorParallel.act`."""
 
     def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
-        """As they are."""
+        """Return them as they are."""
         return failed
 
     def part(self) -> None:
@@ -68,7 +68,7 @@ class TensorParallel:
         self._act = number
 
     def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
-        """End a round: what failed on any rank, by name and with the first reason given."""
+        """End a round; returns the failures of all ranks, by name and with the first reason given."""
         self._act = _END
         if not self._meet(bool(failed)):
             return {}
@@ -113,7 +113,7 @@ class TensorParallel:
         return self._gathered(decision)[0]
 
     def _meet(self, some: bool = False) -> bool:
-        """Wait for the others at the same place of the same act; returns whether `some` is true of any of them."""
+        """Wait for the others at the same place of the same act; returns True if `some` is true on any rank."""
         while True:
             place = torch.tensor([self._act, -self._act, int(some)])
             try:

@@ -1,75 +1,74 @@
-"""What became of requests with documents, by their ids, for as long as a server remembers it."""
+"""Outcomes of the last requests with documents, by their ids."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cachecraft_rag.engine.request import Request, SegmentReport, stats_of
+from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.vllm.messages import FIELD
 
-REMEMBERED = 1000  # requests: a few kilobytes each
+_REMEMBERED = 1000  # requests: a few kilobytes each
 
 _FINISH: Mapping[str, Any] = {"stop": "end", "length": "length"}
 
 
-def take_report(request: Request, told: Mapping[str, Any]) -> None:
-    """The connector's report, or why the request was computed as any other."""
-    if "segments" not in told:
-        request.reports = ()
-        return
-    request.reports = tuple(SegmentReport.from_dict(one) for one in told["segments"])
-    request.row_layers, request.focus_layer = told["row_layers"], told["focus_layer"]
-    request.planned_s, request.waited_s, request.remote = told["planned_s"], told["waited_s"], told["remote"]
+def take_report(progress: RequestProgress, report: Mapping[str, Any]) -> None:
+    """Take over the connector's report; it has no segments where the request was computed like any other."""
+    progress.reports = tuple(SegmentReport.from_dict(one) for one in report.get("segments", ()))
+    for name in ("row_layers", "focus_layer", "planned_s", "waited_s", "remote"):
+        if name in report:
+            setattr(progress, name, report[name])
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request of an API server, as far as it has come.
 
-    told  what the connector said at its end, see `working.Filling.report`
-    begun, counted  it was handed to vLLM; its end is told
+    report   of the connector at its end, see `filling.Filling.report`
+    begun    it was handed to vLLM
+    counted  its end was counted
     """
 
     request: Request
     layers: int
-    told: dict[str, Any] = field(default_factory=dict)
+    progress: RequestProgress = field(default_factory=RequestProgress)
+    report: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
     counted: bool = False
 
     def note(self, output: Any) -> None:
-        """One of vLLM's outputs: new tokens, or all of them at once where the answer is not streamed."""
-        request = self.request
-        if not request.first_token_s:
+        """Note one of vLLM's outputs: new tokens, or all of them at once where the answer is not streamed."""
+        progress = self.progress
+        if not progress.first_token_s:
             latency = getattr(output.metrics, "first_token_latency", 0.0) if output.metrics is not None else 0.0
-            request.first_token_s = latency or request.clock()
+            progress.first_token_s = latency or self.request.clock()
         for one in output.outputs:
-            request.generated += len(one.token_ids)
+            progress.generated += len(one.token_ids)
             if one.finish_reason is None:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
             stopped = isinstance(one.stop_reason, str)
-            request.finish = "stop" if stopped else _FINISH.get(one.finish_reason, "closed")
-            request.generated -= request.finish == "end"
+            progress.finish = "stop" if stopped else _FINISH.get(one.finish_reason, "closed")
+            progress.generated -= progress.finish == "end"
         if output.kv_transfer_params:
-            self.told = dict(output.kv_transfer_params.get(FIELD, {}))
-            take_report(request, self.told)
+            self.report = dict(output.kv_transfer_params.get(FIELD, {}))
+            take_report(progress, self.report)
 
     def end(self) -> None:
-        """No more will come."""
-        self.request.finish = self.request.finish or "closed"
-        self.request.ended_s = self.request.ended_s or self.request.clock()
+        """Note its end."""
+        self.progress.end(self.request, "closed")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        refused = self.told.get("refused")
+        """Plain values, for JSON."""
+        refused = self.report.get("refused")
         return {
-            "stats": stats_of(self.request, self.layers).as_dict(),
-            "report": None if refused is not None or not self.told else self.told,
+            "stats": stats_of(self.request, self.progress, self.layers).as_dict(),
+            "report": None if refused is not None or not self.report else self.report,
             "refused": refused,
         }
 
@@ -77,51 +76,51 @@ class Record:
 class Records:
     """The last requests of an API server. Used in its event loop only."""
 
-    def __init__(self, ended: Callable[[RequestStats], None], most: int = REMEMBERED) -> None:
-        """`ended` is told of each request once, when it has ended."""
-        self._most, self._told_ended = most, ended
-        self._under_way: dict[str, Record] = {}
+    def __init__(self, ended: Callable[[RequestStats], None]) -> None:
+        """Make empty ones; `ended` is called once for each request, when it has ended."""
+        self._count_ended = ended
+        self._under_way: dict[str, RequestRecord] = {}
         self._ended: OrderedDict[str, tuple[str | None, dict[str, Any]]] = OrderedDict()
 
-    def begin(self, name: str, record: Record) -> None:
-        """A request has been handed to vLLM."""
+    def begin(self, name: str, record: RequestRecord) -> None:
+        """Note a request that is handed to vLLM."""
         self._under_way[name] = record
 
-    def end(self, name: str, record: Record) -> None:
-        """It has ended; its prompt is forgotten, its numbers are kept."""
+    def end(self, name: str, record: RequestRecord) -> None:
+        """Note its end: its prompt is forgotten, its numbers are kept."""
         record.end()
         if not record.counted:
             record.counted = True
-            self._told_ended(stats_of(record.request, record.layers))
+            self._count_ended(stats_of(record.request, record.progress, record.layers))
         if self._under_way.get(name) is record:  # a client may give two requests one name
             del self._under_way[name]
         self._ended[name] = (record.request.session, record.as_dict())
         self._ended.move_to_end(name)
-        while len(self._ended) > self._most:
+        while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
     def get(self, name: str, *, session: str | None) -> dict[str, Any] | None:
-        """What is known of a request, for the session it belongs to; None where nothing is."""
+        """Numbers of a request, for the session that it belongs to; None for an unknown one."""
         if (record := self._under_way.get(name)) is not None:
-            owner, told = record.request.session, record.as_dict()
+            owner, numbers = record.request.session, record.as_dict()
         else:
-            owner, told = self._ended.get(name, (None, {}))
-        return {"id": name} | told if told and owner == session else None
+            owner, numbers = self._ended.get(name, (None, {}))
+        return {"id": name} | numbers if numbers and owner == session else None
 
 
 class RecordingClient:
-    """vLLM's engine client as one request's handler sees it: what it generates is noted."""
+    """vLLM's engine client for one request's handler; notes its outputs."""
 
-    def __init__(self, client: Any, record: Record, records: Records) -> None:
+    def __init__(self, client: Any, record: RequestRecord, records: Records) -> None:
         self._client, self._record, self._records = client, record, records
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
-        """As vLLM's; the last output carries the whole record."""
+        """Generate as vLLM's client does; the last output carries the whole record."""
         self._record.begun = True
-        self._record.request.request_id = request_id
+        self._record.request = replace(self._record.request, request_id=request_id)
         return self._generate(prompt, params, request_id, **options)
 
     async def _generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
@@ -136,7 +135,7 @@ class RecordingClient:
                         self._records.end(request_id, self._record)
                     yield output
         except Exception:  # whatever it is: it is raised again
-            self._record.request.finish = "failed"
+            self._record.progress.finish = "failed"
             raise
         finally:
             self._records.end(request_id, self._record)

@@ -1,7 +1,7 @@
-"""The scheduler's end: looks up what a request's prompt could be filled from, once, and hands it to the workers.
+"""The scheduler's end: looks up the chunk-caches of each request's prompt, once, and hands them to the workers.
 
-vLLM asks again in every step while a request waits, and after a preemption. The answer stays as it was: a request that
-is filled in another way the second time would go on differently from what it has already said.
+vLLM asks again in every step while a request waits, and after a preemption. The result stays the same: a request that
+is filled differently the second time would continue its answer differently.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +18,15 @@ from cachecraft_rag.engine.request import SegmentReport
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.expected import Expected, Found
+from cachecraft_rag.store.row_checks import Found, RowBounds
 from cachecraft_rag.types import Prompt, TokenScores
-from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.refusals import request_refusal
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_CAPTURE_WAIT_S = 10.0  # how long a request waits for captures of its chunks that are under way
+_CAPTURE_WAIT_S = 10.0  # longest wait of a request for captures of its chunks that are under way
 _REMEMBERED = 10_000  # prompts that were filled
 
 Looked = tuple[Found, Mapping[str, TokenScores]]
@@ -41,7 +40,7 @@ class Pending:
     refused  why it is computed as any other
     looked   the look-up, perhaps under way; None: captures are waited for first
     cached   tokens that vLLM's own prefix cache had, where it had all chunks
-    report   what the workers said of it
+    report   of the workers
     """
 
     ask: Ask | None
@@ -60,22 +59,20 @@ class Scheduling:
 
     Args:
         block_size: tokens of a block of vLLM's.
-        prefix_caching: whether blocks may serve several requests, so that salts matter.
+        prefix_caching: blocks may serve several requests, so salts matter.
     """
 
     def __init__(
         self,
         store: ChunkCacheStore,
-        identity: ModelIdentity,
         settings: ConnectorSettings,
         *,
         block_size: int,
         prefix_caching: bool,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._identity, self._settings = store, identity, settings
-        self._block_size, self._prefix_caching, self._clock = block_size, prefix_caching, clock
-        # A remote may take its time, and no step waits for it. Without one a look-up is one query of the catalog.
+        self._store, self._identity, self._settings = store, settings.identity, settings
+        self._block_size, self._prefix_caching = block_size, prefix_caching
+        # No step waits for a slow remote. Without a remote a look-up is one query of the catalog.
         self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         self._known: dict[str, Pending] = {}
         self._fills: list[Fill] = []
@@ -83,7 +80,7 @@ class Scheduling:
         self._capturing: frozenset[str] = frozenset()
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens behind the first `computed` will be filled; None: ask again in the next step."""
+        """Number of tokens behind the first `computed` that will be filled; None: ask again in the next step."""
         message = (request.kv_transfer_params or {}).get(FIELD)
         if not message:
             return 0
@@ -94,7 +91,7 @@ class Scheduling:
             return 0
         if known.looked is None:
             ids = {segment.segment_id for segment in known.ask.prompt.segments[:-1]}
-            if known.ask.config.reuse and ids & self._capturing and self._clock() < known.since + _CAPTURE_WAIT_S:
+            if known.ask.config.reuse and ids & self._capturing and time.monotonic() < known.since + _CAPTURE_WAIT_S:
                 return None
             known.looked = self._look_up(known.ask)
         if not known.looked.done():
@@ -117,7 +114,7 @@ class Scheduling:
         return int(request.num_prompt_tokens) - 1 - computed
 
     def allocated(self, request: Any, blocks: tuple[int, ...], tokens: int) -> None:
-        """vLLM has given the request these blocks, of which `tokens` positions are to be filled."""
+        """Note the blocks that vLLM has given the request; `tokens` of their positions are to be filled."""
         known = self._known.get(request.request_id)
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
             return
@@ -133,12 +130,12 @@ class Scheduling:
             self._filled.popitem(last=False)
 
     def take_fills(self) -> list[Fill]:
-        """What the workers are to begin in this step."""
+        """Work that the workers begin in this step."""
         fills, self._fills = self._fills, []
         return fills
 
     def take_news(self, news: News) -> None:
-        """What the workers told after a step."""
+        """Take the workers' report after a step."""
         if news.capturing is not None:
             self._capturing = news.capturing
         for name, report in news.reports.items():
@@ -148,12 +145,12 @@ class Scheduling:
                     known.ask = None
 
     def ended(self, names: set[str]) -> None:
-        """These are filled, or were given up."""
+        """Note that these are filled, or were given up."""
         for name in names & self._known.keys():
             self._known[name].filling = False
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """The request is over; what is told with its answer, in `kv_transfer_params`."""
+        """Forget a request; returns its report, which goes out with its answer, in `kv_transfer_params`."""
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
@@ -165,12 +162,12 @@ class Scheduling:
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
 
     def close(self) -> None:
-        """Look up no more."""
+        """End the threads for look-ups."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _cached_report(self, prompt: Prompt, cached: int) -> dict[str, Any]:
-        """As `Filling.report`, of a prompt whose first `cached` tokens were in vLLM's own prefix cache."""
+        """Report as `Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache."""
         segments = []
         for segment, end in zip(prompt.segments, prompt.bounds[1:], strict=True):
             missing = max(0, end - cached)
@@ -192,7 +189,7 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, hash((request.cache_salt, *request.prompt_token_ids)), since=self._clock())
+        return Pending(ask, hash((request.cache_salt, *request.prompt_token_ids)), since=time.monotonic())
 
     def _refused(self, request: Any, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
@@ -210,12 +207,12 @@ class Scheduling:
             return Found({}), {}
         segments = ask.prompt.segments[:-1]
         tokens = {one.segment_id: (len(one.token_ids), one.tokens_digest) for one in segments}
-        expected = Expected(self._identity.layout, self._identity.context_length, tokens)
+        bounds = RowBounds(self._identity.layout, self._identity.context_length, tokens)
         found = self._store.find(
             self._settings.namespace,
             self._identity.fingerprint,
             list(tokens),
             session=ask.session,
-            expected=expected,
+            bounds=bounds,
         )
         return found, self._store.token_scores([one.variant_id for some in found.variants.values() for one in some])

@@ -1,8 +1,8 @@
 """A self-check when a server has started: is reuse exact on this very model, in this very vLLM?
 
-The list of what is refused cannot be complete: a model may scale its embeddings in its forward, a new backend may keep
-its blocks in another way. So a prompt is computed by vLLM alone, by our passes, and from captures of those passes; all
-three must predict the same. It is also the first pass, which compiles what has to be compiled.
+The list of refusals cannot be complete: a model may scale its embeddings in its forward, a new backend may keep its
+blocks in another way. So a prompt is computed by vLLM alone, by our passes, and from captures of those passes; all
+three must predict the same. It is also the first pass, where vLLM compiles.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cachecraft_rag.vllm.messages import Ask
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 TOKENS = 24  # of each of the three segments, at least; longer where vLLM's blocks are
-LEAST = 8  # fewer tells nothing
+LEAST = 8  # fewer prove nothing
 # Largest differences of a log probability taken for rounding.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a server made of a request.
+    """A server's prediction for a request.
 
     logprobs  of the likeliest next tokens, by id
     taken     tokens that came from chunk-caches
@@ -47,8 +47,8 @@ Predict = Callable[[Ask | list[int]], Predicted]
 def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Prompt | None:
     """An instruction, a chunk and a question of random ids below `vocabulary`, equally long.
 
-    Each is longer than one of vLLM's blocks, so that a chunk-cache is written across blocks, or as long as a context
-    allows that has no room for them. None where it allows nothing worth checking.
+    Each is longer than one of vLLM's blocks, so that a chunk-cache is written across blocks; in a small context they
+    are as long as it allows. None where it has no room for a check.
     """
     length = min(max(TOKENS, block_size + 1), (context_length - 1) // 3)
     if length < LEAST:
@@ -73,10 +73,10 @@ def self_check(name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[]
     Args:
         prompt: of `check_prompt`.
         predict: serves a request; token ids alone: a plain one.
-        kept: whether what was captured of the prompt is in the store.
+        kept: says whether the captures of the prompt are in the store.
 
     Returns:
-        Whether all three were compared. Where the store keeps nothing, which is logged, two of them were.
+        True if all three were compared. Where the store keeps nothing, which is logged, two of them were.
 
     Raises:
         UnsupportedModelError: a difference is beyond rounding, or our passes or the chunk-caches were not used, so that
@@ -109,7 +109,7 @@ def self_check(name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[]
             "budget too small?). Reuse is unchecked on %s.", name,
         )  # fmt: skip
         return False
-    # Whole: what a slow disk brings late would be computed instead, and nothing compared.
+    # Whole: otherwise late loads from a slow disk would be computed instead, and nothing compared.
     reused = predict(Ask(prompt, ReuseConfig(capture=False, loading="whole")))
     apart = max(apart, compare("reused from chunk-caches", reused, prompt.bounds[-2]))
     seconds = time.perf_counter() - began

@@ -1,20 +1,19 @@
-"""Starts vLLM's own OpenAI-compatible server with the connector and the endpoint set up."""
+"""Start of vLLM's own OpenAI-compatible server with the connector and the endpoint set up."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.engine.base import CACHE_FOLDER
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.vllm.engine import changed_settings, require_vllm
+from cachecraft_rag.store.config import CACHE_FOLDER
+from cachecraft_rag.vllm.engine import require_vllm
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
-from cachecraft_rag.vllm.served import ServedModel
+from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -32,7 +31,7 @@ def serve(
     session_header: str | None = None,
     arguments: Sequence[str] = (),
 ) -> None:
-    """Serve a model until the process is told to stop.
+    """Serve a model until the process is stopped.
 
     Args:
         model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
@@ -41,7 +40,7 @@ def serve(
         arguments: further ones of vLLM's server, as on its command line.
 
     Raises:
-        ModelNotFoundError, UnsupportedModelError, ConfigError: before vLLM starts; then what vLLM raises.
+        ModelNotFoundError, UnsupportedModelError, ConfigError: before vLLM starts; then vLLM's own exceptions.
     """
     check_arguments(arguments)
     require_vllm()
@@ -51,24 +50,18 @@ def serve(
     named = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, PLUGIN, ENDPOINT]))
     served = ServedModel.load(model, dtype=config.dtype)
-    own = EndpointSettings(
-        root=str(store.absolute()),
-        model=model,
-        system=config.system,
-        shared_system=shared_system,
-        session_header=session_header,
-    )
     settings = ConnectorSettings(
         str((store / CACHE_FOLDER).absolute()),
+        served.identity,
         namespace=config.namespace,
-        caches=changed_settings(config.store),
-        endpoint=asdict(own),
+        caches=config.store,
+        endpoint=EndpointSettings(str(store.absolute()), model, config.system, shared_system, session_header),
     )
     _run(served, model, settings, arguments)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for arguments of vLLM's that are set here, or that would break what is set here."""
+    """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here."""
     for one in arguments:
         name = one.partition("=")[0].replace("_", "-")
         if name in _OURS:

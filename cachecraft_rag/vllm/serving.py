@@ -1,4 +1,4 @@
-"""vLLM's engine in a process of its own, spoken to from threads, through the event loop that talks with it."""
+"""Calls from threads to vLLM's engine, through its event loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _CLOSE_S = 30.0
 
 @dataclass(frozen=True)
 class Step:
-    """What one step brought: new token ids, whether they are the last ones, and with those what the server told.
+    """New token ids of one step.
 
+    report    `kv_transfer_params`, with the last ones
     logprobs  of the likeliest tokens for the last one, by id, where they were asked for
     """
 
     tokens: tuple[int, ...]
     finished: bool = False
-    told: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     logprobs: dict[int, float] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -35,7 +36,7 @@ class Calls(Closeable):
     """Requests to a vLLM engine that runs in an event loop of another thread, such as an API server's.
 
     Args:
-        engine: vLLM's `AsyncLLM`; whoever started it ends it.
+        engine: vLLM's `AsyncLLM`; its owner ends it.
     """
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -60,11 +61,11 @@ class Calls(Closeable):
 
     @property
     def vllm_config(self) -> Any:
-        """What vLLM runs with."""
+        """vLLM's configuration."""
         return self._engine.vllm_config
 
     def close(self) -> None:
-        """Nothing: the engine is not ours."""
+        """Do nothing: the engine has another owner."""
 
     async def _generate(self, prompt: dict[str, Any], params: Any, name: str, steps: SimpleQueue[Step]) -> None:
         try:
@@ -72,7 +73,7 @@ class Calls(Closeable):
                 best = output.outputs[0]
                 logprobs = {token: one.logprob for token, one in (best.logprobs or [{}])[-1].items()}
                 steps.put(Step(tuple(best.token_ids), output.finished, output.kv_transfer_params or {}, logprobs))
-        except BaseException as error:  # whoever reads the steps would wait for ever
+        except BaseException as error:  # or the reader of the steps would wait for ever
             steps.put(Step((), error=error))
             raise
 
@@ -86,7 +87,7 @@ class Serving(Calls):
     Args:
         arguments: of vLLM's `AsyncEngineArgs`, by name.
 
-    Raises what vLLM raises where it cannot start.
+    Raises vLLM's own exceptions where it cannot start.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ queries and keys arrive raw (biases and norms applied), and its attention is the
 
 A pass fills a buffer of its own, and `write_blocks` copies it into vLLM's blocks when it is done. Rejected: attention
 over the blocks themselves. Each backend lays them out in its own way, and a pass that was given up would have written
-into blocks that are another request's by then.
+into blocks that belong to another request by then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, keys_per_
 from cachecraft_rag.engine.attention_choice import measured_paths
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
+from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.types import KVLayout
 from cachecraft_rag.vllm.ranks import OneRank, TensorParallel
 
@@ -52,6 +53,7 @@ class WorkerStack:
         # From the config: the CPU build packs the weights and leaves empty tensors in their place.
         self.keys_per_row = keys_per_row_of(model.config)
         self.attention_paths = UNMEASURED
+        self.memory = Recycler()
         if self.device.type == "cpu":
             self.attention_paths = measured_paths(
                 self.dtype,

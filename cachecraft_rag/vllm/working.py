@@ -1,37 +1,40 @@
 """The workers' end: fills the blocks of requests, in slices between vLLM's own forwards, and captures.
 
-Nothing here waits. A filling that waits for a disk or a remote is passed over; those that stand before the same layer
-run it as one forward.
+Nothing here waits. A filling that waits for a disk or a remote is passed over; fillings that stand before the same
+layer run it as one forward.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from cachecraft_rag.compute.driver import Work, run
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
-from cachecraft_rag.engine.scheduling import FairLock
+from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.vllm.filling import Filling
-from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import Fill, News
 from cachecraft_rag.vllm.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
+from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.stack import WorkerStack
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Most of a step for filling, where one layer of one pass does not take longer: while others wait for the step, and
-# while it is the only work. A step costs vLLM some milliseconds, and whoever comes meanwhile waits for its end.
+# Longest filling in a step, but at least one layer of one pass: while others wait for the step, and while it is the
+# only work. A step costs vLLM some milliseconds, and a request that arrives meanwhile waits for its end.
 _SLICE_S, _SLICE_ALONE_S = 0.05, 0.25
 
 
@@ -43,31 +46,32 @@ class Workers:
     """
 
     def __init__(
-        self, stack: WorkerStack, store: ChunkCacheStore, identity: ModelIdentity, *, namespace: str, block_size: int
+        self, stack: WorkerStack, store: ChunkCacheStore, settings: ConnectorSettings, *, block_size: int
     ) -> None:
         self._stack, self._store, self._block_size = stack, store, block_size
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
         self._loader = Loader(store, stack.layout.layers)
-        self._lock = FairLock()
+        self._lock, self._turnstile = threading.Lock(), threading.Lock()
+        self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
         self._write_back = WriteBackQueue(
             store,
-            namespace=namespace,
-            fingerprint=identity.fingerprint,
-            layout=identity.layout,
-            take_lock=self._lock.take,
+            namespace=settings.namespace,
+            fingerprint=settings.identity.fingerprint,
+            layout=settings.identity.layout,
+            start=self._describe,
         )
         self._fillings: dict[str, Filling] = {}  # in the order of asking
-        self._storing: dict[str, frozenset[str]] = {}  # filled, but to be told only once these segments are stored
+        self._storing: dict[str, frozenset[str]] = {}  # filled, and done once these segments are stored
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._broken = ""  # why nothing can be filled any more
         self._reports: dict[str, dict[str, Any]] = {}
-        self._told_capturing: frozenset[str] = frozenset()
+        self._last_capturing: frozenset[str] = frozenset()  # as last sent to the scheduler
 
     def step(self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int, alone: bool = False) -> None:
-        """One step: begin what is new, drop what is gone, and compute up to `rows` rows through all layers.
+        """Begin new fillings, drop those that are gone, and compute up to `rows` rows through all layers.
 
         Args:
             alone: vLLM computes nothing in this step.
@@ -76,9 +80,9 @@ class Workers:
         if not self._broken:
             try:
                 self._step(new, gone, rows, _SLICE_ALONE_S if alone else _SLICE_S)
-            except Exception as error:  # of no one request, so every one of them is left to vLLM
+            except Exception as error:  # it belongs to no request, so all of them are left to vLLM
                 logger.exception("A step has failed")
-                # Several ranks may stand at different places now, and stay apart. One may go on.
+                # Several ranks may stand at different places now, and stay apart. A single one may go on.
                 self._broken = f"the ranks are apart: {error}" if self._ranks.size > 1 else ""
                 self._ranks.part()
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
@@ -100,22 +104,22 @@ class Workers:
                 return
 
     def finished(self) -> set[str]:
-        """Requests whose blocks are filled, or that are gone; each is told once."""
+        """Requests whose blocks are filled, or that are gone; each is returned once."""
         done, self._done = self._done, set()
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that vLLM has to compute itself; each is told once."""
+        """Blocks that vLLM has to compute itself; each is returned once."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def news(self) -> News | None:
-        """What the scheduler's end does not know yet."""
+        """Reports and captures since the last call; None if there are no new ones."""
         capturing = self._write_back.pending()
         reports, self._reports = self._reports, {}
-        if not reports and capturing == self._told_capturing:
+        if not reports and capturing == self._last_capturing:
             return None
-        self._told_capturing = capturing
+        self._last_capturing = capturing
         return News(reports, capturing)
 
     def close(self) -> None:
@@ -123,15 +127,39 @@ class Workers:
         for name in list(self._fillings):
             self._drop(name)
         self._write_back.close()
+        self._describing.shutdown()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Take the turn to compute. A waiting thread holds the turnstile, so the other one cannot overtake it."""
+        with self._turnstile:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _describe(self, steps: Work[Any], ended: Ended) -> None:
+        """Describe a capture in a thread, in turns with the steps."""
+
+        def work() -> None:
+            try:
+                stored = run(self._stack, steps, self._turn)
+            except Exception as error:  # noqa: BLE001  # it is logged and counted there
+                ended(None, error)
+            else:
+                ended(stored, None)
+
+        self._describing.submit(work)
 
     # -- fillings -----------------------------------------------------------------------------------------------------
 
     def _round(self, acts: Sequence[tuple[Sequence[Fill], Callable[[], object]]]) -> None:
-        """Do these one after the other, each for some requests. What raises is their trouble alone: vLLM computes them.
+        """Do these one after the other, each for some requests. If one raises, vLLM computes its requests.
 
-        That is every exception, mistakes of ours too: one that went on to vLLM would end the server for everybody, and
-        after one that was caught further up these requests would wait for their blocks for ever. What fails on one rank
-        has failed on all, see `ranks`.
+        Every exception is caught here, our own mistakes included: in vLLM it would end the server for everybody, and if
+        it was caught further up, these requests would wait for their blocks for ever. A failure on one rank is one on
+        all, see `ranks`.
         """
         if not acts:
             return
@@ -147,7 +175,7 @@ class Workers:
             except AnotherRankFailedError:
                 failed |= {fill.request_id: "" for fill in fills}
             except Exception as error:  # see above
-                logger.exception("Of this rank: requests %s", [fill.request_id for fill in fills])
+                logger.exception("Requests %s failed on this rank", [fill.request_id for fill in fills])
                 failed |= {fill.request_id: f"a mistake while it was filled: {error!r}" for fill in fills}
         everywhere = self._ranks.settle(failed)
         for fill in {fill.request_id: fill for fills, _ in acts for fill in fills}.values():
@@ -155,19 +183,19 @@ class Workers:
                 self._leave(fill, everywhere[fill.request_id])
 
     def _leave(self, fill: Fill, reason: str) -> None:
-        """Leave a request to vLLM, which computes whatever of its blocks are told to have failed."""
+        """Leave a request to vLLM, which computes those of its blocks that are reported as failed."""
         name = fill.request_id
         logger.warning("Request %s is computed as any other: %s", name, reason)
         if (filling := self._fillings.pop(name, None)) is not None:
             self._give_up(filling)
-        self._storing.pop(name, None)  # this rank may have been done with it
+        self._storing.pop(name, None)  # this rank may have finished it
         first = fill.first // self._block_size
         self._failed_blocks.update(fill.blocks[first : fill.last // self._block_size + 1])
         self._reports[name] = {"refused": reason}
         self._done.add(name)
 
     def _leave_all(self, new: Mapping[str, Fill], reason: str) -> None:
-        self._done |= self._storing.keys()  # filled long since
+        self._done |= self._storing.keys()  # they are filled
         self._storing.clear()
         for fill in [*new.values(), *(one.fill for one in self._fillings.values() if one.fill.request_id not in new)]:
             if fill.request_id not in self._done:
@@ -176,8 +204,8 @@ class Workers:
     def _give_up(self, filling: Filling) -> None:
         try:
             filling.give_up()
-        except Exception:  # nobody waits for what it does, and ranks would go different ways
-            logger.exception("Request %s was given up", filling.fill.request_id)
+        except Exception:  # nobody waits for it, and raising on one rank would part them
+            logger.exception("Giving up request %s failed", filling.fill.request_id)
 
     def _begin(self, fill: Fill) -> None:
         self._fillings[fill.request_id] = Filling(
@@ -190,7 +218,7 @@ class Workers:
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
-        """Do one thing for one filling, and finish it where that was all."""
+        """Act for one filling, and finish it if it is done."""
         act()
         if filling.result is not None:
             self._finish(filling)
@@ -200,29 +228,26 @@ class Workers:
             self._give_up(filling)
         elif self._storing.pop(name, None) is None:
             return
-        self._done.add(name)  # vLLM keeps the blocks until it is told
+        self._done.add(name)  # vLLM keeps the blocks until it is reported
 
     def _group(self) -> list[Filling]:
         """The first filling that can compute, and those that stand before the same layer."""
-        ready = [one for one in self._fillings.values() if one.row_pass is not None]
-        if not ready:
-            return []
-        layer = ready[0].row_pass.layer if ready[0].row_pass is not None else 0
-        return [one for one in ready if one.row_pass is not None and one.row_pass.layer == layer]
+        layers = {one: one.row_pass.layer for one in self._fillings.values() if one.row_pass is not None}
+        return [one for one, layer in layers.items() if layer == next(iter(layers.values()))]
 
     def _run_layer(self, group: list[Filling]) -> int:
-        """Run one layer of these fillings as one forward; returns how many rows that were."""
+        """Run one layer of these fillings as one forward; returns the number of rows."""
         passes = [one.row_pass for one in group if one.row_pass is not None]
         for one in group:
-            one.begins_layer()
+            one.begin_layer()
         rows = sum(len(one.positions) for one in passes)
 
         def run() -> None:
-            with self._lock.take():
+            with self._turn():
                 advance(self._stack, passes)
 
-        fills = [one.fill for one in group]  # where their forward fails, whose fault it is nobody knows
-        self._round([(fills, run), *(([one.fill], partial(self._take, one, one.ran_layer)) for one in group)])
+        fills = [one.fill for one in group]  # a failed forward cannot be blamed on one of them
+        self._round([(fills, run), *(([one.fill], partial(self._take, one, one.end_layer)) for one in group)])
         return rows
 
     def _finish(self, filling: Filling) -> None:
@@ -244,10 +269,10 @@ class Workers:
             self._done.add(fill.request_id)
 
     def _capture(self, filling: Filling, result: PrefillResult) -> frozenset[str]:
-        """Hand over what was captured; returns the segments that this rank stores.
+        """Hand over the captures; returns the segments that this rank stores.
 
-        Chunk-caches hold all heads, so that any number of ranks can use them. They are gathered here, in the step: a
-        collective in the thread that describes them would meet those of the next forward.
+        Chunk-caches hold all heads, so that any number of ranks can use them. The heads are gathered here, in the step:
+        a collective in the thread that describes captures would meet those of the next forward.
         """
         recorder, keys = result.recorder, result.buffer.kv[:, 0]
         if isinstance(ranks := self._ranks, TensorParallel):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,11 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.batch import Batch
 from cachecraft_rag.kernels.gpu.combine import combine
-from cachecraft_rag.kernels.gpu.dense import dense_scores, requests_of, without_own
-from cachecraft_rag.kernels.gpu.keys import key_offsets, load_keys, load_pairs, request_rows, scores
-from cachecraft_rag.kernels.gpu.tiling import Tiling, absent_mask, check_attention, place_arguments, row_stride
+from cachecraft_rag.kernels.gpu.tiles import Tiling, absent_mask, check_attention, load_keys, load_pairs, scores
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -31,7 +27,7 @@ MOST_SEGMENTS = 128  # of which one launch sums up the mass: they are columns of
 
 @dataclass(frozen=True)
 class Attended:
-    """What `attend` returns.
+    """Results of `attend`.
 
     out   `[rows, heads, head_dim]` in the dtype of the queries; None where no values were given
     lse   float32 `[rows, heads]`, log of the sum of the exponentials; -inf where a row sees nothing
@@ -45,19 +41,17 @@ class Attended:
 
 @triton.jit
 def _sweep(
-    acc, top, total, mass, q, pos, begin, end, request, head, key_start,
-    k, v, absent, blocks, k_key, k_head, k_block, v_key, v_head, v_block, most_blocks, absent_row,
+    acc, top, total, mass, q, pos, begin, end, head, k, v, absent, k_key, k_head, v_key, v_head,
     low, high, scale, softcap, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    ABSENT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr,
-    MASKED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASS_PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ABSENT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASS_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk over the keys `begin:end`; without MASKED all rows see all of them, and their number fits the tile."""
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         there = keys < end
-        offsets = key_offsets(keys, there, request, key_start, blocks, k_key, k_block, most_blocks, PAGE)
-        kk = load_keys(k, offsets, head * k_head, there, HEAD_DIM, BLOCK_D, MASKED)
+        kk = load_keys(k, keys, k_key, head * k_head, there, HEAD_DIM, BLOCK_D, MASKED)
         s = scores(q, kk, scale, softcap, SOFTCAP, UPCAST, PRECISION)
         if MASKED:
             seen = there[None, :] & (keys[None, :] <= pos[:, None])
@@ -65,7 +59,7 @@ def _sweep(
                 seen = seen & (keys[None, :] > pos[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
         if ABSENT:
-            gone = tl.load(absent + request * absent_row + keys, mask=there, other=0)
+            gone = tl.load(absent + keys, mask=there, other=0)
             s = tl.where((gone != 0)[None, :], float("-inf"), s)
         new_top = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
@@ -73,8 +67,7 @@ def _sweep(
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
         if VALUES:
-            offsets = key_offsets(keys, there, request, key_start, blocks, v_key, v_block, most_blocks, PAGE)
-            vv = load_keys(v, offsets, head * v_head, there, HEAD_DIM, BLOCK_D, MASKED)
+            vv = load_keys(v, keys, v_key, head * v_head, there, HEAD_DIM, BLOCK_D, MASKED)
             rounded = p.to(vv.dtype)
             if UPCAST:
                 rounded, vv = rounded.to(tl.float32), vv.to(tl.float32)
@@ -89,13 +82,13 @@ def _sweep(
 
 @triton.jit
 def _keys_of(
-    positions, first, count, tile, split, window,
+    positions, rows, tile, split, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The lowest position of a tile's rows, and the keys `begin:end` of one of its splits."""
-    lowest = tl.load(positions + first + tile * BLOCK_M // GROUP).to(tl.int32)
-    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, count - 1)
-    end = tl.load(positions + first + last).to(tl.int32) + 1
+    lowest = tl.load(positions + tile * BLOCK_M // GROUP).to(tl.int32)
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
+    end = tl.load(positions + last).to(tl.int32) + 1
     begin = end * 0
     if WINDOW:
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -123,57 +116,48 @@ def _write(
         tl.store(mass + target[:, None] * segments + column[None, :], summed / total[:, None], kept)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "window", "most_blocks", "absent_row", "bounds_row"])
+@triton.jit(do_not_specialize=["rows", "segments", "window"])
 def _attend(
-    q, k, v, out, lse, mass, positions, absent, bounds, row_edges, key_starts, blocks,
-    q_row, q_head, k_key, k_head, k_block, v_key, v_head, v_block, most_blocks, absent_row, bounds_row,
+    q, k, v, out, lse, mass, positions, absent, bounds, q_row, q_head, k_key, k_head, v_key, v_head,
     rows, heads, segments, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr, ABSENT: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, MASS_PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, ABSENT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    VALUES: tl.constexpr, MASS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASS_PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys, so they begin first
-    head, request, split = tl.program_id(1), tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
-    first, count, key_start = request_rows(row_edges, key_starts, request, rows, PAGE, MANY)
-    if tile * BLOCK_M < count * GROUP:
-        pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = pair < count * GROUP
-        row, query_head, pos, qq = load_pairs(
-            q, positions, pair, live, first, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
-        )
-        lowest, begin, end = _keys_of(
-            positions, first, count, tile, split, window, GROUP, BLOCK_M, BLOCK_N, SPLITS, WINDOW
-        )
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        column = tl.arange(0, BLOCK_S)
-        summed, low, high = total, column, column
-        if MASS:
-            summed = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
-            low = tl.load(bounds + request * bounds_row + column, mask=column < segments, other=0).to(tl.int32)
-            high = tl.load(bounds + request * bounds_row + column + 1, mask=column < segments, other=0).to(tl.int32)
-        clear = begin
-        if not WINDOW:  # keys that all rows of the tile see
-            clear = tl.maximum(begin, tl.minimum(end, (lowest + 1) // BLOCK_N * BLOCK_N))
-            acc, top, total, summed = _sweep(
-                acc, top, total, summed, qq, pos, begin, clear, request, head, key_start,
-                k, v, absent, blocks, k_key, k_head, k_block, v_key, v_head, v_block, most_blocks, absent_row,
-                low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, ABSENT, WINDOW, SOFTCAP, VALUES,
-                MASS, False, UPCAST, PRECISION, MASS_PRECISION,
-            )  # fmt: skip
+    head, split = tl.program_id(1), tl.program_id(2)
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = pair < rows * GROUP
+    row, query_head, pos, qq = load_pairs(q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D)
+    lowest, begin, end = _keys_of(positions, rows, tile, split, window, GROUP, BLOCK_M, BLOCK_N, SPLITS, WINDOW)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    column = tl.arange(0, BLOCK_S)
+    summed, low, high = total, column, column
+    if MASS:
+        summed = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+        low = tl.load(bounds + column, mask=column < segments, other=0).to(tl.int32)
+        high = tl.load(bounds + column + 1, mask=column < segments, other=0).to(tl.int32)
+    clear = begin
+    if not WINDOW:  # keys that all rows of the tile see
+        clear = tl.maximum(begin, tl.minimum(end, (lowest + 1) // BLOCK_N * BLOCK_N))
         acc, top, total, summed = _sweep(
-            acc, top, total, summed, qq, pos, clear, end, request, head, key_start,
-            k, v, absent, blocks, k_key, k_head, k_block, v_key, v_head, v_block, most_blocks, absent_row,
-            low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, ABSENT, WINDOW, SOFTCAP, VALUES,
-            MASS, True, UPCAST, PRECISION, MASS_PRECISION,
+            acc, top, total, summed, qq, pos, begin, clear, head, k, v, absent, k_key, k_head, v_key, v_head,
+            low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, ABSENT, WINDOW, SOFTCAP, VALUES,
+            MASS, False, UPCAST, PRECISION, MASS_PRECISION,
         )  # fmt: skip
-        target = (split.to(tl.int64) * rows + row) * heads + query_head
-        _write(
-            out, lse, mass, acc, top, total, summed, target, live, segments,
-            HEAD_DIM, BLOCK_D, BLOCK_S, VALUES, MASS,
-        )  # fmt: skip
+    acc, top, total, summed = _sweep(
+        acc, top, total, summed, qq, pos, clear, end, head, k, v, absent, k_key, k_head, v_key, v_head,
+        low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, ABSENT, WINDOW, SOFTCAP, VALUES,
+        MASS, True, UPCAST, PRECISION, MASS_PRECISION,
+    )  # fmt: skip
+    target = (split.to(tl.int64) * rows + row) * heads + query_head
+    _write(
+        out, lse, mass, acc, top, total, summed, target, live, segments,
+        HEAD_DIM, BLOCK_D, BLOCK_S, VALUES, MASS,
+    )  # fmt: skip
 
 
 def attend(
@@ -185,7 +169,6 @@ def attend(
     scale: float,
     softcap: float | None = None,
     bounds: Tensor | None = None,
-    batch: Batch | None = None,
     splits: int | None = None,
     tiling: Tiling | None = None,
 ) -> Attended:
@@ -193,14 +176,12 @@ def attend(
 
     Args:
         q: `[rows, heads, head_dim]`, rotated; float32, bfloat16 or float16, head_dim at most 256.
-        k, v: `[keys, kv_heads, head_dim]`, keys rotated, or `[blocks, block size, kv_heads, head_dim]` in a paged
-            cache. Without values only `lse` and `mass` are computed.
-        visible: which keys each row sees, by its position in its own request.
+        k, v: `[keys, kv_heads, head_dim]`, keys rotated. Without values only `lse` and `mass` are computed.
+        visible: which keys each row sees.
         scale: multiplies the scores.
         softcap: scores become softcap · tanh(scores / softcap); None = as they are.
-        bounds: int64 `[segments + 1]`, ascending, or `[requests, segments + 1]`; segment i covers the positions
-            `bounds[i]:bounds[i + 1]` and may be empty. None = no mass is wanted.
-        batch: where the rows and keys of several requests lie; None = there is one request.
+        bounds: int64 `[segments + 1]`, ascending; segment i covers the positions `bounds[i]:bounds[i + 1]` and may be
+            empty. None = no mass is wanted.
         splits: among how many programs a tile's keys are split; None = as many as fill the device.
         tiling: None = what fits head_dim and dtype.
 
@@ -208,37 +189,33 @@ def attend(
         ValueError: shapes or dtypes do not fit together.
     """
     rows, heads, head_dim = q.shape
-    kv_heads = check_attention(q, k, v, visible, batch=batch)
-    many = batch.requests if batch is not None else 1
+    kv_heads = check_attention(q, k, v, visible)
     segments = 0 if bounds is None else bounds.shape[-1] - 1
     if not rows:
         none = q.new_empty(0, heads, dtype=torch.float32)
         mass = None if bounds is None else q.new_empty(0, segments, dtype=torch.float32)
         return Attended(None if v is None else torch.empty_like(q), none, mass)
     if bounds is not None and segments > MOST_SEGMENTS:
-        return _in_parts(q, k, v, visible, scale=scale, softcap=softcap, bounds=bounds, batch=batch, tiling=tiling)
+        return _in_parts(q, k, v, visible, scale=scale, softcap=softcap, bounds=bounds, tiling=tiling)
     group = heads // kv_heads
-    most_rows = rows if batch is None else batch.most_rows
-    tiling = tiling or Tiling.of(q, pairs=most_rows * group)
-    tiles = triton.cdiv(most_rows * group, tiling.rows)
-    most_keys = k.shape[0] if batch is None else batch.most_keys
-    splits = splits or tiling.splits(q.device, programs=tiles * kv_heads * many, keys=most_keys)
+    tiling = tiling or Tiling.of(q, pairs=rows * group)
+    tiles = triton.cdiv(rows * group, tiling.rows)
+    splits = splits or tiling.splits(q.device, programs=tiles * kv_heads, keys=k.shape[0])
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     kind = q.dtype if splits == 1 else torch.float32
     out = None if v is None else torch.empty(splits, rows, heads, head_dim, dtype=kind, device=q.device)
     mass = None if bounds is None else torch.empty(splits, rows, heads, segments, dtype=torch.float32, device=q.device)
-    absent = absent_mask(visible, batch, k.shape[0])
-    edges = None if bounds is None else bounds.contiguous()
-    _attend[(tiles, kv_heads, many * splits)](
-        q, k, k if v is None else v, lse if out is None else out, lse, lse if mass is None else mass,
-        visible.positions, q if absent is None else absent, q if edges is None else edges,
-        *place_arguments(q, k, k if v is None else v, batch),
-        row_stride(absent), row_stride(edges),
+    absent = absent_mask(visible, k.shape[0])
+    values = k if v is None else v
+    _attend[(tiles, kv_heads, splits)](
+        q, k, values, lse if out is None else out, lse, lse if mass is None else mass,
+        visible.positions, q if absent is None else absent, q if bounds is None else bounds.contiguous(),
+        *q.stride()[:2], *k.stride()[:2], *values.stride()[:2],
         rows, heads, segments, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
-        GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits, MANY=batch is not None,
+        GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits,
         VALUES=v is not None, MASS=bounds is not None,
         MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **tiling.constants(q, k, visible, absent=absent, softcap=softcap),
+        **tiling.constants(q, visible, absent=absent, softcap=softcap),
     )  # fmt: skip
     out, lse, mass = combine(out, lse, mass, dtype=q.dtype)
     return Attended(out, lse, None if mass is None else mass.mean(1))
@@ -248,39 +225,10 @@ def _in_parts(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, *, bo
     """`attend` with more segments than one launch sums up: the values pass through the first launch only."""
     found, masses = None, []
     for start in range(0, bounds.shape[-1] - 1, MOST_SEGMENTS):
-        part = bounds[..., start : start + MOST_SEGMENTS + 1].contiguous()
+        part = bounds[start : start + MOST_SEGMENTS + 1]
         now = attend(q, k, v if found is None else None, visible, bounds=part, **how)
         assert now.mass is not None, "bounds were given"
         masses.append(now.mass)
         found = found or now
     assert found is not None, "there are more than none"
     return Attended(found.out, found.lse, torch.cat(masses, dim=1))
-
-
-def attend_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    visible: Visibility,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    bounds: Tensor | None = None,
-    batch: Batch | None = None,
-) -> Attended:
-    """`attend` in torch and float64, by matrices `[rows, heads, keys]`."""
-    outs, lses, masses = [], [], []
-    for number, (rows, keys, values, seen) in enumerate(requests_of(k, v, visible, batch)):
-        scored = dense_scores(q[rows], keys, seen, scale=scale, softcap=softcap)
-        weights = scored.softmax(-1).nan_to_num(0.0)  # a row that sees nothing
-        lses.append(scored.logsumexp(-1))
-        if values is not None:
-            spread = values.double().repeat_interleave(q.shape[1] // k.shape[-2], dim=1)
-            outs.append(torch.einsum("rhk,khd->rhd", weights, spread))
-        if bounds is not None:
-            edges = (bounds if bounds.dim() == 1 else bounds[number]).tolist()
-            others = without_own(weights, visible.positions[rows]).mean(1)
-            summed = [others[:, a:b].sum(1) for a, b in pairwise(edges)]
-            masses.append(torch.stack(summed, dim=1))
-    mass = torch.cat(masses) if bounds is not None else None
-    return Attended(torch.cat(outs) if v is not None else None, torch.cat(lses), mass)

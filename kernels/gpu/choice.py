@@ -1,4 +1,4 @@
-"""Where the Triton kernels run."""
+"""Choice between the Triton kernels and torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether Triton kernels take this tensor: on a CUDA device, and on a CPU under Triton's interpreter only.
+    """True if the Triton kernels take this tensor: on a CUDA device, and on a CPU under Triton's interpreter only.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False
@@ -22,7 +22,7 @@ def uses_triton(x: Tensor) -> bool:
 
 
 def interpreted() -> bool:
-    """Whether this process runs Triton's interpreter; it has to be chosen before Triton is imported."""
+    """True if this process runs Triton's interpreter; it has to be chosen before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

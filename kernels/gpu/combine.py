@@ -69,13 +69,3 @@ def combine(
         BLOCK_S=triton.next_power_of_2(max(segments, 1)), VALUES=parts is not None, MASS=masses is not None,
     )  # fmt: skip
     return out, lse, mass
-
-
-def combine_reference(
-    parts: Tensor | None, lses: Tensor, masses: Tensor | None, *, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """`combine` in torch."""
-    lse = lses.logsumexp(0)
-    weight = (lses - lse).exp().nan_to_num(0.0)[..., None]  # -inf less -inf: a row that sees nothing
-    out = None if parts is None else (parts * weight).sum(0).to(dtype)
-    return out, lse, None if masses is None else (masses * weight).sum(0)

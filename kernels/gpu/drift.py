@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.rope import halves, rotate_reference, turned
+from cachecraft_rag.kernels.gpu.rope import halves, turned
 
 _ROWS = 32  # token-head pairs of one program
 
@@ -67,12 +67,3 @@ def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, s
             merged, shifts.contiguous(), owner, cos.contiguous(), sin.contiguous(), keys, kv_heads, cos.shape[-1],
             merged.stride(0), HEAD_DIM=head_dim, ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
         )  # fmt: skip
-
-
-def shift_stale_reference(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, sin: Tensor) -> None:
-    """`shift_stale` in torch and float64."""
-    stale = (owner >= 0).nonzero()[:, 0]
-    change = shifts[owner[stale].long()].double()  # [stale, 2, kv_heads, head_dim]
-    turned_keys = rotate_reference(change[:, 0], cos[stale], sin[stale])
-    merged[0, stale] = (merged[0, stale].double() + turned_keys).to(merged.dtype)
-    merged[1, stale] = (merged[1, stale].double() + change[:, 1]).to(merged.dtype)

@@ -88,13 +88,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
             ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
         )  # fmt: skip
     return out
-
-
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in torch and float64."""
-    half = cos.shape[-1] // 2
-    cos, sin, x = cos.double()[:, None], sin.double()[:, None], x.double()
-    first, second = x[..., :half], x[..., half : 2 * half]
-    one = first * cos[..., :half] - second * sin[..., :half]
-    two = second * cos[..., half:] + first * sin[..., half:]
-    return torch.cat((one, two, x[..., 2 * half :]), dim=-1)

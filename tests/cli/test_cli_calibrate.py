@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,15 @@ import typer
 from typer.testing import CliRunner
 
 from cachecraft_rag import Engine
-from cachecraft_rag.cli import fit_correction
 from cachecraft_rag.cli import store as store_commands
 from cachecraft_rag.cli.ask import print_calibration
-from cachecraft_rag.cli.calibrate import calibrate
-from cachecraft_rag.cli.fit_correction import Fitted
+from cachecraft_rag.cli.calibrate import Fitted, calibrate, print_fitted
 from cachecraft_rag.cli.options import out
 from cachecraft_rag.compute.correction import Correction, correction_path
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.evaluation.quality.correction import Gain, GainInAnswers
-from cachecraft_rag.evaluation.quality.intervals import Interval
+from cachecraft_rag.evaluation.correction import Gain, GainInAnswers
+from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
@@ -78,7 +78,7 @@ def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPath
 
 
 def run(home: Path, *arguments: str | Path, data: str = "squad.json") -> str:
-    """What the command prints. In this process: a new one takes four seconds to begin."""
+    """Output of the command. In this process: a new one takes four seconds to begin."""
     app = typer.Typer()
     app.command()(calibrate)
     given = ("--data", home / data, "--model", home / "model", "--threads", "1", "--answer-tokens", "24", *arguments)
@@ -132,9 +132,12 @@ def test_answers_and_statistics_show_it(home: Path) -> None:
     decided = {ReuseConfig(): True, ReuseConfig(alpha=1.0): False, ReuseConfig(recompute_ratio=0.1): False}
     decided |= {ReuseConfig(reuse=False): False, ReuseConfig(selector="leading"): False}
     for config, expected in decided.items():
-        with CacheCraft.from_pretrained(str(home / "model"), store=store, reuse=config) as rag, out.capture() as told:
+        with (
+            CacheCraft.from_pretrained(str(home / "model"), store=store, reuse=config) as rag,
+            out.capture() as shown,
+        ):
             print_calibration(rag)
-        assert (line in told.get().replace("\n", " ")) == expected, config
+        assert (line in shown.get().replace("\n", " ")) == expected, config
 
 
 def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
@@ -186,7 +189,9 @@ def test_another_quality_replaces_the_first(home: Path) -> None:
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_model_is_loaded(home: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_arguments_are_refused_before_a_model_is_loaded(
+    home: Path, arguments: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(CacheCraftError, match=message):
         run(home, "--model", "no/such-model", *arguments, "--store", home / "refused")
     assert not (home / "refused").exists()
@@ -197,10 +202,38 @@ def test_f1_without_gold_answers_is_refused(home: Path) -> None:
         run(home, "--quality", "0.9", "--metric", "f1", "--store", home / "refused", data="bare.json")
 
 
-def test_a_store_that_cannot_be_written_to_is_said_at_once(home: Path) -> None:
+def test_a_store_that_cannot_be_written_to_is_refused(home: Path) -> None:
     (home / "taken").write_text("mine", encoding="utf-8")
     with pytest.raises(CacheCraftError, match="choose another folder with --out, or --store of calibrate"):
         run(home, "--store", home / "taken", "--quality", "0")
+
+
+def test_a_file_nested_too_deeply_is_refused(home: Path) -> None:
+    (home / "deep.json").write_text("[" * 100_000, encoding="utf-8")
+    for more in (("--quality", "0.9"), ()):
+        with pytest.raises(CacheCraftError, match=r"deep\.json is not JSON"):
+            run(home, *more, "--store", home / "refused", data="deep.json")
+
+
+@pytest.mark.parametrize("more", [("--quality", "1", "--metric", "top1"), ()], ids=["quality", "correction"])
+def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path, more: tuple[str, ...]) -> None:
+    """Progress comes as lines; SIGTERM leaves no scratch folder; a second run begins where the first stopped."""
+    store = home / f"stopped{len(more)}"
+    given = ["--data", towns, "--model", home / "model", "--threads", "1", "--store", store, "--limit", "24", *more]
+    command = [str(Path(sys.executable).with_name("cachecraft")), "calibrate", *map(str, given)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("expected to take 0:" in line for line in lines)
+        process.terminate()
+        rest = list(lines)
+    assert process.returncode == 143
+    assert "interrupted; finished work is kept\n" in rest
+    assert [path.name for path in store.iterdir()] == [".calibrating"]
+    shown = run(home, "--store", store, "--limit", "24", "--answer-tokens", "16", *more, data=str(towns))
+    first = next(line for line in shown.splitlines() if line.startswith(("Calibrating:", "Fitting:")))
+    assert not first.split(":")[1].startswith(" 0 of") or more
+    assert [path.name for path in store.iterdir()] == ["calibration.json" if more else "corrections"]
 
 
 # -- without a quality ------------------------------------------------------------------------------------------------
@@ -260,18 +293,21 @@ def test_a_quality_is_looked_for_with_the_correction_of_the_store(home: Path) ->
         assert engine.calibration_for(ReuseConfig(correction="off")) is None
 
 
-def test_it_says_what_the_correction_brings() -> None:
+def test_the_gain_of_the_correction_is_printed() -> None:
     answers = GainInAnswers(9, 0.05, 0.02, Interval(-0.03, -0.04, -0.02))
-    with out.capture() as told:
-        fit_correction.report(Fitted(Gain(0.4, 0.1, 1234), answers, Path("it.safetensors")), as_json=False)
-    lines = told.get()
+    with out.capture() as shown:
+        print_fitted(Fitted(Gain(0.4, 0.1, 1234), answers, Path("it.safetensors")), as_json=False)
+    lines = shown.get()
     assert "(1,234 tokens) it takes away 40% of the squared error of keys and 10% of that of values" in lines
     assert "on 9 questions about them, captured alone: 0.0500 without, 0.0200 with it; difference -0.0300" in lines
     assert "written to it.safetensors" in lines
 
 
-def test_a_store_without_documents_and_a_quality_without_questions_are_refused(home: Path) -> None:
-    with pytest.raises(ConfigError, match="cachecraft index DIR"):
-        calibrate(data=None, store=home / "nothing")
-    with pytest.raises(ConfigError, match="--data"):
-        calibrate(data=None, store=home / "nothing", quality=0.9)
+@pytest.mark.parametrize(("more", "message"), [((), "cachecraft index DIR"), (("--quality", "0.9"), "--data")])
+def test_a_store_without_documents_and_a_quality_without_questions_are_refused(
+    home: Path, more: tuple[str, ...], message: str
+) -> None:
+    app = typer.Typer()
+    app.command()(calibrate)
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["--store", str(home / "nothing"), *more], catch_exceptions=False)

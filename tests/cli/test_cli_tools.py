@@ -6,10 +6,9 @@ import json
 import shutil
 import socket
 import urllib.request
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,9 +18,6 @@ from cachecraft_rag.cli import ask
 from cachecraft_rag.cli.app import app
 from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError
 
-if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
-
 QUESTION = "How many days?"
 PAGES = {"returns.md": "You have 30 days to return an appliance.", "warranty.md": "The warranty lasts 3 years."}
 
@@ -29,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
 def run(*arguments: str | Path, typed: str = "") -> str:
-    """What a command prints on stdout."""
+    """A command's output on stdout."""
     done = CliRunner().invoke(app, [str(one) for one in arguments], input=typed, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -40,39 +36,23 @@ def result(*arguments: str | Path) -> Any:
     return json.loads(run(*arguments, "--json").strip().splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and two pages, indexed and primed."""
-    folder = tmp_path_factory.mktemp("home")
-    decoder = tiny_decoder("Llama", max_position_embeddings=8192)
-    decoder.model.save_pretrained(folder / "model")
-    decoder.tokenizer.save_pretrained(folder / "model")
-    (folder / "docs").mkdir()
-    for name, text in PAGES.items():
-        (folder / "docs" / name).write_text(text)
-    report = result("index", folder / "docs", "--prime", "-m", folder / "model", "-s", folder / "store")
-    assert report["captured"] == report["estimate"]["captures"] == len(PAGES) + 1
-    assert report["estimate"]["nbytes"] == decoder.layout.nbytes(report["estimate"]["tokens"])
-    return folder
-
-
 def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = StringIO()
-    monkeypatch.setattr(ask, "err", Console(file=told, width=400))
-    small = ("-m", home / "model", "-s", home / "small", "--codec", "int8", "--disk-mb", "1")
+    printed = StringIO()
+    monkeypatch.setattr(ask, "err", Console(file=printed, width=400))
+    small = ("-m", home / "model", "-s", home / "small", "--codec", "int8", "--disk-bytes", "1 MB")
     report = result("index", home / "docs", "--prime", *small)
     estimate = report["estimate"]
     assert estimate["disk_budget"] == 1_000_000
-    assert f"to compute: {estimate['captures']} chunk-caches, {estimate['tokens']:,} tokens" in told.getvalue()
-    assert "(int8)" in told.getvalue()
-    assert "more than fits" not in told.getvalue()
+    assert f"to compute: {estimate['captures']} chunk-caches, {estimate['tokens']:,} tokens" in printed.getvalue()
+    assert "(int8)" in printed.getvalue()
+    assert "more than fits" not in printed.getvalue()
     (home / "docs" / "long.md").write_text(" ".join(f"Rule {n} of many." for n in range(330)))
     try:
         report = result("index", home / "docs", "--prime", *small)
     finally:
         (home / "docs" / "long.md").unlink()
     assert report["estimate"]["nbytes"] > 1_000_000
-    assert "That is more than fits" in told.getvalue()
+    assert "That is more than fits" in printed.getvalue()
     assert result("store", "stats", "-s", home / "small")["disk_bytes"] <= 1_000_000
 
 
@@ -90,7 +70,7 @@ def test_sizes_come_from_the_config_alone(home: Path, tmp_path: Path) -> None:
 def test_options_of_a_question(home: Path) -> None:
     """A filter, a stop text, an instruction of one's own, budgets."""
     command = ("ask", QUESTION, "-m", home / "model", "-s", home / "store", "--max-tokens", "8")
-    filtered = result(*command, "--where", "source=docs/warr*", "--memory-mb", "0")
+    filtered = result(*command, "--where", "source=docs/warr*", "--host-bytes", "0")
     assert {source["metadata"]["source"] for source in filtered["sources"]} == {"docs/warranty.md"}
     whole = result(*command)
     assert {source["metadata"]["source"] for source in whole["sources"]} == {"docs/returns.md", "docs/warranty.md"}

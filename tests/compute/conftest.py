@@ -1,4 +1,4 @@
-"""What tests of computing share: loads that lose positions half-way, and a model on other ranks."""
+"""Parts that tests of computing share: loads that lose positions half-way, and a model on other ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def losing() -> Callable[..., PendingLoads]:
         before: int
         spoilt: float
         placed_layers = 0
-        asked = told = False
+        asked = reported = False
 
         def depth(self) -> int:
             self.asked = True  # by a pass that stands before a layer: decisions before it do not ask in this way
             return super().depth()
 
         def failed(self) -> list[int]:
-            if self.told or not self.asked or self.placed_layers < self.before:
+            if self.reported or not self.asked or self.placed_layers < self.before:
                 return super().failed()
-            self.told = True
+            self.reported = True
             return sorted({*super().failed(), *self.late})
 
         def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:

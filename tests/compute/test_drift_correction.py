@@ -48,7 +48,7 @@ class Layer:
     def corrected(
         self, rows: list[int], *, strength: float = 1.0, reason: RowReason = RowReason.RECOMPUTED, segment: int = 1
     ) -> Tensor:
-        """What the correction makes of the layer when these rows of a segment run for this reason."""
+        """The layer after the correction, when these rows of a segment run for this reason."""
         drift = self.drift([StaleChunk(segment, [SPAN])], strength=strength)
         drift.locate(np.array(rows), Rows.of(BOUNDS).mark(rows, reason))
         merged = self.merged.clone()

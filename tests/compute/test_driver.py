@@ -1,9 +1,9 @@
-"""Driving a prefill: which rows run, in which order, and when the lock is held."""
+"""Driving a prefill: which rows run, in which order, and what takes a turn."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +19,7 @@ from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step, 
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -126,7 +124,7 @@ def test_a_probe_runs_its_layers_before_the_last_pass_does(decoder: Decoder, cac
         Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 41]),
         resident=caches,
         reused=(1, 2),
-        probe=ProbeRequest("question", QUESTION, lambda seen, rows: plan),
+        probe=ProbeRequest(QUESTION, lambda seen, rows: plan),
     )
     steps, result = taken(decoder, steps_of(decoder, job), positions := [])
     assert [type(step) for step in steps] == [Wait, Wait, *[Forward] * (2 + LAYERS)]
@@ -134,30 +132,11 @@ def test_a_probe_runs_its_layers_before_the_last_pass_does(decoder: Decoder, cac
     assert result.plan is plan
 
 
-# -- the lock ---------------------------------------------------------------------------------------------------------
-
-
-class Lock:
-    """Notes when it is taken and given back."""
-
-    def __init__(self) -> None:
-        self.held, self.times = False, 0
-
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        assert not self.held
-        self.held = True
-        self.times += 1
-        try:
-            yield
-        finally:
-            self.held = False
+# -- the turns --------------------------------------------------------------------------------------------------------
 
 
 def watched(decoder: Decoder, see: Callable[[int, Tensor], Any]) -> Decoder:
     """The same model; `see` is called before each layer."""
-    import copy
-
     other = copy.copy(decoder)
 
     def layer(index: int, hidden: Tensor, **named: Any) -> Tensor:
@@ -168,98 +147,30 @@ def watched(decoder: Decoder, see: Callable[[int, Tensor], Any]) -> Decoder:
     return other
 
 
-class Noted(PendingLoads):
-    """Loads of nothing that note how they are waited for, and pretend a gap before some layers."""
+def test_a_turn_surrounds_each_layer_and_no_wait(decoder: Decoder, caches: list[ResidentKV]) -> None:
+    events: list[str] = []
 
-    lock: Lock
-    gaps: frozenset[int] = frozenset()
-    layer = 0
+    @contextmanager
+    def turn() -> Iterator[None]:
+        events.append("begin")
+        yield
+        events.append("end")
 
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        self.events.append(("wait", self.lock.held))
-        self.gaps -= {self.layer}
-        return super().wait(ready, timeout)
-
-    def depth(self) -> int:
-        return self.layer if self.layer in self.gaps else super().depth()
-
-    def place(self, layer: int, sink: Any, *, below: int | None = None) -> None:
-        self.layer = layer + 1
-        super().place(layer, sink, below=below)
-
-    @property
-    def events(self) -> list[tuple[str, bool]]:
-        return self.__dict__.setdefault("_events", [])  # type: ignore[no-any-return]
-
-
-def noted(decoder: Decoder, job: PrefillJob, gaps: set[int]) -> tuple[list[tuple[str, bool]], Lock]:
-    """What happened in order, and whether the lock was held: waits and layers."""
-    lock, loads = Lock(), Noted(LAYERS, (), PendingLoads.of_nothing(LAYERS).meter)
-    loads.lock, loads.gaps = lock, frozenset(gaps)
-    stack = watched(decoder, lambda *_: loads.events.append(("layer", lock.held)))
-    run(stack, steps_of(stack, job, loads), lock.take)
-    return loads.events, lock
-
-
-def test_the_lock_is_held_during_the_pass_and_never_while_waiting_before_it(
-    decoder: Decoder, caches: list[ResidentKV]
-) -> None:
-    job = PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=caches)
-    events, lock = noted(decoder, job, set())
-    assert events == [("wait", False), ("wait", False), *[("layer", True)] * LAYERS]
-    assert not lock.held
-
-
-def test_a_wait_within_a_pass_keeps_the_lock(decoder: Decoder, caches: list[ResidentKV]) -> None:
-    job = PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=caches, loading="whole")
-    events, lock = noted(decoder, job, {1, 3})
-    layer, wait = ("layer", True), ("wait", True)
-    assert events == [("wait", False), layer, wait, layer, layer, wait, layer]
-    assert lock.times == 1
-
-
-def test_the_lock_is_given_back_between_passes(decoder: Decoder, on_ranks: Callable[[Decoder, Ranks], Decoder]) -> None:
-    """Two front pieces and the last pass; nothing is computed in the first two, which shows the waits alone."""
-
-    class Led(Alone):
-        def __init__(self) -> None:
-            self.decisions: list[Any] = [(0, False), (0, False), (0, True)]
-
-        def lead(self, decision: Any) -> Any:
-            return self.decisions.pop(0)
-
-    events, lock = noted(on_ranks(decoder, Led()), PrefillJob(IDS, Rows.of(BOUNDS, new=range(75))), set())
-    assert events == [*[("wait", False)] * 4, *[("layer", True)] * LAYERS]
-    assert lock.times == 4
-
-
-def test_another_request_gets_the_lock_while_this_one_waits(decoder: Decoder, caches: list[ResidentKV]) -> None:
-    come, waits, lock = threading.Event(), threading.Event(), FairLock()
-
-    class Later(PendingLoads):
+    class Noted(PendingLoads):
         def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-            waits.set()
-            return come.wait(60)
+            events.append("wait")
+            return super().wait(ready, timeout)
 
-    loads = Later(LAYERS, (), PendingLoads.of_nothing(LAYERS).meter)
-    job = PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=caches, loading="whole")
-    results: list[PrefillResult] = []
-    thread = threading.Thread(target=lambda: results.append(run(decoder, steps_of(decoder, job, loads), lock.take)))
-    thread.start()
-    assert waits.wait(60)
-    with lock.take():  # or this test would never end
-        assert thread.is_alive()
-        come.set()
-        thread.join(0.2)
-        assert thread.is_alive()  # it waits for its turn
-    thread.join()
-    assert torch.equal(results[0].hidden, prefill(decoder, job).hidden)
+    loads = Noted(LAYERS, (), PendingLoads.of_nothing(LAYERS).meter)
+    stack = watched(decoder, lambda *_: events.append("layer"))
+    run(stack, steps_of(stack, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=caches), loads), turn)
+    first = events.index("begin")
+    assert set(events[:first]) <= {"wait"}
+    assert events[first:] == ["begin", "layer", "end"] * LAYERS
 
 
 @pytest.mark.parametrize("fails_in", [0, 2])
-def test_an_exception_in_a_layer_closes_the_steps_and_gives_the_lock_back(decoder: Decoder, fails_in: int) -> None:
-    lock = Lock()
-
+def test_an_exception_in_a_layer_closes_the_steps(decoder: Decoder, fails_in: int) -> None:
     def fail(index: int, hidden: Tensor) -> None:
         if index == fails_in:
             raise MemoryError("no room")
@@ -267,43 +178,37 @@ def test_an_exception_in_a_layer_closes_the_steps_and_gives_the_lock_back(decode
     stack = watched(decoder, fail)
     steps = steps_of(stack, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75))))
     with pytest.raises(MemoryError, match="no room"):
-        run(stack, steps, lock.take)
+        run(stack, steps)
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
-    assert (lock.held, lock.times) == (False, 2)
 
 
-def test_an_exception_while_waiting_closes_the_steps_and_takes_no_lock(decoder: Decoder) -> None:
+def test_an_exception_while_waiting_closes_the_steps(decoder: Decoder) -> None:
     class Interrupted(PendingLoads):
         def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
             raise KeyboardInterrupt
 
-    lock, loads = Lock(), Interrupted(LAYERS, (), PendingLoads.of_nothing(LAYERS).meter)
+    loads = Interrupted(LAYERS, (), PendingLoads.of_nothing(LAYERS).meter)
     steps = steps_of(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75))), loads)
     with pytest.raises(KeyboardInterrupt):
-        run(decoder, steps, lock.take)
+        run(decoder, steps)
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
-    assert (lock.held, lock.times) == (False, 0)
 
 
 def test_an_exception_in_the_steps_themselves_is_the_callers(decoder: Decoder, caches: list[ResidentKV]) -> None:
     def choose(seen: object, rows: Rows) -> Plan:
         raise ValueError("no plan")
 
-    lock = Lock()
-    probe = ProbeRequest("question", QUESTION, choose)
+    probe = ProbeRequest(QUESTION, choose)
     steps = steps_of(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), caches, reused=(1, 2), probe=probe))
     with pytest.raises(ValueError, match="no plan"):
-        run(decoder, steps, lock.take)
+        run(decoder, steps)
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
-    assert not lock.held
 
 
-def test_what_ends_without_a_pass_is_a_result_all_the_same(decoder: Decoder) -> None:
-    """A driver knows nothing of passes: it takes what steps it gets."""
-
+def test_steps_that_end_without_a_pass_have_a_result_too(decoder: Decoder) -> None:
     def steps() -> Steps:
         return wanted
         yield
 
     wanted = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75))))
-    assert run(decoder, steps(), Lock().take) is wanted
+    assert run(decoder, steps()) is wanted

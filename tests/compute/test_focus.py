@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -101,14 +102,45 @@ def test_captures_go_on_when_other_rows_are_dropped(decoder: Decoder, caches: li
     assert torch.allclose(output.recorder.captures[0].kv, caches[2].kv, atol=1e-4)
 
 
+def question_attention(decoder: Decoder, rows: range) -> list[list[float]]:
+    """Attention of these rows to both chunks, in each layer, as transformers computes it."""
+    with decoder.stock() as model, torch.inference_mode():
+        model.set_attn_implementation("eager")
+        weights = model(input_ids=torch.tensor([IDS]), output_attentions=True).attentions
+    found = [layer[0].mean(0)[rows.start : rows.stop] for layer in weights]
+    return [[float(one[:, 10:40].sum()), float(one[:, 40:60].sum())] for one in found]
+
+
 def test_the_monitor_sees_what_the_question_pays_to_each_chunk(decoder: Decoder, decide: Decide) -> None:
     monitor = decide({0, 1}, 99)
     output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)), early_termination=ON))
     assert output.focus_layer is None
-    with decoder.stock() as model, torch.inference_mode():
-        model.set_attn_implementation("eager")
-        weights = model(input_ids=torch.tensor([IDS]), output_attentions=True).attentions
     assert len(monitor.seen) == decoder.layout.layers
-    for layer, seen in enumerate(monitor.seen):
-        rows = weights[layer][0].mean(0)[60:75]
-        assert seen == pytest.approx([float(rows[:, 10:40].sum()), float(rows[:, 40:60].sum())], abs=1e-4)
+    for seen, expected in zip(monitor.seen, question_attention(decoder, QUESTION), strict=True):
+        assert seen == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("recomputed", [[], [10, 20, 40]])
+def test_a_last_token_that_the_server_computes_itself_is_no_row_and_no_key(
+    recomputed: list[int],
+    decoder: Decoder,
+    caches: list[ResidentKV],
+    decide: Decide,
+    memory_holds: Callable[[float], None],
+) -> None:
+    memory_holds(math.nan)
+    monitor = decide({0, 1}, 99)
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed).finish([QUESTION[-1]])
+    output = prefill(decoder, PrefillJob(IDS, rows, resident=caches, early_termination=ON))
+    assert torch.isfinite(output.hidden).all()
+    for seen, expected in zip(monitor.seen, question_attention(decoder, QUESTION[:-1]), strict=True):
+        assert seen == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_question_without_a_row_of_its_own_ends_nothing(
+    decoder: Decoder, caches: list[ResidentKV], decide: Decide
+) -> None:
+    monitor = decide({1}, 0)
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[10, 20]).finish(QUESTION)
+    output = prefill(decoder, PrefillJob(IDS, rows, resident=caches, early_termination=ON))
+    assert (monitor.seen, output.focus_layer, output.row_layers) == ([], None, 2 * decoder.layout.layers)

@@ -49,14 +49,6 @@ def test_a_chunk_goes_to_its_place_rotated(decoder: Decoder, chunk: Tensor) -> N
     assert not buffer.kv[0].any()
 
 
-def test_keys_may_be_rotated_for_another_position(decoder: Decoder, chunk: Tensor) -> None:
-    """The ablation without positions: at its new place a chunk's keys are as they would be at another."""
-    moved, elsewhere = KVBuffer(decoder, 75), KVBuffer(decoder, 75)
-    moved.place(0, chunk[0], 40, original_start=10)
-    elsewhere.place(0, chunk[0], 10)
-    assert torch.equal(moved.kv[0, :, 40:70], elsewhere.kv[0, :, 10:40])
-
-
 class SecondOfTwo(Alone):
     """The second of two ranks, which has the second half of the heads."""
 
@@ -68,16 +60,15 @@ class SecondOfTwo(Alone):
         return kv[:, :, kv.shape[2] // 2 :]
 
 
-@pytest.mark.parametrize("original_start", [None, 2])
 def test_a_rank_takes_its_own_heads_of_a_chunk(
-    decoder: Decoder, chunk: Tensor, on_ranks: Callable[[Decoder, Ranks], Decoder], original_start: int | None
+    decoder: Decoder, chunk: Tensor, on_ranks: Callable[[Decoder, Ranks], Decoder]
 ) -> None:
     ranks, layout = SecondOfTwo(), decoder.layout
     stack = on_ranks(decoder, ranks)
     stack.layout = KVLayout(layout.layers, layout.kv_heads // 2, layout.head_dim, layout.dtype)
     own, all_heads = KVBuffer(stack, 75), KVBuffer(decoder, 75)
     for buffer in (own, all_heads):
-        buffer.place(3, chunk[3], 10, original_start=original_start)
+        buffer.place(3, chunk[3], 10)
     assert ranks.asked == [(2, 30, layout.kv_heads, layout.head_dim)]
     assert torch.equal(own.kv[3, :, 10:40], all_heads.kv[3, :, 10:40, layout.kv_heads // 2 :])
 

@@ -1,4 +1,4 @@
-"""Where both ends meet: what is decided, given what was measured. No clock runs here."""
+"""The meeting point of both ends, decided from given measurements. No clock runs here."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_on_a_machine_of_which_nothing_is_known_a_little_is_computed_unless_all_
 
 
 def overlapped_s(tokens: int, *, row_s: float, fixed_s: float, load_token_s: float) -> float:
-    """How long both ends take if they keep to their rates, decision by decision."""
+    """Seconds that both ends take at constant rates, decision by decision."""
     speed, layers = speed_of(row_s=row_s, fixed_s=fixed_s), 30
     now, front = 0.0, 0
     while True:

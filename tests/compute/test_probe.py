@@ -13,14 +13,12 @@ from torch import Tensor
 
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
-from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.probe import PROBES
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
@@ -51,14 +49,10 @@ class Chooser:
         return Plan(tuple(plans))
 
 
-def stored(decoder: Decoder, *, moved: Sequence[int] = ()) -> list[ResidentKV]:
-    """System and chunks as they are in the full prompt, but for the values of these positions in the second layer."""
+def stored(decoder: Decoder) -> list[ResidentKV]:
+    """System and chunks as they are in the full prompt."""
     output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2]))
-    reused = [ResidentKV(capture.start, capture.kv.clone()) for capture in output.recorder.captures]
-    for position in moved:
-        one = max((one for one in reused if one.start <= position), key=lambda one: one.start)
-        one.kv[1, 1, position - one.start] += 1.0
-    return reused
+    return [ResidentKV(capture.start, capture.kv.clone()) for capture in output.recorder.captures]
 
 
 def rows_of(*, new: Sequence[int] = (), recomputed: Sequence[int] = ()) -> Rows:
@@ -66,30 +60,21 @@ def rows_of(*, new: Sequence[int] = (), recomputed: Sequence[int] = ()) -> Rows:
 
 
 def look(
-    kind: str, decoder: Decoder, resident: list[ResidentKV], rows: Rows, *, loads: PendingLoads | None = None
+    decoder: Decoder, resident: list[ResidentKV], rows: Rows, *, loads: PendingLoads | None = None
 ) -> tuple[PrefillResult, Chooser]:
     """A prefill that looks before its last pass, of all chunks that are among `resident`."""
     chooser = Chooser()
     reused = [index for index in (1, 2) if BOUNDS[index] in {one.start for one in resident}]
-    probe = ProbeRequest(kind, QUESTION, chooser)  # type: ignore[arg-type]
+    probe = ProbeRequest(QUESTION, chooser)
     job = PrefillJob(IDS, rows, resident=resident, reused=reused, probe=probe)
     if loads is None:
         return prefill(decoder, job), chooser
     steps = OverlappedPrefill(decoder, job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
-    return run(decoder, steps, FairLock().take), chooser
+    return run(decoder, steps), chooser
 
 
 def recomputed_in(rows: Rows) -> list[int]:
     return np.flatnonzero(rows.reason == RowReason.RECOMPUTED).tolist()
-
-
-def test_the_value_probe_finds_what_moved(decoder: Decoder) -> None:
-    moved = [15, 20, 33, 60, 70, 91]
-    result, chooser = look("values", decoder, stored(decoder, moved=moved), rows_of(recomputed=[14, 55]))
-    assert recomputed_in(result.rows) == moved
-    assert result.rows.open().tolist() == [*moved, *QUESTION]
-    assert (result.rows.reason[QUESTION.start :] == RowReason.NEW).all()
-    assert np.concatenate(list(chooser.seen.values())).mean() == pytest.approx(1.0, rel=1e-3)
 
 
 def test_the_question_probe_sees_what_the_model_attends_to(decoder: Decoder) -> None:
@@ -97,7 +82,7 @@ def test_the_question_probe_sees_what_the_model_attends_to(decoder: Decoder) -> 
         model.set_attn_implementation("eager")
         attentions = model(torch.tensor([IDS]), output_attentions=True).attentions
     expected = attentions[2][0, :, QUESTION.start :].sum(1).mean(0).numpy()  # of five layers the one in the middle
-    _, chooser = look("question", decoder, stored(decoder), rows_of())
+    _, chooser = look(decoder, stored(decoder), rows_of())
     seen = np.concatenate([chooser.seen[1], chooser.seen[2]])
     assert np.allclose(seen, expected[12:92] / expected[12:92].mean(), rtol=1e-3)
 
@@ -110,7 +95,7 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(
     seen = []
     for garbage in (0.0, math.nan):
         memory_holds(garbage)
-        result, chooser = look("question", decoder, reused[:2], rows_of(new=range(52, 92)))
+        result, chooser = look(decoder, reused[:2], rows_of(new=range(52, 92)))
         assert list(chooser.seen) == [1]
         assert torch.isfinite(result.hidden).all()
         seen.append(chooser.seen[1])
@@ -118,18 +103,16 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(
     assert np.array_equal(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("kind", sorted(PROBES))
-def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(decoder: Decoder, kind: str) -> None:
+def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(decoder: Decoder) -> None:
     before = rows_of(new=[15, 40, 41], recomputed=[13, 14, 60]).mark([15, 40, 41], RowReason.NOT_LOADED)
     before = before.finish([13, 14, 15])
-    result, chooser = look(kind, decoder, stored(decoder), before)
+    result, chooser = look(decoder, stored(decoder), before)
     assert {i: chooser.rows.offsets(i, RowReason.RECOMPUTED).tolist() for i in (1, 2)} == {1: [1, 2], 2: [8]}
     assert {i: chooser.rows.offsets(i, RowReason.NOT_LOADED).tolist() for i in (1, 2)} == {1: [3, 28, 29], 2: []}
     assert np.flatnonzero(chooser.rows.done).tolist() == [13, 14, 15]
     assert not chooser.seen[1][[3, 28, 29]].any()  # nothing of them is stored, so nothing is to be fixed
-    if kind == "question":  # which attends to all the others
-        assert np.delete(chooser.seen[1], [3, 28, 29]).all()
-        assert chooser.seen[2].all()
+    assert np.delete(chooser.seen[1], [3, 28, 29]).all()  # the question attends to all the others
+    assert chooser.seen[2].all()
     chosen = [
         BOUNDS[index] + offset for index in (1, 2) for offset in np.argsort(-chooser.seen[index])[:3].tolist()
     ]  # a done one stays, another one of the first choice does not
@@ -138,15 +121,14 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(de
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("kind", sorted(PROBES))
-def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder, kind: str) -> None:
-    result, _ = look(kind, decoder, stored(decoder), rows_of())
+def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder) -> None:
+    result, _ = look(decoder, stored(decoder), rows_of())
     assert len(result.rows.open()) == len(QUESTION) + 6
     assert (decoder.next_logits(result.hidden) - decoder.own_logits(IDS)[0]).abs().max() <= 1e-3
 
 
 def test_a_look_is_counted_and_gives_its_plan(decoder: Decoder) -> None:
-    result, chooser = look("question", decoder, stored(decoder), rows_of())
+    result, chooser = look(decoder, stored(decoder), rows_of())
     assert result.plan == chooser(chooser.seen, chooser.rows)
     assert result.row_layers == len(QUESTION) * 3 + (len(QUESTION) + 6) * 5  # three layers of five
 
@@ -157,9 +139,9 @@ def test_rows_that_join_a_look_are_not_taken_for_the_question(
 ) -> None:
     """With exact caches it makes no difference to what the question sees whether a token was stored or computed."""
     late = range(60, 70)
-    _, plain = look("question", decoder, stored(decoder), rows_of())
+    _, plain = look(decoder, stored(decoder), rows_of())
     loads = losing(PendingLoads.of_nothing(5), late, before=1, spoilt=spoilt)
-    result, chooser = look("question", decoder, stored(decoder), rows_of(), loads=loads)
+    result, chooser = look(decoder, stored(decoder), rows_of(), loads=loads)
     expected = {index: plain.seen[index].copy() for index in (1, 2)}
     expected[2][late.start - BOUNDS[2] : late.stop - BOUNDS[2]] = 0.0  # nothing of them is stored: nothing to fix
     mean = np.concatenate(list(expected.values())).mean()
@@ -170,12 +152,11 @@ def test_rows_that_join_a_look_are_not_taken_for_the_question(
 
 def test_a_look_of_the_question_has_no_say_in_what_is_served_to_others(decoder: Decoder) -> None:
     rows = rows_of(recomputed=[14, 16, 18, 55, 57])
-    for kind, open_to_choice in (("question", [2]), ("values", [1, 2])):  # of values, the question has no say
-        chooser = Chooser()
-        probe = ProbeRequest(kind, QUESTION, chooser)  # type: ignore[arg-type]
-        job = PrefillJob(IDS, rows, resident=stored(decoder), reused=(1, 2), probe=probe, shared_until=52)
-        prefill(decoder, job)
-        assert list(chooser.seen) == open_to_choice
+    chooser = Chooser()
+    probe = ProbeRequest(QUESTION, chooser)
+    job = PrefillJob(IDS, rows, resident=stored(decoder), reused=(1, 2), probe=probe, shared_until=52)
+    prefill(decoder, job)
+    assert list(chooser.seen) == [2]
 
 
 def test_what_a_probe_saw_is_the_mean_over_the_ranks(
@@ -192,20 +173,11 @@ def test_what_a_probe_saw_is_the_mean_over_the_ranks(
             out[wanted] = 1.0
             return out
 
-    for kind in PROBES:
-        ranks = OtherRankSaw()
-        ranks.asked = []
-        result, chooser = look(kind, on_ranks(decoder, ranks), stored(decoder), rows_of())
-        assert len(ranks.asked) == 1
-        assert ranks.asked[0][0][0] >= BOUNDS[-1]
-        assert ranks.asked[0][1] == torch.float32
-        assert recomputed_in(result.rows) == wanted
-        assert np.concatenate(list(chooser.seen.values())).mean() == pytest.approx(1.0, rel=1e-5)
-
-
-def test_the_value_probe_runs_what_is_neither_done_nor_exact(decoder: Decoder) -> None:
-    rows = rows_of(new=[70], recomputed=[3, 13, 14]).finish([3, 13, 70])
-    probe = PROBES["values"](rows, QUESTION, KVBuffer(decoder, 110), 5)
-    assert probe.positions.tolist() == [p for p in range(12, 110) if p not in (13, 70)]
-    rows = rows.mark([4], RowReason.NOT_LOADED)  # of an exact chunk, but it did not come
-    assert PROBES["values"](rows, QUESTION, KVBuffer(decoder, 110), 5).positions.tolist()[:2] == [4, 12]
+    ranks = OtherRankSaw()
+    ranks.asked = []
+    result, chooser = look(on_ranks(decoder, ranks), stored(decoder), rows_of())
+    assert len(ranks.asked) == 1
+    assert ranks.asked[0][0][0] >= BOUNDS[-1]
+    assert ranks.asked[0][1] == torch.float32
+    assert recomputed_in(result.rows) == wanted
+    assert np.concatenate(list(chooser.seen.values())).mean() == pytest.approx(1.0, rel=1e-5)

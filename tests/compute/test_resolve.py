@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,16 @@ from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.scheduling import FairLock
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.disk import DiskTier
-from cachecraft_rag.store.expected import Found
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Capture, KVLayout, Prompt, Segment, TokenScores, Unavailable, Variant, VariantKey
 
 MakeDecoder = Callable[..., Decoder]
@@ -58,6 +57,15 @@ def prompt_of(*private: str, closing: int = 0) -> Prompt:
 PROMPT = prompt_of()
 
 
+@contextmanager
+def loading(loader: Loader, stored: Sequence[tuple[StoredVariant, int]]) -> Iterator[PendingLoads]:
+    loads = loader.begin(stored)
+    try:
+        yield loads
+    finally:
+        loader.end(loads)
+
+
 class Shelf:
     """A store in a folder that can be closed and opened again, after which nothing of it is in memory."""
 
@@ -76,7 +84,7 @@ class Shelf:
                 self.layout,
                 segment(name).tokens_digest,
                 kv,
-                TokenScores(scores if chunks else None, scores),
+                TokenScores(scores if chunks else None),
                 (1.0,) * len(prefix),
                 5.0,
                 0.6,
@@ -145,7 +153,7 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
             (system.variant_id, 0),
             (a.variant_id, 8),
         ]
-        assert [(one.start, one.kv.shape[2], one.original_start) for one in resolved.job.resident] == [(108, 90, None)]
+        assert [(one.start, one.kv.shape[2]) for one in resolved.job.resident] == [(108, 90)]
         assert resolved.tiers == {system.variant_id: "disk", a.variant_id: "disk", b.variant_id: "host"}
         # what is to be loaded may have to be computed after all; what is in memory need not be captured again
         assert list(resolved.job.captures) == [0, 1, 3]
@@ -178,13 +186,6 @@ def test_without_reuse_nothing_is_opened_and_without_capture_nothing_kept(shelf:
     with closing(shelf.resolve(config=replace(CONFIG, capture=False))) as resolved:
         assert len(resolved.to_load) == 1
         assert list(resolved.job.captures) == []
-
-
-def test_without_positions_keys_stay_as_they_are_behind_the_instruction(shelf: Shelf) -> None:
-    for name, prefix in (("system", ()), ("a", SYSTEM), ("b", SYSTEM)):
-        shelf.put(name, prefix)
-    resolved = shelf.resolve(config=replace(CONFIG, ablate=frozenset({"positions"})))
-    assert [(one.start, one.original_start) for one in resolved.job.resident] == [(0, None), (8, None), (108, 8)]
 
 
 # -- what cannot be opened --------------------------------------------------------------------------------------------
@@ -231,15 +232,15 @@ class Recording(Alone):
     """Agrees with other ranks, which have lost some variants."""
 
     def __init__(self, *lost_elsewhere: str) -> None:
-        self.elsewhere, self.told = frozenset(lost_elsewhere), list[frozenset[str]]()
+        self.elsewhere, self.reported = frozenset(lost_elsewhere), list[frozenset[str]]()
 
     def agree(self, lost: frozenset[str]) -> frozenset[str]:
-        self.told.append(lost)
+        self.reported.append(lost)
         return lost | self.elsewhere
 
 
 def opened_by(store: ChunkCacheStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredVariant]:
-    """What is opened of a store from now on."""
+    """Variants opened from the store from now on."""
     opened: list[StoredVariant] = []
     own = store.open_variants
 
@@ -277,7 +278,7 @@ def test_what_another_rank_has_lost_is_lost_here_too(shelf: Shelf, monkeypatch: 
         assert resolved.tiers.keys() == {second.variant_id}
     assert is_closed(opened[-1])
     # asked once for each time that something was opened: all ranks make the same calls
-    assert ranks.told == [frozenset(), frozenset({best.variant_id, only.variant_id})]
+    assert ranks.reported == [frozenset(), frozenset({best.variant_id, only.variant_id})]
 
 
 def test_ranks_are_told_what_is_lost_here(shelf: Shelf) -> None:
@@ -286,13 +287,13 @@ def test_ranks_are_told_what_is_lost_here(shelf: Shelf) -> None:
     shelf.path(lost).unlink()
     ranks = Recording()
     shelf.resolve(ranks=ranks)
-    assert ranks.told == [frozenset({lost.variant_id})]
+    assert ranks.reported == [frozenset({lost.variant_id})]
 
 
 def test_ranks_agree_on_nothing_where_nothing_is_opened(shelf: Shelf) -> None:
     ranks = Recording("anything")
     shelf.resolve(ranks=ranks)
-    assert ranks.told == []
+    assert ranks.reported == []
 
 
 def test_what_was_opened_is_closed_if_resolving_fails(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,7 @@ def test_a_probe_goes_ahead_of_large_passes_where_it_may_choose(
     assert (job.shared_until <= 8) == private  # the system segment is new as well
     assert (job.probe is not None) == probes
     if job.probe is not None:
-        assert (job.probe.kind, job.probe.question) == ("question", range(218, 226))
+        assert job.probe.question == range(218, 226)
 
 
 @pytest.mark.parametrize(
@@ -387,14 +388,14 @@ def test_by_default_chunks_captured_alone_have_a_probe_sooner(
 def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
-    config = replace(CONFIG, selector="value_deviation", probe_min_rows=0, recompute_ratio=0.1)
+    config = ReuseConfig(selector="question", capture=False, probe_min_rows=0, recompute_ratio=0.1)
     resolved = shelf.resolve(config=config)
     probe = resolved.job.probe
     assert probe is not None
     first = [108 + offset for offset in resolved.plan.segments[2].recompute]
     assert len(first) == 9
     seen = np.zeros(90, np.float32)
-    seen[40:60] = np.linspace(2.0, 1.0, 20)
+    seen[40:60] = np.linspace(20.0, 10.0, 20)
     rows = resolved.job.rows.mark([148, 149], RowReason.NOT_LOADED).finish([first[0], 148])
     plan = probe.choose({2: seen}, rows)
     chosen = plan.segments[2].recompute
@@ -431,7 +432,7 @@ def resolved(shelf: Shelf) -> Iterator[tuple[Resolved, PendingLoads]]:
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
     shelf.reopen()
-    with closing(shelf.resolve()) as found, Loader(shelf.store, 2).loading(found.to_load) as loads:
+    with closing(shelf.resolve()) as found, loading(Loader(shelf.store, 2), found.to_load) as loads:
         assert loads.wait(lambda: not loads.incomplete(), 60)
         yield found, loads
 
@@ -472,7 +473,7 @@ def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
     content = bytearray(shelf.path(a).read_bytes())
     content[-5] ^= 1
     shelf.path(a).write_bytes(content)
-    with closing(shelf.resolve()) as planned, Loader(shelf.store, 2).loading(planned.to_load) as loads:
+    with closing(shelf.resolve()) as planned, loading(Loader(shelf.store, 2), planned.to_load) as loads:
         assert loads.wait(lambda: not loads.incomplete(), 60)
         failed = loads.failed()
         assert failed
@@ -511,10 +512,10 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
     elif harm == "the file":
         path.unlink()
     resolved = resolve(PROMPT, found, CONFIG, store=shelf.store, ranks=decoder.ranks, answer_tokens=1)
-    with closing(resolved), Loader(shelf.store, decoder.layout.layers).loading(resolved.to_load) as loads:
+    with closing(resolved), loading(Loader(shelf.store, decoder.layout.layers), resolved.to_load) as loads:
         assert loads.wait(lambda: not loads.incomplete(), 60)
         steps = OverlappedPrefill(decoder, resolved.job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
-        result = run(decoder, steps, FairLock().take)
+        result = run(decoder, steps)
     plan = as_it_went(resolved, loads, result)
     assert (decoder.next_logits(result.hidden) - decoder.own_logits(ids)[0]).abs().max() <= 1e-3
     assert [planned.reason == Reason.NOT_LOADED for planned in plan.segments] == [

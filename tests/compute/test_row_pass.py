@@ -43,9 +43,12 @@ class Sees:
     """An observer that keeps copies."""
 
     def __init__(self) -> None:
+        self.watched = range(5, 70)
         self.seen: list[tuple[int, Tensor, Tensor, AttentionSettings]] = []
+        self.positions: list[list[int]] = []
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, settings: AttentionSettings) -> None:
+    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+        self.positions.append(visible.positions.tolist())
         self.seen.append((layer, q.clone(), k.clone(), settings))
 
 
@@ -143,6 +146,47 @@ def test_passes_of_several_requests_as_one_forward_are_each_what_it_is_alone(
         assert_close(found_seen[1], expected_seen[1])
         assert_close(found_seen[2], expected_seen[2])
         assert found_seen[3] == expected_seen[3]
+
+
+@torch.inference_mode()
+def test_a_joint_layer_that_fails_is_repeated_alone_without_correcting_twice(tiny_decoder: MakeDecoder) -> None:
+    decoder = tiny_decoder("Llama")
+    (alone, seen_alone), (together, seen_together) = requests_of(decoder), requests_of(decoder)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    for layer in range(LAYERS):
+        for one in alone:
+            advance(decoder, [one.row_pass])
+        failing = decoder.model.model.layers[layer].mlp.register_forward_hook(fail)
+        try:
+            with pytest.raises(RuntimeError, match="no memory"):
+                advance(decoder, [one.row_pass for one in together])
+        finally:
+            failing.remove()
+        for one in together:
+            advance(decoder, [one.row_pass])
+    for one, other in zip(alone, together, strict=True):
+        assert_close(other.buffer.kv, one.buffer.kv)
+        assert_close(other.row_pass.hidden, one.row_pass.hidden)
+    assert [seen[0] for seen in seen_together.seen] == [seen[0] for seen in seen_alone.seen]
+
+
+@torch.inference_mode()
+def test_a_layer_that_failed_amid_its_corrections_is_not_repeated(tiny_decoder: MakeDecoder) -> None:
+    decoder = tiny_decoder("Llama")
+    request = requests_of(decoder)[0][1]
+
+    class Fails(Sees):
+        def observe(self, *_: object) -> None:
+            raise RuntimeError("no memory")
+
+    request.row_pass._observer = Fails()
+    with pytest.raises(RuntimeError, match="no memory"):
+        advance(decoder, [request.row_pass])
+    with pytest.raises(RuntimeError, match="cannot be repeated"):
+        advance(decoder, [request.row_pass])
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -284,13 +328,27 @@ def test_absent_keys_make_no_difference(tiny_decoder: MakeDecoder) -> None:
 
 
 @torch.inference_mode()
-def test_an_observer_sees_the_rotated_queries_and_all_rotated_keys(tiny_decoder: MakeDecoder) -> None:
+def test_an_observer_sees_the_rotated_queries_that_it_watches_and_all_rotated_keys(tiny_decoder: MakeDecoder) -> None:
     decoder, ids, sees = tiny_decoder("Llama"), token_ids(1), Sees()
     request = Request(decoder, ids, Rows.of(BOUNDS, new=range(75)), captures=[1], observer=sees)
     for _ in range(LAYERS):
         advance(decoder, [request.row_pass])
     (capture,) = request.recorder.captures
     for layer, q, k, settings in sees.seen:
-        assert torch.equal(q[10:40], capture.queries[layer])
+        assert torch.equal(q[5:35], capture.queries[layer])
+        assert len(q) == 65
         assert torch.equal(k[:75], request.buffer.kv[layer, 0, :75])
         assert settings == request.recorder.settings[layer]
+    assert sees.positions == [list(sees.watched)] * LAYERS
+
+
+@torch.inference_mode()
+def test_an_observer_is_shown_the_rows_that_it_watches_whatever_others_run(tiny_decoder: MakeDecoder) -> None:
+    decoder, ids, sees = tiny_decoder("Llama"), token_ids(1), Sees()
+    request = Request(decoder, ids, Rows.of(BOUNDS, new=[3, 5, 6, 30, 69, 70, 74]), observer=sees)
+    advance(decoder, [request.row_pass])
+    request.row_pass.keep(np.array([True, True, False, True, False, True, True]))
+    for _ in range(LAYERS - 1):
+        advance(decoder, [request.row_pass])
+    assert sees.positions == [[5, 6, 30, 69], *[[5, 30]] * (LAYERS - 1)]
+    assert [len(q) for _, q, _, _ in sees.seen] == [4, *[2] * (LAYERS - 1)]

@@ -1,4 +1,4 @@
-"""How fast this machine computes: what a pass costs, and what each of its rows."""
+"""Computing speed of this machine: the cost of a pass, and of each of its rows."""
 
 from __future__ import annotations
 

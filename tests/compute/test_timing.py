@@ -1,4 +1,4 @@
-"""Where the time of a prefill goes."""
+"""Time of a prefill, part by part."""
 
 from __future__ import annotations
 

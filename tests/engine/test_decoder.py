@@ -237,7 +237,7 @@ def one_weight(model: Any, _: Any) -> Any:
 
 
 def merged_adapter(model: Any, _: Any) -> None:
-    """What merging a LoRA does to a weight."""
+    """Change a weight as merging a LoRA does."""
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight += 0.01 * torch.ones(32, 2) @ torch.ones(2, 32)
 

@@ -137,6 +137,7 @@ def start_conversion(gguf: Path, target: Path, *how: str) -> subprocess.Popen[st
     return process
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tiny_gguf: Path, tmp_path: Path) -> None:
     target = tmp_path / "tiny"
     processes = [start_conversion(tiny_gguf, target) for _ in range(2)]
@@ -149,6 +150,7 @@ def test_two_processes_at_once(tiny_gguf: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+@pytest.mark.slow
 def test_killed_conversion_leaves_nothing_that_is_trusted(tiny_gguf: Path, tmp_path: Path) -> None:
     target = tmp_path / "tiny"
     process = start_conversion(tiny_gguf, target, "killed")

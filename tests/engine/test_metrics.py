@@ -25,6 +25,7 @@ from cachecraft_rag.errors import BusyError, ConfigError, ContextLengthError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
+from tests.engine.conftest import Asking, Turn, waiting
 
 CHUNKS = [Chunk(f"{thing} number {n}: empty it before you clean it with vinegar.") for n, thing in
           enumerate(("The kettle", "The toaster", "The fridge", "The oven", "The washer"))]  # fmt: skip
@@ -110,12 +111,10 @@ def mixture(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = engine.stream(QUESTION, CHUNKS[:4], sampling=SamplingParams(max_new_tokens=50))
     next(cancelled)
     cancelled.close()
-    engine._background.wait()
     with monkeypatch.context() as broken:
         broken.setattr(engine.decoder, "next_logits", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ask(engine, *CHUNKS[:3])
-        engine._background.wait()
     with pytest.raises(ContextLengthError):
         engine.stream(QUESTION * 200, CHUNKS[:3], sampling=SHORT)
     assert engine.settle(400)  # what the cancelled request computed is dropped in the background
@@ -127,21 +126,21 @@ def test_requests_that_wait_and_that_are_turned_away(decoder: Decoder, tmp_path:
         Engine(decoder, store, new_variants="off", max_waiting=1) as engine,
         serve_metrics(engine, 0) as server,
     ):
-        with engine.queue.enter():  # somebody has the turn
-            place = engine.queue.enter()
+        with Turn(engine, CHUNKS[:3]) as first:
+            second = Asking(engine, CHUNKS[:3])
+            waiting(engine, 1)
             with pytest.raises(BusyError):
                 ask(engine, *CHUNKS[:3])
-            engine._background.wait()
             found = scrape(server.port)
-            place.leave()
         assert by(found["cachecraft_turned_away_total"], "reason") == {"full": 1}
         assert [sample.value for sample in found["cachecraft_waiting_requests"]] == [1]
         assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1}
         assert by(found["cachecraft_chunks_total"], "outcome", "reason") == {("failed", "failed"): 3}
-        ask(engine, *CHUNKS[:3])
+        first.ended()
+        second.ended()
         found = scrape(server.port)
     assert [sample.value for sample in found["cachecraft_waiting_requests"]] == [0]
-    assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1, "length": 1}
+    assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1, "length": 2}
 
 
 def test_sums_over_reasons_are_the_requests_and_their_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,16 +230,19 @@ def test_every_request_is_one_line_of_json_without_private_text(
     mixture(engine, monkeypatch)
     lines = [JsonFormatter().format(record) for record in caplog.records]
     assert not any("\n" in line for line in lines)
-    told = [json.loads(line) for line in lines]
-    assert all({"time", "level", "logger", "message"} <= line.keys() for line in told)
-    requests = [line for line in told if line.get("event") == "request"]
+    found = [json.loads(line) for line in lines]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in found)
+    requests = [line for line in found if line.get("event") == "request"]
     assert Counter(line["finish"] for line in requests) == {"length": 6, "closed": 1, "failed": 1}
     assert len({line["request_id"] for line in requests}) == 8
     assert [line["error"] for line in requests if "error" in line] == ["ZeroDivisionError"]
-    assert Counter((one["outcome"], one["reason"]) for line in requests for one in line["chunks"]) == dict(
-        engine.tally.counts().chunks
+    logged = Counter((one["outcome"], one["reason"]) for line in requests for one in line["chunks"])
+    value = engine.request_counts.registry.get_sample_value
+    assert all(
+        value("cachecraft_chunks_total", {"outcome": outcome, "reason": reason}) == count
+        for (outcome, reason), count in logged.items()
     )
-    reasons = {(line["event"], line["reason"]) for line in told if line.get("event", "request") != "request"}
+    reasons = {(line["event"], line["reason"]) for line in found if line.get("event", "request") != "request"}
     assert {("load_failed", "damaged"), ("load_failed", "missing"), ("eviction", "damaged")} <= reasons
     assert ("capture_dropped", "queue_full") in reasons
     text = "\n".join(lines)
@@ -251,5 +253,5 @@ def test_a_record_of_anything_else_is_json_too() -> None:
     record = logging.makeLogRecord(
         {"msg": "said %s", "args": ("so",), "levelname": "INFO", "cachecraft": {"nan": float("nan")}}
     )
-    told = json.loads(JsonFormatter().format(record))
-    assert (told["message"], told["nan"]) == ("said so", None)
+    found = json.loads(JsonFormatter().format(record))
+    assert (found["message"], found["nan"]) == ("said so", None)

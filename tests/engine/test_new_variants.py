@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.driver import Until, prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine import activity
-from cachecraft_rag.engine.base import Generation
-from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine import step_loop
+from cachecraft_rag.engine.config import EngineConfig, NewVariants
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.new_variants import NewVariants
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.step_loop import Level, Run, StepLoop
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk, Damaged, LoadedVariant, LoadFailure, Variant
+from tests.engine.conftest import until
 
 CHUNKS = [
     Chunk("Empty the kettle before you descale it with vinegar."),
@@ -38,8 +39,8 @@ CHUNKS = [
 ORDERS = [list(order) for order in permutations(CHUNKS)]
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=4)
+LONG = SamplingParams(max_new_tokens=80)  # not all of it is computed before its reader has read a part
 CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")  # takes what is stored, also where computing is faster
-THREAD = "cachecraft-new-variants"
 UNLIMITED = NewVariants(share=1e9)
 
 MakeEngine = Callable[..., Engine]
@@ -78,22 +79,29 @@ def variants_of(engine: Engine, chunk: Chunk, session: str | None = None) -> lis
 
 
 class Layers:
-    """Who ran which layer, in order; `hold` makes the background stop inside its next layer until `release`."""
+    """Records whose layer ran, in order; `hold` makes the background stop inside its next layer until `release`."""
 
     def __init__(self, decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
         self.run: list[str] = []
         self._gate, self.reached = threading.Event(), threading.Event()
         self._gate.set()
-        layer = decoder.layer
+        layer, advance = decoder.layer, StepLoop._advance
+        level: list[Level] = []
+
+        def noted(loop: StepLoop, runs: Any) -> None:
+            level[:] = [runs[0].level]
+            advance(loop, runs)
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-            background = threading.current_thread().name == THREAD
+            background = level == [Level.IDLE]
             self.run.append("background" if background else "answer")
             if background:
                 self.reached.set()
                 assert self._gate.wait(60)
+            level.clear()
             return layer(*args, **kwargs)
 
+        patch.setattr(StepLoop, "_advance", noted)
         patch.setattr(decoder, "layer", counted)
 
     def hold(self) -> None:
@@ -191,7 +199,7 @@ def test_an_inexact_capture_is_replaced_by_an_exact_one(engine: Engine) -> None:
     assert {chunk.outcome for chunk in ask(engine, order).stats.chunks} == {"exact"}
 
 
-def test_behind_a_lossy_codec_everything_is_computed(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_from_a_lossy_codec_no_chunk_is_reused_for_a_new_variant(make_engine: MakeEngine, tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path / "lossy", codec="int8", host_bytes=0) as store:
         engine = make_engine(store=store)
         ask(engine, ORDERS[0])
@@ -199,7 +207,8 @@ def test_behind_a_lossy_codec_everything_is_computed(make_engine: MakeEngine, tm
         assert answer.stats.tokens_recomputed > 0
         stats = engine.new_variants.stats
         chunks = [chunk.chunk_id for chunk in ORDERS[1]]
-        assert stats.tokens >= answer.stats.tokens_prompt - 60  # all but the question: nothing stored is exact enough
+        exact = len(engine.prompts.system.token_ids)  # which is always stored without a loss
+        assert stats.tokens >= answer.stats.tokens_prompt - exact - 60  # all chunks: none that is stored is exact
         assert all(variant.exact_share == 1.0 for name in chunks for variant in variants_of(engine, Chunk(_text(name))))
         assert ask(engine, ORDERS[1]).stats.tokens_recomputed == 0
         assert engine.new_variants.stats == stats
@@ -220,8 +229,7 @@ def test_a_request_waits_for_one_layer_at_most(engine: Engine, layers: Layers) -
     arrived = len(layers.run)
     asking = threading.Thread(target=ask, args=(engine, ORDERS[2]), kwargs={"settle": False})
     asking.start()
-    while engine.activity.idle:
-        assert asking.is_alive()
+    until(lambda: not engine.loop._inbox.empty())
     layers.release()
     asking.join(60)
     first = layers.run.index("answer", arrived)
@@ -236,7 +244,7 @@ def test_a_request_waits_for_one_layer_at_most(engine: Engine, layers: Layers) -
 def test_always_takes_turns_with_an_answer_that_is_under_way(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activity, "_PAUSE_S", 1e9)
+    monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
     engine = make_engine(new_variants=NewVariants("always", share=1e9))
     ask(engine, ORDERS[0])
     open_answer = engine.stream(QUESTION, ORDERS[0], sampling=SHORT)
@@ -247,24 +255,27 @@ def test_always_takes_turns_with_an_answer_that_is_under_way(
         pass
 
 
-def test_a_reader_who_pauses_does_not_stop_it_for_good(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "_PAUSE_S", 1e9)
+def test_a_reader_who_pauses_does_not_stop_it_for_good(
+    make_engine: MakeEngine, decoder_of_letters: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(decoder=decoder_of_letters())
+    monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
     ask(engine, ORDERS[0])
-    open_answer = engine.stream(QUESTION, ORDERS[0], sampling=SHORT)
+    open_answer = engine.stream(QUESTION, ORDERS[0], sampling=LONG)
     next(open_answer)
     ask(engine, ORDERS[1], settle=False)
     assert not engine.settle(0.5)
     assert engine.new_variants.stats.captured == 0
-    monkeypatch.setattr(activity, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(step_loop, "_PAUSE_S", 0.0)
     assert engine.settle(60)
     assert engine.new_variants.stats.captured > 0
     open_answer.close()
 
 
 def test_an_abandoned_answer_does_not_stop_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "_PAUSE_S", 1e9)
+    monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
     ask(engine, ORDERS[0])
-    open_answer = engine.stream(QUESTION, ORDERS[1], sampling=SHORT)
+    open_answer = engine.stream(QUESTION, ORDERS[1], sampling=LONG)
     next(open_answer)
     del open_answer
     assert engine.settle(60)
@@ -274,22 +285,36 @@ def test_an_abandoned_answer_does_not_stop_it(engine: Engine, monkeypatch: pytes
 def test_a_request_that_fails_does_not_stop_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(engine, ORDERS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "look_up", lambda *_, **__: 1 / 0)
+        patch.setattr(engine._answering, "look_up", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ask(engine, ORDERS[1])
-    assert engine.activity.idle
+    assert ask(engine, ORDERS[1]).stats.finish == "length"
+    assert engine.new_variants.stats.captured > 0
 
 
 # -- what may go wrong ------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def answering(engine: Engine) -> Iterator[None]:
+    """An answer is under way, whose reader is about to ask for the next piece."""
+    waits = Run(lambda _: (step for step in [Until(gate.is_set)]), lambda *_: None, Level.ANSWER)
+    gate = threading.Event()
+    engine.loop.start(waits)
+    try:
+        yield
+    finally:
+        gate.set()
+        engine.loop.wake()
+
+
 def stop_in_the_first_capture(engine: Engine, layers: Layers) -> None:
     """Five captures wait, and one is held at a layer of its own until `layers.release`."""
     ask(engine, ORDERS[0])
-    with engine.activity.during():
+    layers.hold()
+    with answering(engine):
         for order in ORDERS[1:]:
             ask(engine, order, settle=False)
-        layers.hold()
     assert layers.reached.wait(60)
 
 
@@ -299,15 +324,14 @@ def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine
     ran = layers.run.count("background")
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine.new_variants._closed:
-        assert closing.is_alive()
+    until(lambda: not engine.loop._inbox.empty())
     layers.release()
     closing.join(60)
     assert layers.run.count("background") == ran
     stats = engine.new_variants.stats
     assert (stats.captured, stats.waiting) == (0, 0)
     assert stats.dropped == {"closed": 5}
-    assert [thread for thread in threading.enumerate() if thread.name == THREAD] == []
+    assert engine.loop._thread is None
 
 
 def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> None:
@@ -315,8 +339,7 @@ def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> N
     removed = [chunk.chunk_id for chunk in CHUNKS[:1]]
     removing = threading.Thread(target=engine.store.evict, args=(RowFilter(chunk_ids=tuple(removed)),))
     removing.start()
-    while not engine.new_variants._removed:
-        assert removing.is_alive()
+    until(lambda: not engine.loop._inbox.empty())
     layers.release()
     removing.join(60)
     assert engine.settle(60)
@@ -357,16 +380,9 @@ def test_what_another_process_removed_is_not_served_and_does_not_come_back(engin
 def test_a_capture_that_cannot_be_computed_is_dropped(
     engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layer = decoder.layer
-
-    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if threading.current_thread().name == THREAD:
-            raise RuntimeError("out of memory")
-        return layer(*args, **kwargs)
-
     ask(engine, ORDERS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "layer", broken)
+        patch.setattr(StepLoop, "_advance", failing_in_idle_time(RuntimeError("out of memory")))
         ask(engine, ORDERS[1])
     assert engine.new_variants.stats.dropped == {"failed": 1}
     assert "could not be computed" in caplog.text
@@ -374,24 +390,26 @@ def test_a_capture_that_cannot_be_computed_is_dropped(
     assert ask(engine, ORDERS[1]).stats.tokens_recomputed == 0
 
 
-def test_a_mistake_is_raised_and_ends_new_variants_but_no_answer(
-    engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+def failing_in_idle_time(error: Exception) -> Callable[[StepLoop, Any], None]:
+    own = StepLoop._advance
+
+    def advance(loop: StepLoop, runs: Any) -> None:
+        if runs[0].level is Level.IDLE:
+            loop._go_on(runs[0], None, error)
+        else:
+            own(loop, runs)
+
+    return advance
+
+
+def test_a_mistake_ends_new_variants_but_no_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layer, raised = decoder.layer, list[threading.ExceptHookArgs]()
-
-    def mistaken(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if threading.current_thread().name == THREAD:
-            raise KeyError("a mistake")
-        return layer(*args, **kwargs)
-
-    monkeypatch.setattr(threading, "excepthook", raised.append)
-    monkeypatch.setattr(decoder, "layer", mistaken)
-    ask(engine, ORDERS[0])
-    ask(engine, ORDERS[1])
-    assert [one.exc_type for one in raised] == [KeyError]
-    ask(engine, ORDERS[2])
+    monkeypatch.setattr(StepLoop, "_advance", failing_in_idle_time(KeyError("a mistake")))
+    for order in ORDERS[:3]:
+        ask(engine, order)
     stats = engine.new_variants.stats
-    assert (stats.captured, stats.waiting, len(raised)) == (0, 0, 1)
+    assert (stats.captured, stats.waiting, caplog.text.count("KeyError: 'a mistake'")) == (0, 0, 1)
 
 
 def test_a_full_disk_costs_more_and_more_of_the_budget(
@@ -414,8 +432,11 @@ def test_what_vanished_meanwhile_is_computed(
     ask(engine, ORDERS[0])
     open_variants = store.open_variants
 
+    calls: list[int] = []
+
     def nothing(variants: list[Variant]) -> list[Any]:
-        if threading.current_thread().name != THREAD:
+        calls.append(len(variants))
+        if len(calls) == 1:  # of the answer
             return open_variants(variants)
         return [Damaged(variant.variant_id, LoadFailure.MISSING, "its file is missing") for variant in variants]
 
@@ -429,34 +450,13 @@ def test_what_vanished_meanwhile_is_computed(
 def test_what_was_stored_meanwhile_is_not_computed_again(make_engine: MakeEngine) -> None:
     engine, other = make_engine(), make_engine()  # as two processes on one folder
     ask(engine, ORDERS[0])
-    with other.activity.during():
+    with answering(other):
         ask(other, ORDERS[1], settle=False)
         ask(engine, ORDERS[1])
     assert other.settle(60)
     assert engine.new_variants.stats.captured > 0
     stats = other.new_variants.stats
     assert (stats.captured, stats.tokens, stats.dropped) == (0, 0, {"stored_meanwhile": 1})
-
-
-@pytest.mark.slow  # it imports torch once more
-def test_a_program_that_forgets_to_close_ends(tmp_path: Path) -> None:
-    """Its thread ends with the main thread, although an answer that is under way keeps it waiting for ever."""
-    program = """
-import torch
-from cachecraft_rag.engine import activity, new_variants
-from cachecraft_rag.engine.new_variants import NewVariants, VariantMaker
-from cachecraft_rag.planning.candidates import Candidate
-from cachecraft_rag.types import Segment
-
-busy = activity.Activity()
-busy.begin()
-maker = VariantMaker(NewVariants(), stack=None, store=None, loader=None, write_back=None, look_up=None,
-                     take_lock=None, activity=busy)
-maker.served(1000, Candidate((Segment("system", "s", (1,)), Segment("chunk", "c", (2,))), {1: 1}))
-assert maker._thread.is_alive()
-"""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_a_control_token_of_one_letter_is_left_out() -> None:
 
 
 class _Slow:
-    """What is asked of a tokenizer without a backend: transformers' own need sentencepiece or a file."""
+    """A tokenizer without a backend, as far as it is used: transformers' own need sentencepiece or a file."""
 
     added_tokens_decoder = {0: AddedToken("<s>", special=True), 1: AddedToken(USER)}  # noqa: RUF012
     unk_token_id = None

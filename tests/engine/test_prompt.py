@@ -54,7 +54,7 @@ def builder(tokenizer: Any, **settings: Any) -> PromptBuilder:
 
 
 def text_of(tokenizer: Any, part: Prompt | Segment) -> str:
-    """What the model reads, special tokens included."""
+    """The text that the model reads, special tokens included."""
     text: str = tokenizer.decode(list(part.token_ids))
     return text
 

@@ -2,7 +2,7 @@
 
 TESTS_REPLAY_REQUESTS  so many requests instead of 200; 3,000 take ten minutes, on a busy machine more: then add
                        `-o faulthandler_timeout=0`
-TESTS_REPLAY_REMOTE    the URL of an empty remote, with room for half as much again as the disk; unset: none
+TESTS_REPLAY_REMOTE    the URL of an empty remote, unset: none
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,11 +25,12 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.resolve import rows_of
+from cachecraft_rag.engine.answering import Answering, Prefilled
+from cachecraft_rag.engine.config import NewVariants
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.new_variants import NewVariants
-from cachecraft_rag.engine.prepared import Prefilled
-from cachecraft_rag.engine.request import Request
+from cachecraft_rag.engine.outlet import Outlet
+from cachecraft_rag.engine.request import Request, RequestProgress
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -72,19 +73,22 @@ def greedy(decoder: Decoder, logits: torch.Tensor, buffer: Any, position: int) -
     return tokens
 
 
-class Watched(Engine):
+class Watched(Answering):
     """Carries out the plan of every fiftieth answer once more, from the files and in a buffer of its own."""
 
     answers = compared = 0
 
-    def _finish(self, request: Request, output: Prefilled) -> None:
+    def _decode(
+        self, request: Request, progress: RequestProgress, output: Prefilled, outlet: Outlet, **how: Any
+    ) -> Any:
+        last = yield from super()._decode(request, progress, output, outlet, **how)
         self.answers += 1
         if self.answers % 50 == 0:
-            self._compare(request, output)
-        super()._finish(request, output)
+            self._compare(request, progress, output)
+        return last
 
-    def _compare(self, request: Request, output: Prefilled) -> None:
-        plan, bounds = request.plan, request.prompt.bounds
+    def _compare(self, request: Request, progress: RequestProgress, output: Prefilled) -> None:
+        plan, bounds = progress.plan, request.prompt.bounds
         resident = []
         for index, planned in enumerate(plan.segments):
             if planned.variant is not None:
@@ -103,7 +107,7 @@ class Watched(Engine):
         fresh = prefill(self.decoder, job)
         logits = self.decoder.next_logits(fresh.hidden)
         assert (logits - output.logits).abs().max() <= 1e-3
-        assert greedy(self.decoder, logits, fresh.buffer, bounds[-1]) == request.tokens
+        assert greedy(self.decoder, logits, fresh.buffer, bounds[-1]) == progress.tokens
         self.compared += 1
 
 
@@ -119,14 +123,16 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
     limits = {"disk_bytes": 2_400_000, "max_variants": 36, "host_bytes": 400_000}
-    remote = None if REMOTE is None else RemoteConfig(REMOTE, budget_bytes=3_600_000, lookup_timeout_s=5.0)
+    remote = None if REMOTE is None else RemoteConfig(REMOTE, lookup_timeout_s=5.0)
     reused: list[float] = []
     sizes: list[tuple[int, int, int]] = []
     resident: list[int] = []
     with (
         ChunkCacheStore.open(tmp_path / "caches", **limits, remote=remote) as store,
-        Watched(tiny_decoder("Llama"), store, config=CONFIG, new_variants=NewVariants(share=2.0, waiting=16)) as engine,
+        Engine(tiny_decoder("Llama"), store, config=CONFIG, new_variants=NewVariants(share=2.0, waiting=16)) as engine,
     ):
+        engine._answering.__class__ = Watched
+        watched = cast(Watched, engine._answering)
         for number in range(TENTHS):
             kept = total = 0
             for question, chunks in tenth(number, REQUESTS // TENTHS):
@@ -147,7 +153,7 @@ def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Deco
             sizes.append((tensors(), len(os.listdir("/proc/self/fd")), threading.active_count()))
             resident.append(resident_bytes())
         made = engine.new_variants.stats
-        assert engine.compared == REQUESTS // 50
+        assert watched.compared == REQUESTS // 50
     assert made.captured > 0
     assert "failed" not in made.dropped
     assert reused[-1] >= 0.98 * reused[2], reused

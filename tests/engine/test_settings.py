@@ -29,11 +29,11 @@ stop = ["END"]
 
 [reuse]
 recompute_ratio = 0.2
-ablate = ["overlap"]
+drift = 0.2
 
 [remote]
 url = "redis://:secret@host/0"
-budget_bytes = "2 GiB"
+queue_bytes = "2 GiB"
 """
 
 
@@ -78,8 +78,8 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
     config = found.engine_config()
     assert (config.store.disk_bytes, config.store.max_variants) == (50 * 10**9, 900)
     assert (config.store.variants_per_chunk, config.store.host_bytes) == (7, 3 << 19)
-    assert config.reuse == ReuseConfig(recompute_ratio=0.3, ablate=frozenset({"overlap"}))
-    assert config.store.remote == RemoteConfig("redis://:secret@host/0", budget_bytes=2 << 30)
+    assert config.reuse == ReuseConfig(recompute_ratio=0.3, drift=0.2)
+    assert config.store.remote == RemoteConfig("redis://:secret@host/0", queue_bytes=2 << 30)
     assert config.private_system
     assert config.decode_rows == 4
     assert config.namespace == "default"
@@ -108,6 +108,10 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(h
         ("[store]\nreaders = 3", "store"),
         ("readers = ", "not valid TOML"),
         ("top_k = [1]", "top_k"),
+        ("[reuse]\nselector = [[['question']]]", "reuse.selector"),
+        ("stop = [[1], {a = [2]}]", "stop"),
+        ("x = " + "[" * 20_000, "not valid TOML"),
+        ("x = " + "{a = " * 20_000, "not valid TOML"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_file_and_key(text: str, says: str, file: Path) -> None:
@@ -122,12 +126,36 @@ def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
     for environment, says in (
         ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
         ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
-        ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings' file at nowhere.toml"),
+        ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings file at nowhere.toml"),
     ):
         with pytest.raises(ConfigError, match=says):
             load_settings(environment=environment)
-    with pytest.raises(ConfigError, match=r"CACHECRAFT_REMOTE_FAILURES: remote.failures needs remote.url"):
+    with pytest.raises(ConfigError, match=r"CACHECRAFT_REMOTE_FAILURES: remote.failures needs a remote"):
         load_settings(environment={"CACHECRAFT_REMOTE_FAILURES": "3"}).engine_config()
+
+
+def test_the_nearest_name_comes_before_all_names(file: Path) -> None:
+    file.write_text("reader = 3\n")
+    with pytest.raises(ConfigError, match=r"reader: no such setting\. Did you mean readers\? There are .*embeddings"):
+        load_settings(file, environment={})
+
+
+def test_max_tokens_is_accepted_for_max_new_tokens(file: Path) -> None:
+    file.write_text("max_tokens = 7\n")
+    assert load_settings(file, environment={}).sampling().max_new_tokens == 7
+    found = load_settings(file, environment={"CACHECRAFT_MAX_TOKENS": "9"})
+    assert (found["max_new_tokens"], found.entries["max_new_tokens"].origin) == (9, "CACHECRAFT_MAX_TOKENS")
+
+
+def test_flags_go_before_everything_and_are_named_in_errors(file: Path) -> None:
+    environment = {"CACHECRAFT_TOP_K": "8", "CACHECRAFT_REUSE_DRIFT": "0.1"}
+    found = load_settings(file, environment=environment, flags={"top_k": "9", "host_bytes": "1 GB", "stop": ["a, b"]})
+    assert (found["top_k"], found["host_bytes"], found["stop"]) == (9, 10**9, ("a, b",))
+    assert found.entries["top_k"].origin == "--top-k"
+    assert found.flags() == {"top_k": 9, "host_bytes": 10**9, "stop": ("a, b",)}
+    assert found.only("top_k").given() == {"top_k": 9}
+    with pytest.raises(ConfigError, match=r"^--drift: drift is 7; it must be"):
+        load_settings(file, environment=environment, flags={"reuse.drift": "7"})
 
 
 def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
@@ -166,11 +194,11 @@ def test_settings_are_printed_with_where_they_come_from(
     here: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHECRAFT_TOP_K", "8")
-    told = json.loads(run("--settings", str(file), "settings", "--json"))
-    assert told["top_k"] == {"value": 8, "origin": "CACHECRAFT_TOP_K"}
-    assert told["max_variants"] == {"value": 500, "origin": str(file)}
-    assert told["readers"] == {"value": 4, "origin": "default"}
-    assert "secret" not in json.dumps(told)
+    printed = json.loads(run("--settings", str(file), "settings", "--json"))
+    assert printed["top_k"] == {"value": 8, "origin": "CACHECRAFT_TOP_K"}
+    assert printed["max_variants"] == {"value": 500, "origin": str(file)}
+    assert printed["readers"] == {"value": 4, "origin": "default"}
+    assert "secret" not in json.dumps(printed)
     assert "CACHECRAFT_TOP_K" in run("settings")
 
 
@@ -187,17 +215,17 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
 
     def limits(*flags: str) -> tuple[int, int]:
         run("doctor", "--no-check", "--json", *flags)
-        told = json.loads(run("store", "limits", "--json"))
-        return told["max_variants"], told["variants_per_chunk"]
+        printed = json.loads(run("store", "limits", "--json"))
+        return printed["max_variants"], printed["variants_per_chunk"]
 
     assert limits() == (11, 3)
     monkeypatch.setenv("CACHECRAFT_MAX_VARIANTS", "22")
     assert limits() == (22, 3)
-    told = json.loads(run("doctor", "--no-check", "--json", "--memory-mb", "2"))
-    assert told["facts"]["store"]["stats"]["host_budget"] == 2_000_000
+    printed = json.loads(run("doctor", "--no-check", "--json", "--host-bytes", "2 MB"))
+    assert printed["facts"]["store"]["host_budget"] == 2_000_000
     monkeypatch.setenv("CACHECRAFT_HOST_BYTES", "3 MB")
-    told = json.loads(run("doctor", "--no-check", "--json"))
-    assert told["facts"]["store"]["stats"]["host_budget"] == 3_000_000
+    printed = json.loads(run("doctor", "--no-check", "--json"))
+    assert printed["facts"]["store"]["host_budget"] == 3_000_000
     monkeypatch.setenv("CACHECRAFT_MODEL", "no such model")
     assert CliRunner().invoke(app, ["doctor", "--no-check"]).exit_code == 1
     assert limits("--model", "model") == (22, 3)

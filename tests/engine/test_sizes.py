@@ -34,3 +34,8 @@ def test_a_wrong_name_is_said(tmp_path: Path) -> None:
         layout_named(str(tmp_path), dtype="float31")
     with pytest.raises(ConfigError, match="codec"):
         cache_bytes(KVLayout(1, 1, 1, "float32"), 1, "zip")
+
+
+def test_a_model_that_is_not_there_is_reported_as_by_ask() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"cannot load the model 'gpt2'(?s:.*)or \"demo\""):
+        layout_named("gpt2")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.formats.dataset import Dataset
-from cachecraft_rag.evaluation.quality.calibrate import (
+from cachecraft_rag.evaluation.calibrate import (
     ALPHAS,
     HARDLY_PAYS,
     METRICS,
@@ -23,8 +23,9 @@ from cachecraft_rag.evaluation.quality.calibrate import (
     halves,
     smallest_that_holds,
 )
-from cachecraft_rag.evaluation.quality.conditions import condition_named, origins_of
-from cachecraft_rag.evaluation.quality.intervals import mean_interval
+from cachecraft_rag.evaluation.dataset import Dataset
+from cachecraft_rag.evaluation.intervals import mean_interval
+from cachecraft_rag.evaluation.origins import Origins, condition_named
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Progress
 
@@ -69,7 +70,7 @@ def test_no_quality_asked_for_is_the_smallest_alpha(evaluation_engine: Engine, t
     assert len(found.curve) <= 4
 
 
-def test_what_only_full_recomputation_holds_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_a_quality_that_needs_full_recomputation_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     evaluation_engine.config = CRUDE
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24))
     chosen = found.calibration
@@ -83,16 +84,16 @@ def test_what_only_full_recomputation_holds_does_not_pay(evaluation_engine: Engi
     assert shares == sorted(shares)
 
 
-def test_what_spares_next_to_nothing_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_recomputing_nearly_everything_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0))
     for recomputed, pays in ((HARDLY_PAYS, True), (HARDLY_PAYS + 0.01, False)):
         assert Calibrated(replace(found.calibration, recomputed=recomputed), found.curve).pays == pays
 
 
-def test_what_no_alpha_holds_is_said(
+def test_a_quality_that_no_alpha_reaches_is_reported(
     evaluation_engine: Engine, town_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.evaluation.quality.calibrate.ALPHAS", (0.0, 0.1))
+    monkeypatch.setattr("cachecraft_rag.evaluation.calibrate.ALPHAS", (0.0, 0.1))
     evaluation_engine.config = CRUDE
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24))
     assert found.calibration.alpha == 0.1
@@ -143,9 +144,9 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engin
     assert [point.quality for point in other.curve] != [point.quality for point in found.curve]
 
 
-def test_the_births_decide_how_much_is_recomputed(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_origins_decide_how_much_is_recomputed(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     strangers = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)).calibration
-    origins = origins_of(condition_named("neighbours"), evaluation_engine, town_dataset, seed=0, answer_tokens=1)
+    origins = Origins(condition_named("neighbours"), evaluation_engine, town_dataset, 0, 1)
     for question in town_dataset.questions:
         origins.before(question)
     variants = evaluation_engine.store.stats().variants
@@ -183,28 +184,55 @@ def test_f1_is_refused_where_it_means_nothing(evaluation_engine: Engine, town_da
         calibrate(evaluation_engine, replace(town_dataset, questions=unknown), settings)
 
 
-def test_a_check_sees_other_questions(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_a_check_asks_other_questions(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     first, second = halves(town_dataset, seed=1)
     assert (len(first.questions), len(second.questions)) == (3, 3)
     assert {one.question_id for part in (first, second) for one in part.questions} == {f"q{i}" for i in range(6)}
     assert first.documents == second.documents == town_dataset.documents
     assert halves(town_dataset, seed=1) == (first, second) != halves(town_dataset, seed=2)
-    told: list[Progress] = []
-    point = check(evaluation_engine, second, SETTINGS, 2.0, progress=told.append)
+    steps: list[Progress] = []
+    point = check(evaluation_engine, second, SETTINGS, 2.0, progress=steps.append)
     assert (point.alpha, point.quality.mean, point.recomputed) == (2.0, 1.0, 1.0)
-    assert told[0] == Progress(0, 6, "full prefill")
-    assert told[-1] == Progress(6, 6, "")
+    assert steps[0] == Progress(0, 3, "warming up")
+    assert steps[-1] == Progress(3, 3, "")
     with pytest.raises(ConfigError, match="2 questions or more: raise --limit"):
         halves(replace(town_dataset, questions=town_dataset.questions[:1]), seed=1)
 
 
-def test_the_progress_ends_at_its_total(evaluation_engine: Engine, town_dataset: Dataset) -> None:
-    told: list[Progress] = []
-    found = calibrate(evaluation_engine, town_dataset, SETTINGS, progress=told.append)
-    done = 6 * (1 + len(found.curve))
-    assert told[-1] == Progress(done, done, "")
-    assert all(one.done <= one.total for one in told)
+def test_progress_begins_with_the_time_expected_and_ends_at_its_total(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
+    steps: list[Progress] = []
+    found = calibrate(evaluation_engine, town_dataset, SETTINGS, progress=steps.append)
+    done = 6 * len(found.curve)
+    assert steps[1].done == 0
+    assert steps[1].what.startswith("expected to take 0:0")
+    assert steps[-1] == Progress(done, done, "")
+    assert all(one.done <= one.total for one in steps)
     assert asdict(found.calibration)["questions"] == 6
+
+
+def test_a_stopped_calibration_resumes_and_finds_the_same(
+    evaluation_engine: Engine, town_dataset: Dataset, tmp_path: Path
+) -> None:
+    evaluation_engine.config = CRUDE
+    settings = replace(SETTINGS, quality=1.0)
+    whole = calibrate(evaluation_engine, town_dataset, settings)
+    measured = 6 * len(whole.curve)
+
+    def stop(step: Progress) -> None:
+        if step.done == measured - 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=stop)
+    steps: list[Progress] = []
+    assert calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=steps.append) == whole
+    assert steps[0].done == measured - 2
+    other = replace(settings, answer_tokens=4)  # measurements with other settings do not count
+    steps.clear()
+    calibrate(evaluation_engine, town_dataset, other, folder=tmp_path, progress=steps.append)
+    assert steps[0].done == 0
 
 
 @pytest.mark.parametrize(
@@ -215,7 +243,7 @@ def test_the_progress_ends_at_its_total(evaluation_engine: Engine, town_dataset:
         ({"quality": -0.1}, "between 0 and 1"),
         ({"quality": float("nan")}, "between 0 and 1"),
         ({"origin": "somehow"}, "unknown origin condition"),
-        ({"origin": "stream"}, "choose one of unrelated, neighbours, alone, similar"),
+        ({"origin": "stream"}, "choose one of unrelated, neighbours, alone"),
         ({"answer_tokens": 0}, "1 token or more"),
     ],
 )
@@ -229,5 +257,5 @@ def test_no_questions_are_refused(evaluation_engine: Engine, town_dataset: Datas
         calibrate(evaluation_engine, replace(town_dataset, questions=()), SETTINGS)
 
 
-def test_the_metrics_are_those_that_are_told() -> None:
+def test_the_documented_metrics_exist() -> None:
     assert list(METRICS) == ["rouge_l", "top1", "f1"]

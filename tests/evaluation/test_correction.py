@@ -14,8 +14,7 @@ from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.formats.dataset import Dataset, Question
-from cachecraft_rag.evaluation.quality.correction import (
+from cachecraft_rag.evaluation.correction import (
     Documents,
     FitSettings,
     Gain,
@@ -26,6 +25,7 @@ from cachecraft_rag.evaluation.quality.correction import (
     two_halves,
     unseen_questions,
 )
+from cachecraft_rag.evaluation.dataset import Dataset, Question
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress
@@ -53,14 +53,14 @@ def engine(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Progress]:
-    """What `fitted` reported on its way."""
+def steps() -> list[Progress]:
+    """Progress that `fitted` has reported."""
     return []
 
 
 @pytest.fixture(scope="module")
-def fitted(engine: Engine, told: list[Progress]) -> tuple[Correction, Gain]:
-    return fit_correction(engine, DOCUMENTS, SETTINGS, progress=told.append)
+def fitted(engine: Engine, steps: list[Progress]) -> tuple[Correction, Gain]:
+    return fit_correction(engine, DOCUMENTS, SETTINGS, progress=steps.append)
 
 
 def ids_of(documents: Documents) -> set[str]:
@@ -113,10 +113,35 @@ def test_it_lowers_the_error_on_documents_it_did_not_see(fitted: tuple[Correctio
     assert gain.tokens > 500
 
 
-def test_progress_counts_every_prompt(fitted: tuple[Correction, Gain], told: list[Progress]) -> None:
+def test_progress_counts_every_prompt(fitted: tuple[Correction, Gain], steps: list[Progress]) -> None:
     assert fitted
-    assert [one.done for one in told] == list(range(31))  # 24 to fit on, 6 to measure, and the end
-    assert {one.total for one in told} == {30}
+    assert sorted({one.done for one in steps}) == list(range(31))  # 24 to fit on, 6 to measure, and the end
+    assert {one.total for one in steps} == {30}
+    assert any(one.what.startswith("expected to take 0:0") for one in steps[:2])
+
+
+def test_a_stopped_fit_resumes_and_finds_the_same(
+    engine: Engine, fitted: tuple[Correction, Gain], tmp_path: Path
+) -> None:
+    def stop(step: Progress) -> None:
+        if step.done == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_correction(engine, DOCUMENTS, SETTINGS, folder=tmp_path, progress=stop)
+    found: list[Progress] = []
+    correction, gain = fit_correction(engine, DOCUMENTS, SETTINGS, folder=tmp_path, progress=found.append)
+    assert found[0].done == 20
+    assert correction.checksum == fitted[0].checksum
+    assert gain == fitted[1]
+    other = replace(SETTINGS, seed=1)
+    found.clear()
+    fit_correction(engine, DOCUMENTS, other, folder=tmp_path, progress=found.append)
+    assert found[0].done == 0  # sums with other settings do not count
+    (tmp_path / "moments.safetensors").write_bytes(b"damaged")
+    found.clear()
+    fit_correction(engine, DOCUMENTS, other, folder=tmp_path, progress=found.append)
+    assert found[0].done == 0
 
 
 @pytest.mark.gate
@@ -139,7 +164,7 @@ def test_exact_answers_stay_exact_bit_for_bit(
     assert found[0].text == found[1].text
 
 
-def test_off_is_as_if_there_were_none(engine: Engine, fitted: tuple[Correction, Gain]) -> None:
+def test_a_correction_that_is_off_changes_nothing(engine: Engine, fitted: tuple[Correction, Gain]) -> None:
     chunks = DOCUMENTS[2][:3]
     for chunk in chunks:
         engine.score_answer("What?", [chunk], max_new_tokens=2)
@@ -158,7 +183,7 @@ def test_off_is_as_if_there_were_none(engine: Engine, fitted: tuple[Correction, 
 
 
 def test_the_gain_in_answers_is_of_questions_about_the_other_half(
-    engine: Engine, fitted: tuple[Correction, Gain]
+    engine: Engine, fitted: tuple[Correction, Gain], tmp_path: Path
 ) -> None:
     questions = tuple(
         Question(f"q{number}", f"What of {number}?", tuple(document[:3]), ())
@@ -169,7 +194,8 @@ def test_the_gain_in_answers_is_of_questions_about_the_other_half(
     assert 2 <= len(asked) <= 6
     seen, _ = two_halves(dataset.documents, seed=SETTINGS.seed)
     assert not ids_of([one.passages for one in asked]) & ids_of(seen)
-    found = gain_in_answers(engine, fitted[0], dataset, asked, answer_tokens=4)
+    found = gain_in_answers(engine, fitted[0], dataset, asked, answer_tokens=4, folder=tmp_path)
+    assert gain_in_answers(engine, fitted[0], dataset, asked, answer_tokens=4, folder=tmp_path) == found
     engine.correction = None
     assert found.questions == len(asked)
     assert found.difference.mean == pytest.approx(found.learned - found.off)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.formats import read as read_published
 from cachecraft_rag.engine.demo_model import handbook_questions
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.formats import dataset as module
-from cachecraft_rag.evaluation.formats.dataset import Dataset, Question, handbook_dataset, load_dataset
+from cachecraft_rag.evaluation import dataset as module
+from cachecraft_rag.evaluation.dataset import Dataset, Question, handbook_dataset, load_dataset
+from cachecraft_rag.types import Chunk
 
 YEARS = range(1700, 1704)
 
@@ -41,6 +43,12 @@ def lines(path: Path, *entries: dict[str, Any]) -> Path:
 
 def texts(question: Question) -> list[str]:
     return [chunk.text for chunk in question.passages]
+
+
+def unrelated(data: Dataset, question: Question) -> tuple[Chunk, ...]:
+    """The passages of all documents other than those of the question's passages."""
+    own = [data.document_of(chunk.chunk_id) for chunk in question.passages]
+    return tuple(chunk for document in data.documents if document not in own for chunk in document)
 
 
 def test_questions_are_a_seeded_draw_and_the_limit_only_shortens_it(squad: Path) -> None:
@@ -76,7 +84,7 @@ def test_other_documents_fill_up_where_the_article_is_too_short(squad: Path) -> 
     assert most == 25  # all there are
 
 
-def test_what_stands_around_a_passage(squad: Path) -> None:
+def test_neighbours_and_document_of_a_passage(squad: Path) -> None:
     data = load_dataset(squad, passages=2, limit=None, seed=3)
     # The paragraph that all articles begin with belongs to the first of them.
     assert [len(document) for document in data.documents] == [5, 4, 4, 4, 4, 4]
@@ -90,7 +98,7 @@ def test_what_stands_around_a_passage(squad: Path) -> None:
     with pytest.raises(KeyError):
         data.neighbours("nothing")
     question = Question("q", "?", (bridge[1], data.documents[3][0]), ())
-    assert data.unrelated(question) == tuple(c for place in (0, 2, 4, 5) for c in data.documents[place])
+    assert unrelated(data, question) == tuple(c for place in (0, 2, 4, 5) for c in data.documents[place])
 
 
 def test_a_large_file_keeps_the_documents_it_needs_and_some_others(
@@ -102,7 +110,7 @@ def test_a_large_file_keeps_the_documents_it_needs_and_some_others(
     (question,) = data.questions
     assert question.answers[0] in " ".join(texts(question))
     assert {str(chunk.metadata["source"]) for chunk in question.passages} == {question.question_id.split("-")[0]}
-    assert len(data.unrelated(question)) >= 8
+    assert len(unrelated(data, question)) >= 8
 
 
 def test_long_passages_are_split_and_the_piece_with_the_answer_comes_along(tmp_path: Path) -> None:
@@ -126,13 +134,13 @@ def test_long_passages_are_split_and_the_piece_with_the_answer_comes_along(tmp_p
         assert sorted(holds) == [False, True]
 
 
-def test_all_that_a_question_needs_comes_even_beyond_the_number_asked_for(tmp_path: Path) -> None:
+def test_passages_with_the_answer_are_all_included_even_beyond_the_limit(tmp_path: Path) -> None:
     paragraphs = [{"title": f"Page {i}", "paragraph_text": f"Fact {i}.", "is_supporting": i < 3} for i in range(9)]
     entry = {"id": "m", "question": "?", "answer": "Fact 2", "paragraphs": paragraphs}
     path = lines(tmp_path / "m.jsonl", entry)
-    (question,) = load_dataset(path, passages=2, limit=None, seed=0).questions
+    (question,) = load_dataset(path, passages=2, limit=None, seed=0, read=read_published).questions
     assert sorted(texts(question)) == [f"Page {i}\n\nFact {i}." for i in range(3)]
-    (question,) = load_dataset(path, passages=5, limit=None, seed=0).questions
+    (question,) = load_dataset(path, passages=5, limit=None, seed=0, read=read_published).questions
     assert len(question.passages) == 5
 
 
@@ -157,12 +165,12 @@ def test_a_summary_gets_segments_of_its_own_article_alone(tmp_path: Path) -> Non
     entries = [
         {"id": name, "document": article(name), "summary": f"A {name}."} for name in ("first", "second", "third")
     ]
-    data = load_dataset(lines(tmp_path / "x.jsonl", *entries), passages=5, limit=None, seed=1)
+    data = load_dataset(lines(tmp_path / "x.jsonl", *entries), passages=5, limit=None, seed=1, read=read_published)
     for question in data.questions:
         assert len(question.passages) == 5
         assert all(question.question_id in text for text in texts(question))
     assert {len(document) for document in data.documents} <= set(range(6, 20))
-    many = load_dataset(tmp_path / "x.jsonl", passages=50, limit=1, seed=1)
+    many = load_dataset(tmp_path / "x.jsonl", passages=50, limit=1, seed=1, read=read_published)
     assert len(many.questions[0].passages) == len(many.document_of(many.questions[0].passages[0].chunk_id))
 
 
@@ -189,5 +197,5 @@ def test_the_handbook_answers_its_questions() -> None:
         assert {asked.page for asked in handbook_questions() if asked.question == question.text} <= pages
         assert any(all(re.search(e, t, re.IGNORECASE) for e in expect[question.text]) for t in texts(question))
         assert question.answers == ()
-        assert data.unrelated(question)
+        assert unrelated(data, question)
     assert len(handbook_dataset(passages=3, limit=2, seed=1).questions) == 2

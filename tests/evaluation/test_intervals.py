@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cachecraft_rag.evaluation.quality import intervals
-from cachecraft_rag.evaluation.quality.intervals import Interval, mean_interval, paired_interval, ratio_interval
+from cachecraft_rag.evaluation import intervals
+from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, ratio_interval
 
 
 def width(interval: Interval) -> float:
@@ -63,7 +63,7 @@ def test_the_ratio_covers() -> None:
     assert 0.89 <= inside / 300 <= 0.99
 
 
-def test_resamples_that_say_nothing_are_left_out() -> None:
+def test_resamples_without_a_ratio_are_left_out() -> None:
     found = ratio_interval([0.0, 0.0, 1.0], [0.0, 0.0, 2.0])  # 8 of 27 resamples have only zeros
     assert found == Interval(0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="mean of 0"):
@@ -91,7 +91,7 @@ def test_one_question_has_an_interval_without_width() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")], [[1.0, 2.0]]])
-def test_values_that_are_none_are_refused(values: list[float]) -> None:
+def test_missing_or_infinite_values_are_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="question"):
         mean_interval(values)
 

@@ -13,12 +13,12 @@ from cachecraft_rag.evaluation.plotting import pyplot, save
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'cachecraft-rag\[eval\]'"):
-        pyplot("eval")
+    with pytest.raises(ConfigError, match=r"pip install 'cachecraft-rag\[bench\]'"):
+        pyplot()
 
 
 def test_a_figure_is_written_and_closed(tmp_path: Path) -> None:
-    plots = pyplot("eval")
+    plots = pyplot()
     figure, _ = plots.subplots()
     save(figure, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -26,8 +26,8 @@ def test_a_figure_is_written_and_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing/figure.png", "figure.of-no-format"])
-def test_what_cannot_be_written_is_refused_and_closed(tmp_path: Path, name: str) -> None:
-    plots = pyplot("eval")
+def test_a_figure_that_cannot_be_written_is_refused_and_closed(tmp_path: Path, name: str) -> None:
+    plots = pyplot()
     figure, _ = plots.subplots()
     with pytest.raises(ConfigError, match="cannot be written"):
         save(figure, tmp_path / name)

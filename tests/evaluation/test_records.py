@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.quality.measuring import Record
-from cachecraft_rag.evaluation.quality.records import FILE, VERSION, RecordLog
+from cachecraft_rag.evaluation.measuring import Record
+from cachecraft_rag.evaluation.records import FILE, VERSION, RecordLog
 
 SETTINGS = {"seed": 1, "origin": "alone", "methods": {"craft@0.15": {"alpha": 0.25}}}
-ONE = Record("q1", "craft", 0.15, 0.02, 0.9, 0.8, None, None, None, None, 0.1, 0.4, 0.15, 'a "quoted"\nanswer · \ud83d')
+ONE = Record("q1", "craft", 0.15, 0.02, 0.9, 0.8, None, None, 0.1, 0.4, 0.15, 'a "quoted"\nanswer · \ud83d')
 TWO = replace(ONE, question_id="q2", f1=0.5, text="plain")
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_what_was_appended_is_there_again(folder: Path) -> None:
+def test_appended_records_are_read_again(folder: Path) -> None:
     with RecordLog(folder, SETTINGS) as log:
         assert log.records == [replace(ONE, text="plain"), TWO]
     assert len(lines(folder)) == 3
@@ -97,7 +97,7 @@ def test_as_long_as_nothing_is_measured_the_settings_may_change(tmp_path: Path) 
     assert [json.loads(line) for line in lines(tmp_path)] == [{"version": VERSION, "settings": {"seed": 2}}]
 
 
-def test_restart_throws_away(folder: Path) -> None:
+def test_restart_discards_measurements(folder: Path) -> None:
     with RecordLog(folder, {"seed": 2}, restart=True) as log:
         assert log.records == []
     assert len(lines(folder)) == 1

@@ -1,8 +1,9 @@
-"""Evaluations: resumed ones come out as uninterrupted ones, the stream goes on as in use, all settings are told."""
+"""Evaluations: resumed ones equal uninterrupted ones, the stream goes on as in use, all settings are described."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,14 +17,13 @@ import pytest
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.formats.dataset import Dataset
-from cachecraft_rag.evaluation.quality.measuring import Record, trials_of
-from cachecraft_rag.evaluation.quality.methods import methods_named
-from cachecraft_rag.evaluation.quality.records import FILE, RecordLog
-from cachecraft_rag.evaluation.quality.runner import (
+from cachecraft_rag.evaluation.dataset import Dataset
+from cachecraft_rag.evaluation.measuring import Record, methods_named, trials_of
+from cachecraft_rag.evaluation.origins import CONDITIONS
+from cachecraft_rag.evaluation.records import FILE, RecordLog
+from cachecraft_rag.evaluation.runner import (
     VARIANTS_PER_CHUNK,
     Settings,
-    compressors_of,
     evaluate,
     open_engine,
     scratch_folder,
@@ -32,7 +32,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
-TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "craft", "default"]), [0.2, 0.5])
+TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "no_correction", "default"]), [0.2, 0.5])
 SETTINGS = Settings(TRIALS, warmup=2, answer_tokens=6, seed=5)
 
 
@@ -80,7 +80,7 @@ class StopAfter:
 def test_a_stopped_evaluation_goes_on_and_comes_out_the_same(
     new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path, origin: str
 ) -> None:
-    settings = replace(SETTINGS, origin=origin)
+    settings = replace(SETTINGS, origin=CONDITIONS[origin])
     whole = run(new_engine, town_dataset, settings, tmp_path / "whole")
     for done in (0, 3, 9):  # before anything, within a question, within a later one
         with pytest.raises(KeyboardInterrupt):
@@ -93,12 +93,12 @@ def test_a_stopped_evaluation_goes_on_and_comes_out_the_same(
 
 
 def test_a_complete_evaluation_computes_nothing(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, origin="stream")
+    settings = replace(SETTINGS, origin=CONDITIONS["stream"])
     whole = run(new_engine, town_dataset, settings, tmp_path / "out")
-    told: list[Progress] = []
-    again = run(new_engine, town_dataset, settings, tmp_path / "out", progress=told.append)
+    steps: list[Progress] = []
+    again = run(new_engine, town_dataset, settings, tmp_path / "out", progress=steps.append)
     assert again == whole
-    assert told == [Progress(len(whole), len(whole), "")]
+    assert steps == [Progress(len(whole), len(whole), "")]
 
 
 def test_methods_take_turns_in_being_first(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_methods_take_turns_in_being_first(new_engine: MakeEngine, town_dataset:
 def test_captures_of_the_stream_come_from_the_questions_before(
     new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path
 ) -> None:
-    found = run(new_engine, town_dataset, replace(SETTINGS, origin="stream"), tmp_path / "out")
+    found = run(new_engine, town_dataset, replace(SETTINGS, origin=CONDITIONS["stream"]), tmp_path / "out")
     computed = {record.question_id: record.recomputed for record in found if record.method == "full_cache"}
     # Nothing of full reuse is computed but what no question before has asked for.
     known: set[str] = set()
@@ -128,50 +128,33 @@ def test_captures_of_the_stream_come_from_the_questions_before(
 
 def test_a_warm_up_that_takes_all_is_refused(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="raise --limit or lower --warmup"):
-        run(new_engine, town_dataset, replace(SETTINGS, origin="stream", warmup=6), tmp_path / "out")
+        run(new_engine, town_dataset, replace(SETTINGS, origin=CONDITIONS["stream"], warmup=6), tmp_path / "out")
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="unknown origin condition"):
-        Settings(TRIALS, origin="somehow")
     for wrong in ({"trials": ()}, {"answer_tokens": 0}, {"warmup": -1}):
         with pytest.raises(ConfigError, match="an evaluation needs"):
             replace(SETTINGS, **wrong)
 
 
-def test_all_that_matters_is_described(new_engine: MakeEngine, town_dataset: Dataset) -> None:
+def test_every_setting_that_changes_measurements_is_described(new_engine: MakeEngine, town_dataset: Dataset) -> None:
     other_gold = replace(
         town_dataset, questions=(replace(town_dataset.questions[0], answers=("1",)), *town_dataset.questions[1:])
     )
     with new_engine() as engine:
         described = SETTINGS.describe(engine, town_dataset)
-        assert json.loads(json.dumps(described))["methods"]["craft@0.2"]["recompute_ratio"] == 0.2
+        assert json.loads(json.dumps(described))["methods"]["default@0.2"]["recompute_ratio"] == 0.2
         others = [
             SETTINGS.describe(engine, other_gold),
             SETTINGS.describe(engine, replace(town_dataset, documents=town_dataset.documents[::-1])),
             replace(SETTINGS, seed=6).describe(engine, town_dataset),
-            replace(SETTINGS, origin="alone").describe(engine, town_dataset),
+            replace(SETTINGS, origin=CONDITIONS["alone"]).describe(engine, town_dataset),
             replace(SETTINGS, answer_tokens=7).describe(engine, town_dataset),
             replace(SETTINGS, trials=TRIALS[:2]).describe(engine, town_dataset),
         ]
         assert all(other != described for other in others)
         assert replace(SETTINGS, warmup=3).describe(engine, town_dataset) == described  # there is none
     assert described["fingerprint"] == engine.decoder.fingerprint
-
-
-def test_ablations_are_methods_too(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
-    settings = Settings(trials_of(methods_named(["ablations"]), [0.2]), answer_tokens=4)
-    few = replace(town_dataset, questions=town_dataset.questions[:1])
-    found = run(new_engine, few, settings, tmp_path / "out")
-    assert {record.label for record in found} == {trial.label for trial in settings.trials}
-    assert run(new_engine, few, settings, tmp_path / "out") == found
-
-
-def test_compressors_are_made_where_they_are_needed(evaluation_engine: Engine) -> None:
-    assert compressors_of(evaluation_engine, TRIALS) == {}
-    assert list(compressors_of(evaluation_engine, trials_of(methods_named(["mapreduce"]), [0.5]))) == ["mapreduce"]
-    with pytest.raises(ConfigError, match="--lingua2-model"):
-        compressors_of(evaluation_engine, trials_of(methods_named(["lingua2"]), [0.5]))
 
 
 def test_scratch_folders_go_with_what_killed_processes_left(tmp_path: Path) -> None:
@@ -185,6 +168,16 @@ def test_scratch_folders_go_with_what_killed_processes_left(tmp_path: Path) -> N
         assert first.exists()  # whoever lives keeps theirs
         assert first != second
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_removes_the_scratch_folder(tmp_path: Path, kind: signal.Signals) -> None:
+    before = signal.getsignal(kind)
+    with pytest.raises(SystemExit) as left, scratch_folder(tmp_path):
+        signal.raise_signal(kind)
+    assert left.value.code == 128 + kind
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(kind) == before
 
 
 def test_a_scratch_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

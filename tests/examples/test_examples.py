@@ -31,7 +31,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def run_example(name: str, folder: Path) -> str:
-    """What an example prints, run in `folder`."""
+    """Output of an example that runs in `folder`."""
     done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -102,7 +102,7 @@ def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
 
 
 def test_the_compose_file_starts_replicas_as_the_command_allows() -> None:
-    """What the servers and the router do is tested in tests/vllm/test_replicas.py."""
+    """Servers and router are tested in tests/vllm/test_replicas.py."""
     folder = EXAMPLES / "replicas"
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     replicas = {name: one for name, one in services.items() if name.startswith("replica-")}

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cachecraft_rag import Answer, RequestStats
+from cachecraft_rag import Answer, CacheCraft, RequestStats
 from cachecraft_rag.engine.stats import ChunkStats, Source
 from cachecraft_rag.errors import IndexStoreError
 
@@ -34,8 +34,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 APP = EXAMPLES / "streamlit_app.py"
 KETTLE = (
     "# Kettle Wren K2\n\n## Size\n\nThe Wren K2 holds 1.7 litres and boils them in 4 minutes. {filler}\n\n"
-    "## Limescale\n\nDescale the Wren K2 every 8 weeks with 20 grams of citric acid. {filler}\n\n"
-    "## Warranty\n\nThe kettle has a warranty of 3 years. Limescale is not covered. {filler}\n"
+    "## Limescale\n\nDescale the Wren K2 every 8 weeks with 20 grams of citric acid. {filler}\n"
 ).format(filler="Keep the base dry, wipe the kettle with a soft cloth and let it cool before you put it away. " * 5)
 QUESTIONS = ("How much water does the Wren K2 hold?", "How often should I descale the Wren K2?")
 
@@ -88,9 +87,10 @@ def answered(*chunks: ChunkStats, system: int = 30, question: int = 20, system_r
 
 
 MIXED = answered(
-    chunk(3, "computed", 100, reason="no chunk-cache stored"),
-    chunk(2, "reused", 200, recomputed=40, cfo=0.2, beta_prime=0.81, variant_id="ab" * 16, tier="disk"),
-    chunk(1, "exact", 150, cfo=0.0, beta_prime=1.0, variant_id="cd" * 16, tier="host"),
+    chunk(3, "computed", 100),
+    chunk(2, "reused", 200, recomputed=40, tier="disk", variant_id="ab" * 16),
+    chunk(5, "reused", 100, computed=64, recomputed=6, tier="remote", variant_id="ab" * 16),
+    chunk(1, "exact", 150, tier="host", variant_id="cd" * 16),
     chunk(4, "trimmed", 0, reason="the prompt was full"),
 )
 
@@ -125,64 +125,10 @@ def test_names_and_messages_are_shown_as_text() -> None:
     ],
 )
 def test_an_upload_may_have_any_name(given: str, stored: str, tmp_path: Path) -> None:
-    from streamlit_sidebar import file_name
+    from streamlit_documents import file_name
 
     assert file_name(given) == stored
     (tmp_path / file_name(given)).write_bytes(b"x")
-
-
-def test_the_bar_has_a_part_for_each_segment_as_wide_as_its_tokens() -> None:
-    from streamlit_picture import parts
-
-    row = parts(MIXED, 30)
-    assert [(part.label, part.runs) for part in row] == [
-        ("S", (("kept", 30),)),
-        ("3", (("computed", 100),)),
-        ("2", (("disk", 160), ("recomputed", 40))),
-        ("1", (("host", 150),)),
-        ("Q", (("computed", 20),)),
-    ]
-    assert sum(part.tokens for part in row) == MIXED.stats.tokens_prompt
-    facts = [dict(part.facts) for part in row]
-    assert facts[1]["why"] == "no chunk-cache stored"
-    assert facts[2] == {
-        "what": "reused, partly recomputed",
-        "tokens": "200",
-        "recomputed": "40 tokens",
-        "loaded from": "disk",
-        "variant": "abababababab",
-        "CFO": "0.20",
-        "β′": "0.81",
-    }
-
-
-@pytest.mark.parametrize("tier", ["device", "host", "disk", "remote"])
-def test_each_tier_has_a_colour_of_its_own_in_both_themes(tier: str) -> None:
-    from streamlit_picture import KINDS, parts
-
-    row = parts(answered(chunk(1, "exact", 10, tier=tier, variant_id="ab" * 16)), 30)
-    assert row[1].runs == ((tier, 10),)
-    style = (EXAMPLES / "streamlit_style.css").read_text(encoding="utf-8")
-    colours = dict(re.findall(r"--cc-(\w+): (light-dark\([^)]+\))", style))
-    assert len({colours[kind] for kind in KINDS}) == len(KINDS)
-    assert all(re.search(rf"\.cc-{kind} \{{\s*background", style) for kind in KINDS)
-
-
-def test_a_system_segment_without_a_chunk_cache_is_computed() -> None:
-    from streamlit_picture import parts
-
-    assert parts(answered(chunk(1, "computed", 10), system_reused=False), 30)[0].runs == (("computed", 30),)
-    assert parts(answered(chunk(1, "computed", 10), system_reused=True), 30)[0].runs == (("kept", 30),)
-
-
-def test_a_chunk_may_be_computed_in_front_and_loaded_behind() -> None:
-    from streamlit_picture import parts
-
-    both = chunk(1, "reused", 100, computed=64, recomputed=6, tier="disk", variant_id="ab" * 16)
-    row = parts(answered(both), 30)
-    assert row[1].runs == (("computed", 64), ("disk", 30), ("recomputed", 6))
-    assert dict(row[1].facts)["computed"] == "64 tokens, faster than loading"
-    assert row[0].runs == (("kept", 30),)
 
 
 class Elements(HTMLParser):
@@ -196,22 +142,74 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_widths_legend_and_what_was_left_out_are_in_the_bar() -> None:
-    from streamlit_picture import prompt_bar
+def test_the_bar_shows_how_each_token_was_obtained() -> None:
+    from streamlit_picture import CAPTION, parts, prompt_bar
 
+    row = parts(MIXED, 30)
+    assert [(label, runs) for label, _, runs in row] == [
+        ("I", (("kept", 30),)),
+        ("3", (("computed", 100),)),
+        ("2", (("disk", 160), ("recomputed", 40))),
+        ("5", (("computed", 64), ("remote", 30), ("recomputed", 6))),
+        ("1", (("host", 150),)),
+        ("Q", (("computed", 20),)),
+    ]
+    assert parts(answered(chunk(1, "computed", 10), system_reused=False), 30)[0][2] == (("computed", 30),)
     bar = prompt_bar(MIXED, 30)
     elements = Elements()
     elements.feed(bar)
     widths = [attrs["style"] for _, attrs in elements.found if attrs.get("class") == "cc-part"]
-    assert widths == [f"flex:{tokens} 1 0" for tokens in (30, 100, 200, 150, 20)]
-    assert "computed <em>120</em>" in bar
-    assert "reused from disk <em>160</em>" in bar
-    assert "remote" not in bar
-    assert "1 chunks left out" in bar
+    assert widths == [f"flex:{tokens} 1 0" for tokens in (30, 100, 200, 100, 150, 20)]
+    for words in ("computed <em>184</em>", "reused from disk <em>160</em>", "1 passages did not fit", CAPTION):
+        assert words in bar
+    assert "<strong>2 · Part chunk2</strong><br>160 tokens reused from disk, 40 tokens recomputed" in bar
+    assert not re.search("CFO|β|[0-9a-f]{12}|device", bar)
+
+
+def test_each_kind_has_a_colour_of_its_own_in_both_themes() -> None:
+    from streamlit_picture import KINDS
+
+    style = (EXAMPLES / "streamlit_style.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--cc-(\w+): (light-dark\([^)]+\))", style))
+    assert len({colours[kind] for kind in KINDS}) == len(KINDS)
+    assert all(re.search(rf"\.cc-{kind} \{{\s*background", style) for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "full_ttft_s", "chips"),
+    [
+        (MIXED, 1.0, ["250 ms to the first token", "62% of the prompt reused", "+1.00 s without reuse: 4.0× as long"]),
+        (MIXED, 0.2, ["250 ms to the first token", "62% of the prompt reused", "0.20 s without reuse"]),
+        (MIXED, None, ["250 ms to the first token", "62% of the prompt reused"]),
+    ],
+)
+def test_only_a_gain_by_reuse_has_the_colour_of_one(
+    answer: Answer, full_ttft_s: float | None, chips: list[str]
+) -> None:
+    from streamlit_conversations import Turn
+    from streamlit_picture import headline
+
+    line = headline(Turn("What?", {}, answer, full_ttft_s, whole=True))
+    shown = re.findall(r'<span class="cc-chip (.*?)">(.*?)</span>', line)
+    assert [("+" if good else "") + re.sub("<.*?>", "", text) for good, text in shown] == [
+        chip.replace("250 ms", "0.25 s") for chip in chips
+    ]
+
+
+def test_a_first_answer_and_an_interrupted_one_say_so() -> None:
+    from streamlit_conversations import Turn
+    from streamlit_picture import headline
+
+    first = answered(chunk(1, "computed", 100), system_reused=False)
+    line = headline(Turn("What?", {}, first, 1.0))
+    assert "nothing reused yet" in line
+    assert "interrupted" in line
+    assert "%" not in line
+    assert "cc-good" not in line
 
 
 def test_a_document_cannot_put_elements_into_the_page() -> None:
-    from streamlit_picture import prompt_bar, sources
+    from streamlit_picture import markdown_safe, prompt_bar, sources
 
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     metadata = {"heading": evil, "source": evil}
@@ -220,237 +218,8 @@ def test_a_document_cannot_put_elements_into_the_page() -> None:
     elements.feed(prompt_bar(hostile, 30) + sources(hostile))
     assert not {"script", "img"} & {tag for tag, _ in elements.found}
     assert not any(name.startswith("on") for _, attrs in elements.found for name in attrs)
-
-
-def test_answers_are_shown_without_formulas_and_pictures() -> None:
-    from streamlit_picture import markdown_safe
-
     assert markdown_safe("$5 to $9 ![x](http://far.away/y)") == "\\$5 to \\$9 !\\[x](http://far.away/y)"
-
-
-def test_the_chart_has_both_times_where_both_are_known() -> None:
-    from streamlit_picture import Turn, ttft_chart
-
-    turns = [Turn("One?", MIXED, {}, full_ttft_s=1.0), Turn("Two?", MIXED, {})]
-    drawn = ttft_chart(turns).to_dict()
-    (data,) = drawn["datasets"].values()
-    rows = [(row["question"], row["how"], row["seconds"], row["speedup"]) for row in data]
-    assert rows == [
-        (1, "without reuse", 1.0, ""),
-        (1, "with reuse", 0.25, "4.0×"),
-        (2, "with reuse", 0.25, ""),
-    ]
-
-
-# -- the app, driven by Streamlit's test runner -----------------------------------------------------------------------
-
-Open = Callable[[], "AppTest"]
-
-
-@pytest.fixture
-def open_app(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens the page anew, as another visitor would; all share one engine over one store, empty at first."""
-    import streamlit as st
-    from streamlit.testing.v1 import AppTest
-
-    monkeypatch.setenv("CACHECRAFT_STORE", str(tmp_path / "app"))
-    monkeypatch.delenv("CACHECRAFT_MODEL", raising=False)
-    yield lambda: AppTest.from_file(str(APP), default_timeout=300).run()
-    st.cache_resource.clear()  # closes the engine
-
-
-def upload(app: AppTest, *files: tuple[str, bytes]) -> None:
-    app.file_uploader[0].set_value([(name, data, "application/octet-stream") for name, data in files]).run()
-
-
-def ask(app: AppTest, question: str) -> None:
-    app.chat_input(key="question").set_value(question).run()
-    assert not app.exception
-
-
-def pictures(app: AppTest) -> list[str]:
-    return [element.value for element in app.html if 'class="cc-prompt"' in element.value]
-
-
-def last_stats(app: AppTest) -> RequestStats:
-    return app.session_state.turns[-1].answer.stats
-
-
-@pytest.mark.slow
-def test_from_an_empty_page_to_reused_tokens(open_app: Open) -> None:
-    app = open_app()
-    assert not app.exception
-    assert any("cc-steps" in element.value for element in app.html)
-
-    ask(app, QUESTIONS[0])
-    assert [note.value for note in app.info] == [
-        "There is nothing to ask about yet. Add a document on the left, or the sample handbook."
-    ]
-    assert app.button(key="sample").label == "Add the sample handbook"  # which the note speaks of
-    assert not app.session_state.turns
-
-    upload(app, ("../../kettle.md", KETTLE.encode()), ("broken.pdf", b"%PDF-1.4 nothing"), ("notes.zip", b"PK\x03\x04"))
-    assert not app.exception
-    assert [note.value for note in app.success] == ["Ready: kettle.md"]
-    told = " ".join(note.value for note in app.warning)
-    assert "**broken.pdf** was not added: is damaged or locked" in told
-    assert "**notes.zip** was not added: not a kind of file that can be indexed; convert it to one of .txt" in told
-    uploads = Path(os.environ["CACHECRAFT_STORE"]) / "uploads"
-    assert [path.name for path in uploads.iterdir()] == ["kettle.md"]
-
-    ask(app, QUESTIONS[0])
-    first = last_stats(app)
-    assert first.tokens_reused == 0
-    assert "1.7 litres" in " ".join(note.value for note in app.markdown)
-    assert app.session_state.turns[0].full_ttft_s > 0
-    ask(app, QUESTIONS[1])
-    second = last_stats(app)
-    assert second.tokens_reused > second.tokens_prompt / 2
-    assert len(pictures(app)) == 2
-    assert "cc-host" in pictures(app)[0]  # the newest stands first
-    assert "cc-host" not in pictures(app)[1]
-    assert [found.count('class="cc-source"') for found in pictures(app)] == [
-        len(turn.answer.sources) for turn in app.session_state.turns
-    ][::-1]
-    assert 'class="cc-all" open' in pictures(app)[0]
-    assert app.metric[0].label == "First token"
-    assert any("Hit rate" in element.value for element in app.html)
-
-    app.button(key="contents").click().run()
-    assert not app.exception
-    stored = app.dataframe[0].value
-    assert "Instruction" in set(stored["chunk"])
-    assert "Limescale" in " ".join(stored["chunk"])
-    app.button(key="restart-2").click().run()
-    assert not app.session_state.turns
-    assert not pictures(app)
-
-
-@pytest.mark.slow
-def test_an_upload_that_cannot_be_read_spoils_no_later_one(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cachecraft_rag import CacheCraft
-
-    app = open_app()
-    uploads = Path(os.environ["CACHECRAFT_STORE"]) / "uploads"
-    upload(app, ("deep.html", b"<div>" * 100_000 + b"</b>" * 100_000), ("odd.html", b'<meta charset="punycode"><p>Hi'))
-    assert any("deep.html" in warning.value and "nested" in warning.value for warning in app.warning)
-    assert [path.name for path in uploads.iterdir()] == ["odd.html"]
-
-    def fail(*_: object, **__: object) -> None:
-        raise IndexStoreError("the disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(CacheCraft, "add_documents", fail)
-        upload(app, ("kettle.md", KETTLE.encode()))
-        assert any("the disk is full" in error.value for error in app.error)
-    assert [path.name for path in uploads.iterdir()] == ["odd.html"]
-    app = open_app()
-    upload(app, ("kettle.md", KETTLE.encode()))
-    assert any("kettle.md" in success.value for success in app.success)
-
-
-def test_switches_do_what_they_say(open_app: Open) -> None:
-    app = open_app()
-    upload(app, ("kettle.md", KETTLE.encode()))
-    app.toggle(key="compare").set_value(False)
-    app.slider(key="length").set_value(16)
-    ask(app, QUESTIONS[0])
-    assert app.session_state.turns[0].full_ttft_s is None
-    app.button(key="full-1").click().run()
-    assert app.session_state.turns[0].full_ttft_s > 0
-    assert last_stats(app).tokens_generated <= 16
-
-    app.toggle(key="reuse").set_value(False)
-    ask(app, QUESTIONS[1])
-    assert last_stats(app).tokens_computed == last_stats(app).tokens_prompt
-
-    app.toggle(key="reuse").set_value(True).run()
-    app.segmented_control(key="recompute").set_value("Fixed share").run()
-    app.slider(key="ratio").set_value(40)
-    app.slider(key="top_k").set_value(2)
-    app.toggle(key="remember").set_value(True)
-    app.selectbox(key="focus").set_value("gap")
-    ask(app, "What does the warranty of the kettle not cover?")
-    stats = last_stats(app)
-    assert len(app.session_state.turns[-1].answer.sources) == 2
-    moved = [one for one in stats.chunks if one.outcome == "reused"]
-    assert moved
-    fixed, tokens = sum(one.recomputed for one in moved), sum(one.tokens for one in moved)
-    assert fixed == pytest.approx(0.4 * tokens, abs=len(moved))  # one budget for all of them
-    arguments = app.session_state.turns[-1].arguments
-    assert [role for role, _ in arguments["history"]] == ["user", "assistant"] * 2
-
-
-@pytest.mark.slow
-def test_visitors_share_chunk_caches_but_no_conversation(open_app: Open) -> None:
-    one, other = open_app(), open_app()
-    upload(one, ("kettle.md", KETTLE.encode()))
-    for app in (one, other):
-        app.toggle(key="compare").set_value(False)
-    ask(one, QUESTIONS[0])
-    other.run()
-    ask(other, QUESTIONS[1])
-    assert last_stats(other).tokens_reused > 0
-    assert [turn.question for turn in one.session_state.turns] == [QUESTIONS[0]]
-    assert [turn.question for turn in other.session_state.turns] == [QUESTIONS[1]]
-    assert one.session_state.session != other.session_state.session
-    assert other.session_state.turns[0].arguments["session"] == other.session_state.session
-
-
-@pytest.mark.slow
-def test_what_cannot_be_answered_is_said_in_a_sentence(open_app: Open) -> None:
-    app = open_app()
-    upload(app, ("kettle.md", KETTLE.encode()))
-    ask(app, "why " * 9000)
-    (note,) = app.warning
-    assert note.value.startswith("This question could not be answered: question and history need")
-    assert "Shorten the question" in note.value
-    assert not app.session_state.turns
-    ask(app, "   ")
-    assert not app.warning
-
-    ask(app, QUESTIONS[0])  # and then it goes on as if nothing had been
-    assert len(app.session_state.turns) == 1
-    name = next(name for name in app.multiselect(key="picked").options if name.endswith("kettle.md"))
-    app.multiselect(key=f"remove-{app.session_state.uploaded}").set_value([name]).run()
-    app.button(key="remove").click().run()
-    assert not app.exception
-    ask(app, QUESTIONS[0])
-    assert [note.value for note in app.info]
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_there_is_an_error_message(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHECRAFT_MODEL", "/nowhere/at-all")
-    app = open_app()
-    assert not app.exception
-    (note,) = app.error
-    assert note.value.startswith("This did not work: ")
-
-
-def test_a_page_s_address_brings_its_conversation_back_and_a_made_up_one_brings_none(open_app: Open) -> None:
-    from streamlit.testing.v1 import AppTest
-
-    app = open_app()
-    upload(app, ("kettle.md", KETTLE.encode()))
-    app.toggle(key="compare").set_value(False)
-    ask(app, QUESTIONS[0])
-    key = app.query_params["c"]
-    again = AppTest.from_file(str(APP), default_timeout=300)
-    again.query_params["c"] = key
-    again.run()
-    assert [turn.question for turn in again.session_state.turns] == [QUESTIONS[0]]
-    assert len(pictures(again)) == 1
-    again.toggle(key="compare").set_value(False)
-    ask(again, QUESTIONS[1])
-    app.run()
-    assert len(app.session_state.turns) == 2
-
-    stranger = AppTest.from_file(str(APP), default_timeout=300)
-    stranger.query_params["c"] = "0" * 32
-    stranger.run()
-    assert not stranger.session_state.turns
-    assert stranger.query_params["c"] not in (["0" * 32], "0" * 32, key)
+    assert "<em>similarity 0.50</em>" in sources(MIXED)
 
 
 def test_conversations_belong_to_their_owner_and_the_longest_unused_goes_first() -> None:
@@ -487,54 +256,215 @@ def test_the_first_sentence_is_whole(text: str, sentence: str | None) -> None:
     assert first_sentence(text) == sentence
 
 
-def test_the_handbook_can_be_added_and_removed_with_its_chunk_caches(open_app: Open) -> None:
-    app = open_app()
-    app.button(key="sample").click().run()
+def test_the_app_s_own_settings_keep_it_on_this_machine_and_silent() -> None:
+    settings = tomllib.loads((EXAMPLES / ".streamlit" / "config.toml").read_text(encoding="utf-8"))
+    assert settings["server"]["address"] == "127.0.0.1"
+    assert settings["browser"]["gatherUsageStats"] is False
+
+
+# -- the app, driven by Streamlit's test runner -----------------------------------------------------------------------
+
+Open = Callable[..., "AppTest"]
+
+
+@pytest.fixture(scope="module")
+def store_folder(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the one server that all these tests visit."""
+    import streamlit as st
+
+    folder = tmp_path_factory.mktemp("app")
+    yield folder
+    st.cache_resource.clear()  # closes the engine
+
+
+@pytest.fixture
+def visit(store_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens the page anew, as another visitor would."""
+    from streamlit.testing.v1 import AppTest
+
+    monkeypatch.setenv("CACHECRAFT_STORE", str(store_folder))
+    monkeypatch.delenv("CACHECRAFT_MODEL", raising=False)
+
+    def opened(key: str = "") -> AppTest:
+        app = AppTest.from_file(str(APP), default_timeout=300)
+        app.query_params["c"] = key
+        app.run()
+        assert not app.exception
+        return app
+
+    return opened
+
+
+def upload(app: AppTest, *files: tuple[str, bytes]) -> None:
+    app.file_uploader[0].set_value([(name, data, "application/octet-stream") for name, data in files]).run()
     assert not app.exception
-    upload(app, ("kettle.md", KETTLE.encode()))
-    app.toggle(key="compare").set_value(False)
-    ask(app, "How long does the battery of the Heron V5 last?")
-    assert any(
-        source.metadata["source"].startswith("handbook/") for source in app.session_state.turns[0].answer.sources
-    )
-    choices = app.multiselect(key=f"remove-{app.session_state.uploaded}")
-    assert choices.options == ["the sample handbook", "uploads/kettle.md"]
-    choices.set_value(["the sample handbook"]).run()
+
+
+def ask(app: AppTest, question: str) -> None:
+    app.chat_input(key="question").set_value(question).run()
+    assert not app.exception
+
+
+def remove(app: AppTest, *names: str) -> None:
+    app.multiselect(key=f"remove-{app.session_state.changes}").set_value(list(names)).run()
     app.button(key="remove").click().run()
     assert not app.exception
-    assert [note.value for note in app.success] == ["Removed: 21 documents"]
-    assert app.multiselect(key="picked").options == ["uploads/kettle.md"]
-    while app.button(key="contents").disabled:  # until what the answer computed is stored
-        app.run()
-    app.button(key="contents").click().run()
-    assert set(app.dataframe[0].value["chunk"]) <= {"Instruction", "Size", "Limescale", "Warranty", "Kettle Wren K2"}
+
+
+def pictures(app: AppTest) -> list[str]:
+    return [element.value for element in app.html if 'class="cc-prompt"' in element.value]
+
+
+def stats_of(app: AppTest, turn: int = -1) -> RequestStats:
+    stats: RequestStats = app.session_state.turns[turn].answer.stats
+    return stats
+
+
+def test_from_an_empty_page_to_reused_tokens(visit: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CACHECRAFT_STORE", str(tmp_path))
+    app = visit()
+    ask(app, QUESTIONS[0])
+    assert [note.value for note in app.info] == [
+        "There is nothing to ask about yet: add a document, or the sample handbook."
+    ]
+    assert not app.session_state.turns
+    upload(app, ("../../kettle.md", KETTLE.encode()), ("broken.pdf", b"%PDF-1.4 nothing"), ("notes.zip", b"PK\x03\x04"))
+    problems = " ".join(note.value for note in app.warning)
+    assert "**broken.pdf** was not added: is damaged or locked" in problems
+    assert "**notes.zip** was not added: not a kind of file that can be indexed; convert it to one of .txt" in problems
+    assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+
+    ask(app, QUESTIONS[0])
+    assert not app.warning
+    assert stats_of(app).tokens_reused == 0
+    assert "1.7 litres" in " ".join(note.value for note in app.markdown)
+    assert app.session_state.turns[0].full_ttft_s > 0
+    app.toggle(key="compare").set_value(False)
+    ask(app, QUESTIONS[1])
+    assert stats_of(app).tokens_reused > stats_of(app).tokens_prompt / 2
+    newest, first = pictures(app)
+    assert "cc-host" in newest
+    assert "cc-host" not in first
+    assert newest.count('class="cc-source"') == 2
+    assert 'class="cc-all" open' in newest
+
+    again = visit(app.query_params["c"])  # a reload
+    assert [turn.question for turn in again.session_state.turns] == [*QUESTIONS]
+    assert len(pictures(again)) == 2
+    app.button(key="restart").click().run()
+    assert not app.session_state.turns
+    assert not pictures(app)
+
+
+def test_an_upload_that_cannot_be_read_spoils_no_later_one(
+    visit: Open, store_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    before = {path.name for path in (store_folder / "uploads").iterdir()}
+    upload(app, ("deep.html", b"<div>" * 100_000 + b"</b>" * 100_000), ("odd.html", b'<meta charset="punycode"><p>Hi'))
+    assert any("deep.html" in warning.value and "nested" in warning.value for warning in app.warning)
+
+    def fail(*_: object, **__: object) -> None:
+        raise IndexStoreError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheCraft, "add_documents", fail)
+        upload(app, ("more.md", b"# More"))
+        assert any("the disk is full" in error.value for error in app.error)
+    assert {path.name for path in (store_folder / "uploads").iterdir()} == before | {"odd.html"}
+
+
+def test_switches_do_what_they_say(visit: Open) -> None:
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    for name in ("compare", "reuse"):
+        app.toggle(key=name).set_value(False)
+    app.slider(key="length").set_value(16)
+    ask(app, QUESTIONS[0])
+    assert app.session_state.turns[0].full_ttft_s is None
+    assert stats_of(app).tokens_generated <= 16
+    assert stats_of(app).tokens_computed == stats_of(app).tokens_prompt
+
+    app.toggle(key="reuse").set_value(True).run()
+    ask(app, QUESTIONS[1])  # stores what the next one reuses
+    app.select_slider(key="ratio").set_value(40)
+    app.slider(key="top_k").set_value(2)
+    for name in ("remember", "focus"):
+        app.toggle(key=name).set_value(True)
+    picked = next(name for name in app.multiselect(key="picked").options if name.endswith("kettle.md"))
+    app.multiselect(key="picked").set_value([picked])
+    ask(app, QUESTIONS[0])
+    turn = app.session_state.turns[-1]
+    assert [source.metadata["source"] for source in turn.answer.sources] == [picked] * 2
+    assert [role for role, _ in turn.arguments["history"]] == ["user", "assistant"] * 2
+    moved = [one for one in turn.answer.stats.chunks if one.outcome == "reused"]
+    fixed, tokens = sum(one.recomputed for one in moved), sum(one.tokens for one in moved)
+    assert moved
+    assert fixed == pytest.approx(0.4 * tokens, abs=len(moved))  # one budget for all of them
+
+
+def test_visitors_share_chunk_caches_but_no_conversation(visit: Open) -> None:
+    one, other = visit(), visit("0" * 32)
+    upload(one, ("kettle.md", KETTLE.encode()))
+    for app in (one, other):
+        app.toggle(key="compare").set_value(False).run()
+    ask(one, QUESTIONS[0])
+    ask(other, QUESTIONS[1])
+    assert stats_of(other).tokens_reused > 0
+    assert [turn.question for turn in one.session_state.turns] == [QUESTIONS[0]]
+    assert [turn.question for turn in other.session_state.turns] == [QUESTIONS[1]]
+    assert other.session_state.turns[0].arguments["session"] == other.session_state.session
+    assert len({one.session_state.session, other.session_state.session, "0" * 32}) == 3
+
+
+def test_what_was_interrupted_can_be_asked_again(visit: Open) -> None:
+    from streamlit_conversations import Turn
+
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    app.toggle(key="compare").set_value(False)
+    app.session_state.turns.append(Turn(QUESTIONS[0], {}))  # another question came before its first token
+    app.run()
+    assert not pictures(app)
+    app.button(key="again-1").click().run()
+    assert [turn.whole for turn in app.session_state.turns] == [False, True]
+    assert "1.7 litres" in app.session_state.turns[1].answer.text
+
+
+def test_what_cannot_be_answered_is_said_in_a_sentence(visit: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    ask(app, "why " * 9000)
+    (note,) = app.warning
+    assert note.value.startswith("This question could not be answered: question and history need")
+    assert not app.session_state.turns
+    ask(app, "   ")
+    assert not app.warning
+    monkeypatch.setenv("CACHECRAFT_MODEL", "/nowhere/at-all")
+    (error,) = visit().error
+    assert error.value.startswith("This did not work: ")
+
+
+def test_the_handbook_is_added_and_removed_as_one(visit: Open) -> None:
+    app = visit()
+    app.button(key="sample").click().run()
+    assert len(app.multiselect(key="picked").options) >= 21
+    remove(app, "the sample handbook")
+    assert not [name for name in app.multiselect(key="picked").options if name.startswith("handbook/")]
     assert app.button(key="sample").label == "Add the sample handbook"  # and it can come back
 
 
-def test_documents_are_fixed_where_the_server_says_so(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = open_app()
-    upload(app, ("kettle.md", KETTLE.encode()))
+def test_documents_are_fixed_where_the_server_says_so(visit: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(visit(), ("kettle.md", KETTLE.encode()))
     monkeypatch.setenv("CACHECRAFT_READ_ONLY", "1")
-    app.run()
-    assert not app.exception
+    app = visit()
     assert not app.file_uploader
     assert not [button for button in app.button if button.key in ("remove", "sample")]
     assert app.multiselect(key="picked").options
 
 
-@pytest.mark.slow
-def test_metrics_are_served_where_the_server_says_so(open_app: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("CACHECRAFT_METRICS_PORT", "a number")
-    assert "it must be the number of a port" in open_app().error[0].value
-    monkeypatch.setenv("CACHECRAFT_METRICS_PORT", str(port))
-    assert not open_app().error
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        assert 'cachecraft_requests_total{outcome="length"} 1.0' in answer.read().decode()  # that which warms up
-
-
-def test_with_a_log_in_configured_nobody_gets_further_without_it(open_app: Open) -> None:
+def test_with_a_log_in_configured_nobody_gets_further_without_it(store_folder: Path, visit: Open) -> None:
     from streamlit.testing.v1 import AppTest
 
     app = AppTest.from_file(str(APP), default_timeout=300)
@@ -548,12 +478,6 @@ def test_with_a_log_in_configured_nobody_gets_further_without_it(open_app: Open)
     app.run()
     assert not app.exception
     assert app.chat_input
-
-
-def test_the_app_s_own_settings_keep_it_on_this_machine_and_silent() -> None:
-    settings = tomllib.loads((EXAMPLES / ".streamlit" / "config.toml").read_text(encoding="utf-8"))
-    assert settings["server"]["address"] == "127.0.0.1"
-    assert settings["browser"]["gatherUsageStats"] is False
 
 
 # -- a real browser ---------------------------------------------------------------------------------------------------
@@ -644,14 +568,6 @@ def listening_on(port: int) -> set[str] | None:
     return found
 
 
-def test_the_table_of_listening_sockets_is_read_rightly() -> None:
-    for address, family in (("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET)):
-        with socket.socket(family) as listener:
-            listener.bind((address, 0))
-            listener.listen()
-            assert listening_on(listener.getsockname()[1]) in ({address}, None)
-
-
 def is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=5) as reply:
@@ -684,7 +600,7 @@ def chrome(tmp_path: Path) -> Iterator[Chrome]:
 
 
 def wait_for(holds: Callable[[], Any], timeout_s: float = 400.0) -> Any:
-    """What `holds` returns once it is true; Streamlit replaces and moves elements while it looks."""
+    """Return the result of `holds` once it is true; Streamlit replaces and moves elements while it looks."""
     from selenium.common import exceptions
 
     passing = (
@@ -705,76 +621,64 @@ def wait_for(holds: Callable[[], Any], timeout_s: float = 400.0) -> Any:
 
 
 @pytest.mark.slow
-def test_upload_and_ask_twice_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) -> None:
-    from selenium.webdriver import ActionChains
+def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
     def all_of(selector: str) -> list[Any]:
         return chrome.find_elements(By.CSS_SELECTOR, selector)
 
-    def ask_here(question: str, count: int) -> None:
-        field = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, '[data-testid="stChatInputTextArea"]'))
-        field.send_keys(question, Keys.ENTER)
-        # The chip with the time without reuse comes last, when the page has settled.
-        wait_for(lambda: len([line for line in all_of(".cc-line") if "without reuse" in line.text]) == count)
-
-    chrome.get(page)
-    document = tmp_path / "kettle.md"
-    document.write_text(KETTLE, encoding="utf-8")
-    wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, 'input[type="file"]')).send_keys(str(document))
-    wait_for(lambda: "Ready: kettle.md" in chrome.find_element(By.TAG_NAME, "body").text)
-
-    ask_here(QUESTIONS[0], 1)
-    ask_here(QUESTIONS[1], 2)
-    bars = wait_for(lambda: len(found := all_of(".cc-prompt .cc-bar")) == 2 and found)
-    bars.reverse()  # the newest stands first
-    assert [len(bar.find_elements(By.CSS_SELECTOR, ".cc-host")) > 0 for bar in bars] == [False, True]
-    segments = bars[1].find_elements(By.CSS_SELECTOR, ".cc-part")
-    widths = [segment.size["width"] for segment in segments]
-    assert min(widths) > 0
-    assert sum(widths) == pytest.approx(bars[1].size["width"], rel=0.05)
-    ActionChains(chrome).move_to_element(segments[1]).perform()
-    tip = segments[1].find_element(By.CSS_SELECTOR, ".cc-tip")
-    wait_for(tip.is_displayed)
-    assert {"variant", "CFO", "β′", "host memory"} <= set(re.split(r"\n", tip.text))
-
-    assert all(re.search(r"[\d.]+ m?s to first token", line.text) for line in all_of(".cc-line"))
-    assert len(all_of('[data-testid="stVegaLiteChart"] svg [aria-roledescription="bar"]')) == 4  # two for each question
-
-    for selector in ('[data-testid="stExpander"] summary', ".st-key-brief label"):
-        wait_for(lambda selector=selector: chrome.find_element(By.CSS_SELECTOR, selector).click() or True)
-    field = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, '[data-testid="stChatInputTextArea"]'))
-    field.send_keys("Tell me everything about the Wren K2", Keys.ENTER)
-    wait_for(lambda: "▌" in chrome.find_element(By.TAG_NAME, "body").text)
-    field.send_keys("How long is its warranty?", Keys.ENTER)  # before that answer has ended
-    wait_for(lambda: len(all_of(".cc-line")) == 4)
-    assert "stopped" in all_of(".cc-line")[1].text
-
-    errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
-    assert not errors
-    assert hosts_asked(chrome) == {"127.0.0.1"}
-
-
-@pytest.mark.slow
-def test_the_list_of_what_to_remove_closes_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) -> None:
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
     def one(selector: str) -> Any:
         return wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, selector))
 
+    def ask_here(question: str) -> None:
+        one('[data-testid="stChatInputTextArea"]').send_keys(question, Keys.ENTER)
+
+    def timed(count: int) -> None:
+        wait_for(lambda: len([chip for chip in all_of(".cc-chip") if "without reuse" in chip.text]) == count)
+
+    # A phone: the side bar is hidden there.
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     chrome.get(page)
     (tmp_path / "kettle.md").write_text(KETTLE, encoding="utf-8")
+    uploader = one('[data-testid="stFileUploaderDropzone"]')
+    assert uploader.is_displayed()
+    assert 0 <= uploader.rect["x"] < uploader.rect["x"] + uploader.rect["width"] <= 390
     one('input[type="file"]').send_keys(str(tmp_path / "kettle.md"))
-    wait_for(lambda: "Ready: kettle.md" in one("body").text)
-    wait_for(lambda: one('[data-testid="stPopover"] button').click() or True)
-    field = one('[data-testid="stPopoverBody"] input')
-    field.send_keys("kettle", Keys.ENTER)
-    wait_for(lambda: one(".st-key-remove button").is_enabled())
-    chrome.execute_script("arguments[0].click()", one(".st-key-remove button"))  # the list of choices lies over it
-    wait_for(lambda: "Removed: 1 document" in one("body").text)
-    assert wait_for(lambda: not chrome.find_elements(By.CSS_SELECTOR, '[data-testid="stPopoverBody"]'))
+    wait_for(lambda: "Documents: 1" in one("body").text)
+    ask_here(QUESTIONS[0])
+    timed(1)
+    ask_here(QUESTIONS[1])
+    timed(2)
+    newest, first = all_of(".cc-bar")
+    assert [len(bar.find_elements(By.CSS_SELECTOR, ".cc-host")) > 0 for bar in (newest, first)] == [True, False]
+    widths = [part.size["width"] for part in newest.find_elements(By.CSS_SELECTOR, ".cc-part")]
+    assert min(widths) > 0
+    assert sum(widths) == pytest.approx(newest.size["width"], rel=0.1)
+    asked = one(".cc-asked")
+    assert QUESTIONS[1] in asked.text
+    assert 0 <= asked.rect["y"] < 844  # the newest question and its answer are in view
+
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"width": 1280, "mobile": False})
+    chrome.refresh()  # a reload keeps the conversation
+    wait_for(lambda: len(all_of(".cc-bar")) == 2)
+    part = all_of(".cc-part")[1]
+    chrome.execute_script("arguments[0].focus()", part)
+    tip = part.find_element(By.CSS_SELECTOR, ".cc-tip")
+    wait_for(tip.is_displayed)
+    assert "tokens reused from memory" in tip.text
+
+    wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".st-key-brief label").click() or True)
+    ask_here("Tell me everything about the Wren K2")
+    wait_for(lambda: "▌" in one("body").text)
+    ask_here("How long is its warranty?")  # before that answer has ended
+    timed(3)
+    assert "interrupted" in one("body").text
+    assert one(".st-key-again-3 button").text.endswith("Ask again")
+
+    assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+    assert hosts_asked(chrome) == {"127.0.0.1"}
 
 
 def hosts_asked(chrome: Chrome) -> set[str]:
@@ -785,82 +689,3 @@ def hosts_asked(chrome: Chrome) -> set[str]:
         message["params"].get("url", "") for message in messages if message["method"] == "Network.webSocketCreated"
     ]
     return {str(urlsplit(url).hostname) for url in urls if url.startswith(("http", "ws"))}
-
-
-SIZES = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
-# Where the newest question and the answer below it are, in pixels from the top of the window; `covered` is what lies
-# above the question at its place.
-WHERE = """
-const asked = document.querySelector('.cc-asked');
-const all = [...document.querySelectorAll('.cc-asked, [data-testid="stMarkdown"]')];
-const said = all[all.indexOf(asked) + 1].getBoundingClientRect(), box = asked.getBoundingClientRect();
-const hit = document.elementFromPoint(box.left + 4, (box.top + box.bottom) / 2);
-return {question: asked.innerText, top: box.top, left: box.left, right: box.right, answer: said.top,
-        bottom: said.bottom, height: innerHeight, width: innerWidth, covered: !asked.contains(hit)};
-"""
-# Whether the upper and the lower end of an element can be seen.
-UNCOVERED = """
-const box = arguments[0].getBoundingClientRect();
-return [[box.left + 2, box.top + 2], [box.left + 2, box.bottom - 2]].every(
-  ([x, y]) => arguments[0].contains(document.elementFromPoint(x, y)));
-"""
-
-
-@pytest.mark.slow
-def test_the_newest_question_and_answer_are_in_view_on_every_screen(chrome: Chrome, page: str, tmp_path: Path) -> None:
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
-    def all_of(selector: str) -> list[Any]:
-        return chrome.find_elements(By.CSS_SELECTOR, selector)
-
-    def settled(count: int) -> None:
-        wait_for(lambda: len([line for line in all_of(".cc-line") if "without reuse" in line.text]) == count)
-
-    def in_view(question: str, name: str) -> None:
-        wait_for(lambda: all_of(".cc-asked") and question in all_of(".cc-asked")[0].text)
-        found = chrome.execute_script(WHERE)
-        chrome.save_screenshot(str(tmp_path / f"{name}.png"))
-        assert question in found["question"]
-        assert found["top"] >= 0, (name, found)
-        assert found["top"] < found["answer"] < found["bottom"] <= found["height"], (name, found)
-        assert found["left"] >= 0
-        assert found["right"] <= found["width"], (name, found)
-        assert not found["covered"], (name, found)
-
-    address = ""
-    for place, (name, (width, height)) in enumerate(SIZES.items()):
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        chrome.get(page)
-        title = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".cc-title h1"))
-        wait_for(lambda: all_of('[data-testid="stChatInputTextArea"]'))
-        assert chrome.execute_script(UNCOVERED, title), name
-        assert title.rect["y"] + title.rect["height"] < height / 2
-        chrome.save_screenshot(str(tmp_path / f"{name}-landing.png"))
-        if place == 0:
-            wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".st-key-sample button").click() or True)
-            wait_for(lambda: all_of(".st-key-try-0 button"))
-            field = wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, '[data-testid="stChatInputTextArea"]'))
-            question = "How long does the battery of the Heron V5 last?"
-            field.send_keys(question, Keys.ENTER)
-        else:
-            chrome.get(address)  # a reload keeps the conversation
-            wait_for(lambda place=place: len(all_of(".cc-line")) == place)
-            in_view(question, f"{name}-reloaded")
-            # The suggestions stand below the answer: whoever clicks one has scrolled down.
-            offered = wait_for(lambda place=place: all_of(f".st-key-try-{place} button"))[0]
-            question = offered.text
-            chrome.execute_script("document.querySelector('[data-testid=\"stMain\"]').scrollTo(0, 10000)")
-            chrome.execute_script("arguments[0].click()", offered)
-        settled(place + 1)
-        in_view(question, name)
-        address = chrome.current_url
-        assert len(all_of(".cc-all")) == place + 1  # every answer has its sources
-        labels = all_of('[data-testid="stMetricLabel"] p')
-        assert len(labels) == 3
-        assert all(label.get_property("scrollWidth") <= label.get_property("clientWidth") for label in labels)
-
-    chrome.get(page)  # without the key in its address: a new conversation
-    wait_for(lambda: all_of(".cc-steps") and not all_of(".cc-asked"))
-    assert hosts_asked(chrome) == {"127.0.0.1"}

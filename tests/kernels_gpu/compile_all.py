@@ -17,7 +17,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cachecraft_rag.kernels.gpu.attention import attend
-from cachecraft_rag.kernels.gpu.batch import Batch
 from cachecraft_rag.kernels.gpu.drift import shift_stale
 from cachecraft_rag.kernels.gpu.place import place
 from cachecraft_rag.kernels.gpu.received import received
@@ -53,17 +52,12 @@ def run(capability: int) -> None:
     visible, bounds = Visibility(torch.arange(rows) * 3), torch.arange(0, keys + 1, 512)
     attend(q, k, k, visible, scale=0.1, bounds=bounds, splits=4)
     attend(q, k, k, Visibility(visible.positions, 100, torch.tensor([3])), scale=0.1, softcap=5.0, splits=1)
-    pages, lse = torch.zeros(300, 16, 2, 128, dtype=kind), torch.zeros(rows, 8)
-    blocks = torch.zeros(2, 256, dtype=torch.int32)
-    batch = Batch(torch.tensor([0, 300, rows], dtype=torch.int32), 300, keys, blocks=blocks)
-    attend(q, pages, pages, visible, scale=0.1, batch=batch, splits=1)
-    received(q, pages, lse, visible, scale=0.1, batch=batch)
+    received(q, k, torch.zeros(rows, 8), visible, scale=0.1)
     cos = torch.zeros(keys, 96, dtype=kind)
-    merged, chunk = torch.zeros(4, 2, keys, 2, 128, dtype=kind), torch.zeros(4, 2, 512, 2, 128, dtype=torch.int8)
-    scale, shift = torch.zeros(4, 2, 512, 2, 1, dtype=kind), torch.zeros(4, 2, 2, 128)
-    place(merged, chunk, 5, cos=cos, sin=cos, scale=scale, shift=shift, slots=torch.arange(512))
+    merged, chunk = torch.zeros(4, 2, keys, 2, 128, dtype=kind), torch.zeros(4, 2, 512, 2, 128, dtype=kind)
+    place(merged, chunk, 5, cos=cos, sin=cos)
     rotate(q, cos[:rows], cos[:rows])
-    shift_stale(merged[0], shift, torch.zeros(keys, dtype=torch.int32), cos=cos, sin=cos)
+    shift_stale(merged[0], torch.zeros(4, 2, 2, 128), torch.zeros(keys, dtype=torch.int32), cos=cos, sin=cos)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.attention import MOST_SEGMENTS, Attended, attend, attend_reference
-from cachecraft_rag.kernels.gpu.batch import Batch
-from cachecraft_rag.kernels.gpu.combine import combine, combine_reference
-from cachecraft_rag.kernels.gpu.received import received, received_reference
-from cachecraft_rag.kernels.gpu.tiling import Tiling
+from cachecraft_rag.kernels.gpu.attention import MOST_SEGMENTS, Attended, attend
+from cachecraft_rag.kernels.gpu.combine import combine
+from cachecraft_rag.kernels.gpu.received import received
+from cachecraft_rag.kernels.gpu.tiles import Tiling
 from cachecraft_rag.kernels.visibility import Visibility
+from tests.kernels_gpu import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -32,7 +32,7 @@ def assert_as_the_reference(q: Tensor, k: Tensor, v: Tensor | None, visible: Vis
     """Attention and what keys receive equal their references; returns what was found."""
     launch = {name: how.pop(name) for name in ("splits", "tiling") if name in how}
     found = attend(q, k, v, visible, **how, **launch)
-    expected = attend_reference(q, k, v, visible, **how)
+    expected = reference.attend(q, k, v, visible, **how)
     tolerance = TOLERANCE[q.dtype]
     for name in ("out", "lse", "mass"):
         ours, right = getattr(found, name), getattr(expected, name)
@@ -44,7 +44,7 @@ def assert_as_the_reference(q: Tensor, k: Tensor, v: Tensor | None, visible: Vis
     how.pop("bounds", None)
     tiling = launch.get("tiling")
     keys = received(q, k, expected.lse.float(), visible, **how, tiling=tiling)
-    right = received_reference(q, k, expected.lse, visible, **how)
+    right = reference.received(q, k, expected.lse, visible, **how)
     assert keys.shape == right.shape
     assert torch.allclose(keys.double(), right, atol=tolerance * max(1, len(q) // 8), rtol=tolerance)
     return found
@@ -147,55 +147,6 @@ def test_views_as_the_layers_hand_them_over() -> None:
     assert torch.equal(attend(wide, merged[0], merged[1], visible, scale=0.3).out, expected)
 
 
-# -- several requests -------------------------------------------------------------------------------------------------
-
-REQUESTS: list[tuple[list[int], int]] = [([0, 4, 21, 22], 23), ([], 9), ([40], 41), ([0], 1), ([*range(3, 50, 2)], 50)]
-
-
-def several(*, page: int | None, absent: bool) -> tuple[Tensor, Tensor, Tensor, Visibility, Batch]:
-    """Rows of five requests, one without any; their keys one after the other, or in blocks all over a paged cache."""
-    counts, keys = [len(rows) for rows, _ in REQUESTS], [total for _, total in REQUESTS]
-    most, edges = max(keys), [0, *torch.tensor(counts).cumsum(0).tolist()]
-    gone = torch.zeros(len(REQUESTS), most, dtype=torch.bool, device=DEVICE)
-    gone[0, 2:5], gone[4, 0:7], gone[4, 33] = True, True, True
-    places: dict[str, Tensor] = {}
-    if page is None:
-        starts = [5, *(torch.tensor(keys).cumsum(0)[:-1] + 5).tolist()]
-        places["key_starts"] = on_device(starts)
-        shape: tuple[int, ...] = (sum(keys) + 5, 2, 16)
-    else:
-        width = -(-most // page)
-        order = torch.randperm(len(REQUESTS) * width + 3, generator=torch.Generator().manual_seed(3))
-        places["blocks"] = order[: len(REQUESTS) * width].view(len(REQUESTS), width).to(DEVICE, torch.int32)
-        shape = (len(order), page, 2, 16)
-    visible = Visibility(on_device([place for rows, _ in REQUESTS for place in rows]), window=None)
-    batch = Batch(
-        row_edges=on_device(edges, torch.int32),
-        most_rows=max(counts),
-        most_keys=most,
-        absent=gone if absent else None,
-        **places,
-    )
-    return noise(edges[-1], 4, 16), noise(*shape, seed=1), noise(*shape, seed=2), visible, batch
-
-
-@pytest.mark.parametrize("absent", [False, True])
-@pytest.mark.parametrize("page", [None, 16, 5])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_rows_of_several_requests_in_one_launch(page: int | None, splits: int, absent: bool) -> None:
-    q, k, v, visible, batch = several(page=page, absent=absent)
-    bounds = on_device([[0, 5, 5, 20], [0, 1, 2, 3], [0, 0, 20, 41], [0, 1, 1, 1], [0, 17, 33, 50]])
-    assert_as_the_reference(q, k, v, visible, scale=0.3, bounds=bounds, batch=batch, tiling=SMALL, splits=splits)
-
-
-def test_requests_with_a_window_and_shared_bounds() -> None:
-    q, k, v, visible, batch = several(page=16, absent=False)
-    visible = Visibility(visible.positions, window=9)
-    assert_as_the_reference(
-        q, k, v, visible, scale=0.3, softcap=3.0, bounds=on_device([0, 8, 50]), batch=batch, tiling=SMALL
-    )
-
-
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +154,7 @@ def test_combine_is_its_reference() -> None:
     parts, lses, masses = noise(4, 3, 2, 16), noise(4, 3, 2, seed=1), noise(4, 3, 2, 5, seed=2).abs()
     lses[1:, 0], lses[:, 1, 0] = -torch.inf, -torch.inf  # one part has it all; nobody has anything
     found = combine(parts, lses, masses, dtype=torch.float32)
-    expected = combine_reference(parts.double(), lses.double(), masses.double(), dtype=torch.float64)
+    expected = reference.combine(parts.double(), lses.double(), masses.double(), dtype=torch.float64)
     for ours, right in zip(found, expected, strict=True):
         assert ours is not None
         assert right is not None
@@ -226,23 +177,20 @@ def test_few_rows_are_split_over_keys_and_many_are_not() -> None:
 
 def test_what_does_not_fit_together_is_refused() -> None:
     q, k, v, visible = tensors(CASES["scattered rows"], torch.float32, 16)
-    _, pages, _, _, batch = several(page=16, absent=False)
     wrong: list[tuple[Any, ...]] = [
-        (q.double(), k, v, visible, None),
-        (q, k.half(), v, visible, None),
-        (q, k, v.half(), visible, None),
-        (q[:, :3], k, v, visible, None),
-        (q, k[..., :8], v[..., :8], visible, None),
-        (q, k, v[:5], visible, None),
-        (q[:2], k, v, visible, None),
-        (noise(7, 4, 512), noise(37, 2, 512), noise(37, 2, 512), visible, None),
-        (q, pages, pages, visible, None),
-        (q, k, v, visible, batch),
-        (q, k.transpose(0, 2).contiguous().transpose(0, 2), v, visible, None),
+        (q.double(), k, v, visible),
+        (q, k.half(), v, visible),
+        (q, k, v.half(), visible),
+        (q[:, :3], k, v, visible),
+        (q, k[..., :8], v[..., :8], visible),
+        (q, k, v[:5], visible),
+        (q[:2], k, v, visible),
+        (noise(7, 4, 512), noise(37, 2, 512), noise(37, 2, 512), visible),
+        (q, k.transpose(0, 2).contiguous().transpose(0, 2), v, visible),
     ]
-    for a, b, c, sight, many in wrong:
-        with pytest.raises(ValueError, match=r"must|multiple|values|paged|positions|dimensions"):
-            attend(a, b, c, sight, scale=1.0, batch=many)
+    for a, b, c, sight in wrong:
+        with pytest.raises(ValueError, match=r"must|multiple|values|positions|dimensions"):
+            attend(a, b, c, sight, scale=1.0)
     with pytest.raises(ValueError, match="lse must be"):
         received(q, k, noise(7, 3), visible, scale=1.0)
     with pytest.raises(ValueError, match="power of 2"):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.drift import shift_stale, shift_stale_reference
-from cachecraft_rag.kernels.gpu.place import place, place_reference
-from cachecraft_rag.kernels.gpu.rope import rotate, rotate_reference
-from cachecraft_rag.store.codecs import CODECS
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.kernels.gpu.drift import shift_stale
+from cachecraft_rag.kernels.gpu.place import place
+from cachecraft_rag.kernels.gpu.rope import rotate
+from tests.kernels_gpu import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -40,7 +37,7 @@ def test_rotate(tokens: int, heads: int, head_dim: int, width: int, dtype: torch
     x, (cos, sin) = noise(tokens, heads, head_dim, dtype=dtype), turns(tokens, width, dtype)
     found = rotate(x, cos, sin)
     assert found.dtype == dtype
-    assert near(found, rotate_reference(x, cos, sin))
+    assert near(found, reference.rotate(x, cos, sin))
     assert torch.equal(found[..., width:], x[..., width:])
 
 
@@ -49,7 +46,7 @@ def test_rotate_takes_views_and_writes_where_it_is_told() -> None:
     room = torch.full((9, 2, 8), torch.nan, device=DEVICE)
     written = rotate(x, cos, sin, out=room[2:7])
     assert written.data_ptr() == room[2:7].data_ptr()
-    assert near(room[2:7], rotate_reference(x, cos, sin))
+    assert near(room[2:7], reference.rotate(x, cos, sin))
     assert room[:2].isnan().all()
     assert room[7:].isnan().all()
     assert rotate(noise(0, 2, 8), cos[:0], sin[:0]).shape == (0, 2, 8)
@@ -59,21 +56,20 @@ def test_rotate_takes_views_and_writes_where_it_is_told() -> None:
 @pytest.mark.parametrize(("tokens", "heads", "head_dim", "width"), SHAPES)
 def test_place(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.dtype) -> None:
     cos, sin = turns(tokens + 7, width, dtype)
-    chunk, shift = noise(3, 2, tokens, heads, head_dim, dtype=dtype), noise(3, 2, heads, head_dim, seed=1)
-    for how in ({}, {"shift": shift}):
-        found = torch.full((3, 2, tokens + 9, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
-        expected = found.double()
-        place(found, chunk, 5, cos=cos, sin=sin, **how)
-        place_reference(expected, chunk, 5, cos=cos, sin=sin, **how)
-        assert near(found, expected)
-        assert (found[:, :, :5] == 7.0).all()
-        assert (found[:, :, tokens + 5 :] == 7.0).all()
+    chunk = noise(3, 2, tokens, heads, head_dim, dtype=dtype)
+    found = torch.full((3, 2, tokens + 9, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    expected = found.double()
+    place(found, chunk, 5, cos=cos, sin=sin)
+    reference.place(expected, chunk, 5, cos=cos, sin=sin)
+    assert near(found, expected)
+    assert (found[:, :, :5] == 7.0).all()
+    assert (found[:, :, tokens + 5 :] == 7.0).all()
 
 
 def test_place_into_one_layer_of_a_larger_buffer() -> None:
     buffer, chunk, (cos, sin) = noise(4, 2, 9, 2, 8), noise(4, 2, 6, 2, 8, seed=1), turns(9, 8, torch.float32)
     expected = buffer.clone()
-    place_reference(expected[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
+    reference.place(expected[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
     place(buffer[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
     assert near(buffer, expected)
 
@@ -82,39 +78,8 @@ def test_place_takes_a_ranks_own_heads() -> None:
     chunk, (cos, sin) = noise(2, 2, 6, 4, 8), turns(9, 8, torch.float32)
     found, expected = torch.zeros(2, 2, 9, 2, 8, device=DEVICE), torch.zeros(2, 2, 9, 2, 8, device=DEVICE)
     place(found, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
-    place_reference(expected, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
+    reference.place(expected, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
     assert near(found, expected)
-
-
-def test_place_decodes_int8() -> None:
-    layout, (cos, sin) = KVLayout(layers=2, kv_heads=3, head_dim=8, dtype="float32"), turns(20, 8, torch.float32)
-    codec, stored = CODECS["int8"](), noise(*layout.shape(11))
-    blocks = [codec.encode(stored[layer].cpu(), layer=layer, layers=2) for layer in range(2)]
-    decoded = torch.empty(layout.shape(11))
-    for layer, block in enumerate(blocks):
-        codec.decode(block, out=decoded[layer])
-    scales = 2 * 11 * 3 * 2
-    scale = torch.stack([block[:scales].view(torch.bfloat16).view(2, 11, 3, 1) for block in blocks]).to(DEVICE)
-    levels = torch.stack([block[scales:].view(torch.int8).view(2, 11, 3, 8) for block in blocks]).to(DEVICE)
-    found = torch.zeros(2, 2, 20, 3, 8, device=DEVICE)
-    expected = found.clone()
-    place(found, levels, 4, cos=cos, sin=sin, scale=scale, shift=noise(2, 2, 3, 8, seed=2))
-    place_reference(expected, decoded.to(DEVICE), 4, cos=cos, sin=sin, shift=noise(2, 2, 3, 8, seed=2))
-    assert near(found, expected)
-    assert expected.any()
-
-
-def test_place_into_pages() -> None:
-    chunk, (cos, sin) = noise(2, 2, 6, 2, 8), turns(30, 8, torch.float32)
-    pages = torch.zeros(2, 2, 8, 4, 2, 8, device=DEVICE)  # [layers, 2, blocks, block size, kv_heads, head_dim]
-    blocks, places = torch.tensor([5, 0, 3], device=DEVICE), torch.arange(2, 8, device=DEVICE)
-    slots = blocks[places // 4] * 4 + places % 4
-    place(pages.flatten(2, 3), chunk, 20, cos=cos, sin=sin, slots=slots)
-    plain = torch.zeros(2, 2, 30, 2, 8, device=DEVICE)
-    place(plain, chunk, 20, cos=cos, sin=sin)
-    assert torch.equal(pages[:, :, 5, 2:], plain[:, :, 20:22])
-    assert torch.equal(pages[:, :, 0], plain[:, :, 22:26])
-    assert pages[:, :, [1, 2, 3, 4, 6, 7]].count_nonzero() == 0
 
 
 def test_an_empty_chunk_changes_nothing() -> None:
@@ -134,7 +99,7 @@ def test_drift(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.
     owner = torch.tensor(([-1, 0, 0, 1, -1, 1, 0] * 6)[:keys], dtype=torch.int32, device=DEVICE)
     before, expected = found.clone(), found.double()
     shift_stale(found, shifts, owner, cos=cos, sin=sin)
-    shift_stale_reference(expected, shifts, owner, cos=cos, sin=sin)
+    reference.shift_stale(expected, shifts, owner, cos=cos, sin=sin)
     assert near(found, expected)
     assert torch.equal(found[:, owner < 0], before[:, owner < 0])
     assert not torch.equal(found[:, owner >= 0], before[:, owner >= 0])
@@ -142,21 +107,17 @@ def test_drift(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.
 
 def test_what_does_not_fit_together_is_refused() -> None:
     merged, chunk, (cos, sin) = noise(1, 2, 9, 2, 8), noise(1, 2, 4, 2, 8), turns(9, 8, torch.float32)
-    wrong: list[tuple[Tensor, Tensor, int, dict[str, Any]]] = [
-        (merged, noise(1, 2, 4, 3, 8), 0, {}),
-        (merged, noise(2, 2, 4, 2, 8), 0, {}),
-        (merged, chunk, 6, {}),
-        (merged, chunk, -1, {}),
-        (merged[:, :, :3], chunk, 1, {}),
-        (merged, chunk, 0, {"slots": torch.zeros(3, dtype=torch.int64, device=DEVICE)}),
-        (merged, chunk.to(torch.int8), 0, {}),
-        (merged, chunk, 0, {"scale": noise(1, 2, 4, 2, 1)}),
-        (merged, chunk, 0, {"shift": noise(1, 2, 2, 4)}),
-        (merged, noise(1, 2, 2, 4, 8).transpose(2, 3), 0, {}),
+    wrong = [
+        (merged, noise(1, 2, 4, 3, 8), 0),
+        (merged, noise(2, 2, 4, 2, 8), 0),
+        (merged, chunk, 6),
+        (merged, chunk, -1),
+        (merged[:, :, :3], chunk, 1),
+        (merged, noise(1, 2, 2, 4, 8).transpose(2, 3), 0),
     ]
-    for into, what, start, how in wrong:
-        with pytest.raises(ValueError, match=r"chunk|token|drift"):
-            place(into, what, start, cos=cos, sin=sin, **how)
+    for into, what, start in wrong:
+        with pytest.raises(ValueError, match=r"chunk|token"):
+            place(into, what, start, cos=cos, sin=sin)
     with pytest.raises(ValueError, match="in pairs"):
         place(merged, chunk, 0, cos=noise(9, 10), sin=noise(9, 10))
     with pytest.raises(ValueError, match="by"):

@@ -40,7 +40,7 @@ def decoder(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder]
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Tensor]) -> Tensor:
-    """What the same makes with the torch kernels."""
+    """Result of `run` with the torch kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(choice, "_installed", lambda: False)
         return run()
@@ -52,7 +52,7 @@ def captured(decoder: Decoder) -> PrefillResult:
 
 
 def resident(found: PrefillResult, *, moved: bool) -> list[ResidentKV]:
-    """What was captured, at its place; or with the chunks exchanged, and therefore wrong."""
+    """Captured chunk-caches at their places; `moved` exchanges the chunks, which makes them wrong."""
     first, one, two = (ResidentKV(capture.start, capture.kv) for capture in found.recorder.captures)
     if not moved:
         return [first, one, two]
@@ -116,8 +116,7 @@ def test_statistics_of_captures_and_focus_are_as_in_torch(decoder: Decoder, monk
             describer.add_layer(layer, whole.buffer.kv[layer, 0])
         found = describer.statistics()
         assert found.token_scores.inter is not None
-        parts = (*found.inter, found.intra, found.cci, *found.token_scores.inter, *found.token_scores.received)
-        return torch.tensor(parts)
+        return torch.tensor((*found.inter, found.intra, found.cci, *found.token_scores.inter))
 
     assert torch.allclose(statistics(), in_torch(monkeypatch, statistics), atol=1e-5)
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[5, 16])

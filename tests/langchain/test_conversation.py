@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError, UnsupportedCallError
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, ConversationRetriever
-from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftRetriever, CacheCraftVectorStore
+from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import chunk_id_of
 
@@ -81,14 +81,13 @@ def retrievers(embeddings: Embeddings, vectors: CacheCraftVectorStore, k: int = 
     return {
         "LangChain's store": in_memory.as_retriever(search_kwargs={"k": k}),
         "our store": vectors.as_retriever(search_kwargs={"k": k}),
-        "our retriever": CacheCraftRetriever(store=vectors, k=k),
         "mmr": vectors.as_retriever(search_type="mmr", search_kwargs={"k": k, "lambda_mult": 0.9}),
         "a store without vectors": NoVectors.from_documents(DOCUMENTS, embeddings).as_retriever(search_kwargs={"k": k}),
         "a function": RunnableLambda(lambda text: in_memory.similarity_search(text, k=k)),
     }
 
 
-KINDS = ["LangChain's store", "our store", "our retriever", "mmr", "a store without vectors", "a function"]
+KINDS = ["LangChain's store", "our store", "mmr", "a store without vectors", "a function"]
 
 
 class Statistics(BaseCallbackHandler):
@@ -158,7 +157,7 @@ def test_a_conversation_kept_by_langchain(
     """README's chain with LangChain's own message history around it."""
     history = InMemoryChatMessageHistory()
     chain = RunnableWithMessageHistory(
-        create_retrieval_chain(ConversationRetriever(CacheCraftRetriever(store=vectors, k=3)), generator),
+        create_retrieval_chain(ConversationRetriever(vectors.as_retriever(search_kwargs={"k": 3})), generator),
         lambda: history,
         input_messages_key="input",
         history_messages_key="chat_history",
@@ -171,7 +170,6 @@ def test_a_conversation_kept_by_langchain(
     settle(engine)
     second = chain.invoke({"input": FOLLOW_UP}, config)
     assert second["context"][0].page_content == HOW_LONG
-    assert second["context"][0].metadata["score"] <= 1
     assert share_reused(*statistics.of) >= 0.8
     assert len(history.messages) == 4
 
@@ -183,7 +181,7 @@ def test_langchains_own_history_aware_retriever_works_with_our_model(
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Rewrite the question."), MessagesPlaceholder("chat_history"), ("human", "{input}")]
     )
-    every = CacheCraftRetriever(store=vectors, k=len(DOCUMENTS))
+    every = vectors.as_retriever(search_kwargs={"k": len(DOCUMENTS)})
     aware = create_history_aware_retriever(generator.llm, every, prompt)
     chain = create_retrieval_chain(aware, generator)
     statistics = Statistics()
@@ -232,7 +230,7 @@ def test_the_stores_own_documents_are_not_changed_and_prompts_keep_the_note(
     ],
 )
 def test_every_form_of_history_is_read(vectors: CacheCraftVectorStore, history: list[BaseMessage]) -> None:
-    retriever = ConversationRetriever(CacheCraftRetriever(store=vectors, k=3))
+    retriever = ConversationRetriever(vectors.as_retriever(search_kwargs={"k": 3}))
     found = retriever.invoke({"input": FOLLOW_UP, "chat_history": history})
     assert found[0].metadata["cachecraft_searched"] == [FOLLOW_UP, f"{FIRST} {FOLLOW_UP}"]
 
@@ -259,7 +257,7 @@ def test_what_is_no_retriever_is_refused() -> None:
 
 
 class Schema(BaseModel):
-    """What an application might ask for."""
+    """Calls that an application might make."""
 
     weeks: int
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
 from langchain_core.chat_history import InMemoryChatMessageHistory
@@ -190,6 +191,22 @@ def test_what_langchain_does_with_models_in_general(chat: ChatCacheCraft, engine
         chat.bind_tools([])
 
 
+def test_langchains_own_chain_of_documents_reuses_nothing_and_warns_once(
+    chat: ChatCacheCraft, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = ChatPromptTemplate.from_messages([("system", "Answer from this: {context}"), ("human", "{input}")])
+    chain = create_stuff_documents_chain(chat, prompt)
+    documents = [Document("The kettle is descaled every 8 weeks. " * 6) for _ in range(2)]
+    with caplog.at_level("WARNING", logger="cachecraft_rag"):
+        chat.invoke("How often?", documents=documents)
+        chat.invoke("How often?")
+        assert not caplog.records
+        for _ in range(2):
+            chain.invoke({"input": "How often?", "context": documents})
+    (record,) = caplog.records
+    assert "use CacheCraftGenerator in place of create_stuff_documents_chain" in record.getMessage()
+
+
 def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="temprature"):
         ChatCacheCraft(engine=engine, temprature=0.1)
@@ -331,7 +348,7 @@ def asking(request: pytest.FixtureRequest, index: tuple[FaissStore, Embedder]) -
 
 
 def contents(engine: Engine, session: str | None) -> dict[str, tuple[str | None, bytes]]:
-    """What a session may be served: each variant's owner and bytes."""
+    """Chunk-caches that a session may use: each variant's owner and bytes."""
     settle(engine)
     ids = [engine.prompts.system.segment_id, *map(chunk_id_of, TEXTS)]
     found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, ids, session=session)
@@ -632,10 +649,10 @@ def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> 
             seen.append(response.generations[0][0].message.response_metadata["cachecraft"])
 
     documents = [Document(text, id=f"page {place}") for place, text in enumerate(TEXTS)] + [Document("No id.")]
-    for document_prompt, told in ((None, "{}"), (prompt, "Note: {}")):
+    for document_prompt, form in ((None, "{}"), (prompt, "Note: {}")):
         generator = CacheCraftGenerator(llm=chat, document_prompt=document_prompt)
         generator.invoke({"input": "Why?", "context": documents}, {"callbacks": [Listener()]})
         numbers = seen.pop()
-        expected = [{"id": one.id, "chunk_id": chunk_id_of(told.format(one.page_content))} for one in documents]
+        expected = [{"id": one.id, "chunk_id": chunk_id_of(form.format(one.page_content))} for one in documents]
         assert numbers["documents"] == expected
         assert {one["chunk_id"] for one in expected} == {chunk["chunk_id"] for chunk in numbers["chunks"]}

@@ -11,11 +11,9 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import (
     ChatModelIntegrationTests,
-    RetrieversIntegrationTests,
     VectorStoreIntegrationTests,
 )
 from langchain_tests.unit_tests import ChatModelUnitTests
@@ -23,7 +21,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.langchain import ChatCacheCraft
-from cachecraft_rag.retrievers.langchain import CacheCraftRetriever, CacheCraftVectorStore
+from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 
 
@@ -38,7 +36,7 @@ def engine(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class OnDemoModel:
-    """What the two suites of chat models are told about ours."""
+    """Facts about our chat model for the two suites."""
 
     engine: ClassVar[Engine]
 
@@ -113,27 +111,3 @@ class TestVectorStore(VectorStoreIntegrationTests):
     def vectorstore(self, tmp_path: Path) -> Iterator[VectorStore]:  # type: ignore[override]
         with CacheCraftVectorStore.open(tmp_path, self.get_embeddings()) as store:
             yield store
-
-
-class TestRetriever(RetrieversIntegrationTests):
-    store: ClassVar[CacheCraftVectorStore]
-
-    @pytest.fixture(autouse=True)
-    def _store(self, tmp_path: Path) -> Iterator[None]:
-        texts = [f"Leaflet {number} of the handbook" for number in range(6)]
-        embeddings = VectorStoreIntegrationTests.get_embeddings()
-        with CacheCraftVectorStore.from_texts(texts, embeddings, folder=tmp_path) as store:
-            type(self).store = store
-            yield
-
-    @property
-    def retriever_constructor(self) -> type[BaseRetriever]:
-        return CacheCraftRetriever
-
-    @property
-    def retriever_constructor_params(self) -> dict[str, Any]:
-        return {"store": self.store}
-
-    @property
-    def retriever_query_example(self) -> str:
-        return "Which leaflet?"

@@ -1,4 +1,4 @@
-"""What the tests of LlamaIndex's classes share: a small engine whose answers are letters."""
+"""Fixtures of the tests of LlamaIndex's classes: a small engine whose answers are letters."""
 
 from __future__ import annotations
 

@@ -129,14 +129,10 @@ def test_the_second_turn_finds_what_the_follow_up_means_and_reuses_it(
     assert second.sources[0].raw_output == second.source_nodes
 
 
-def test_llama_indexs_own_chat_engine_reuses_nothing_and_is_told_so_once(
-    embedding: CacheCraftEmbedding,
-    engine: Engine,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_llama_indexs_own_chat_engine_reuses_nothing_and_warns_once(
+    embedding: CacheCraftEmbedding, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = CacheCraftLLM(engine, sampling=SHORT)
-    monkeypatch.setattr("cachecraft_rag.llama_index.llm._LONG", 600)  # the tiny model reads 2,048 letters in all
     long = VectorStoreIndex.from_documents([Document(text=" ".join(TEXTS.values()) * 2)], embed_model=embedding)
     chat = long.as_chat_engine(chat_mode="context", llm=llm, memory=memory())
     assert isinstance(chat, ContextChatEngine)

@@ -95,7 +95,7 @@ class Recorder(BaseEventHandler):
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
-    """What LlamaIndex's dispatcher hears."""
+    """Events that reach LlamaIndex's dispatcher."""
     recorder, root = Recorder(), get_dispatcher()
     root.add_event_handler(recorder)
     try:
@@ -307,7 +307,7 @@ def test_the_one_line_swap(demo_model: Path, index: VectorStoreIndex, tmp_path: 
 
 
 def stock_events(index: VectorStoreIndex, ask: Callable[[Any], None], *, streaming: bool) -> list[str]:
-    """What LlamaIndex's own query engine tells, apart from its way to call an LLM."""
+    """Events of LlamaIndex's own query engine, apart from those of its LLM calls."""
     stock = index.as_query_engine(llm=MockLLM(max_tokens=4), similarity_top_k=3, streaming=streaming)
     with recorded() as recorder:
         ask(stock)
@@ -410,7 +410,7 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         CacheCraftSynthesizer(engine)._update_prompts({"text_qa_template": None})  # type: ignore[dict-item]
 
 
-def test_an_index_and_a_retriever_are_told_apart(index: VectorStoreIndex, engine: Engine) -> None:
+def test_an_index_and_a_retriever_are_not_confused(index: VectorStoreIndex, engine: Engine) -> None:
     with pytest.raises(ConfigError, match=r"from_index\(index"):
         CacheCraftQueryEngine.from_defaults(index, engine=engine)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"from_defaults\(retriever"):

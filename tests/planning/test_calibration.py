@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,13 +73,6 @@ def test_an_impossible_alpha_is_not_used(tmp_path: Path, alpha: object, caplog: 
     path.write_text(json.dumps({"a": json.loads(path.read_text())["a"] | {"alpha": alpha}}))
     assert load_calibration(tmp_path, "a") is None
     assert "run cachecraft calibrate again" in caplog.text
-
-
-def test_one_of_an_older_version_is_read_with_its_old_names(tmp_path: Path) -> None:
-    old = asdict(FOUND) | {"births": FOUND.origin, "sharing": "shared", "selector": "craft"}
-    del old["origin"], old["budget_scope"]
-    (tmp_path / CALIBRATION_FILE).write_text(json.dumps({"a": old}))
-    assert load_calibration(tmp_path, "a") == replace(FOUND, budget_scope="prompt", selector="cache_craft")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which prompts wait to be captured anew, and which of them comes first."""
+"""Prompts that wait to be captured anew, and their order."""
 
 from __future__ import annotations
 

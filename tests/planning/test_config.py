@@ -81,5 +81,3 @@ def test_a_config_error_is_also_a_value_error() -> None:
 def test_settings_keep_what_a_generator_gives() -> None:
     sampling = SamplingParams(stop=(text for text in ("\n", "END")))  # type: ignore[arg-type]
     assert (sampling.stop, SamplingParams(stop=["a"]).stop) == (("\n", "END"), ("a",))  # type: ignore[arg-type]
-    config = ReuseConfig(ablate=(part for part in ("overlap",)))  # type: ignore[arg-type]
-    assert config.ablate == frozenset({"overlap"})

@@ -18,9 +18,8 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import Catalog, _scope_of
-from cachecraft_rag.store.catalog_changes import _INSERT
-from cachecraft_rag.store.catalog_rows import row_of
+from cachecraft_rag.store.catalog import _INSERT, Catalog, _scope_of
+from cachecraft_rag.store.catalog_rows import row_of, sum_of_scores
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)
@@ -175,6 +174,25 @@ def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) 
     assert plan_of(prompt_of("a", "b"), chain, SET) == [("reused", one) for one in chain]
 
 
+def test_with_everything_recomputed_what_a_lossy_codec_kept_is_too() -> None:
+    exactly = ReuseConfig(recompute_ratio=1.0)
+    found = plan_last(prompt_of("a", "c"), variant("c", "a", codec="int8"), config=exactly)
+    assert found.to_fix
+    assert with_selection(Plan((found,)), {}, exactly).segments[0].recompute == tuple(range(10))
+    assert plan_last(prompt_of("a", "c"), variant("c", "a"), config=exactly).outcome == "exact"
+
+
+@pytest.mark.parametrize(("codec", "outcome"), [("raw", "exact"), ("int8", "computed")])
+def test_an_instruction_is_reused_from_a_lossless_codec_only(codec: str, outcome: str) -> None:
+    prompt = prompt_of("a")
+    key = VariantKey("default", "model", SYSTEM, ())
+    digest_of_it = prompt.segments[0].tokens_digest
+    kept = variant(SYSTEM, key=key, codec=codec, tokens=2, tokens_digest=digest_of_it, inter=None)
+    planned = make_plan(prompt, {SYSTEM: [kept]}, CONFIG).segments[0]
+    assert planned.outcome == outcome
+    assert (planned.reason == Reason.LOSSY_CODEC) == (outcome == "computed")
+
+
 def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
     kept = plan_last(prompt_of("a"), variant("a", codec="int8"))
     computed, exact = SegmentPlan("computed"), SegmentPlan("exact")
@@ -253,16 +271,6 @@ def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
     assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1, 2)
 
 
-def test_each_selector_has_its_own_token_scores() -> None:
-    reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.2)
-    ascending = np.arange(10, dtype=np.float32)
-    scores = TokenScores(inter=ascending, received=-ascending)
-    assert selected(reused, scores) == (8, 9)
-    assert selected(reused, scores, selector="h2o") == (0, 1)
-    assert selected(reused, TokenScores(received=ascending), selector="h2o") == (8, 9)
-    assert selected(reused, TokenScores(received=ascending)) == (0, 1)
-
-
 def test_the_share_of_exact_context() -> None:
     exact, reused, computed = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     assert exact_shares(Plan((computed, computed, exact, computed)), [7, 11, 13, 3]) == [1.0] * 4
@@ -273,12 +281,12 @@ def test_the_share_of_exact_context() -> None:
 
 # -- speed ------------------------------------------------------------------------------------------------------------
 
-CHUNKS, VARIANTS = 12_500, 8
+CHUNKS, VARIANTS = 1_250, 8
 
 
 @pytest.fixture(scope="module")
 def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheStore]:
-    """A store on disk whose catalog holds 100,000 variants; their files are not needed to plan."""
+    """A store on disk whose catalog holds 10,000 variants; their files are not needed to plan."""
     names = [digest("chunk", str(n)) for n in range(CHUNKS)]
     rng = random.Random(0)
     scores = struct.pack("<400f", *(rng.random() for _ in range(400)))
@@ -296,14 +304,16 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
                         cci=rng.uniform(0.5, 0.7),
                         system=digest(SYSTEM),
                     )
-                    unused = (*row_of(row, file_bytes=1000, frequency=0.0), None, 0.0, 0.0)
+                    given = scores if count == 1 or name in names[:100] else None
+                    columns = row_of(row, file_bytes=1000, frequency=0.0)
+                    unused = (*columns, sum_of_scores(given), 0.0, 0.0)
                     connection.execute(_INSERT, (_scope_of(connection, row), *unused))
-                    if count == 1 or name in names[:100]:
+                    if given is not None:
                         connection.execute("INSERT INTO token_scores VALUES (?,?)", (row.variant_id, scores))
         yield store
 
 
-def test_planning_20_chunks_of_8_variants_scans_nothing_of_100_000_in_the_catalog(
+def test_planning_20_chunks_of_8_variants_scans_nothing_of_10_000_in_the_catalog(
     full_store: ChunkCacheStore, sqlite_steps: Callable[[Catalog], AbstractContextManager[list[int]]]
 ) -> None:
     assert full_store.stats().variants == CHUNKS * VARIANTS
@@ -336,7 +346,7 @@ PREFIX, SET = ReuseConfig(scope="prefix"), ReuseConfig(scope="set")
 
 
 def stored_chain(*names: str) -> list[Variant]:
-    """What one full prefill of these chunks leaves."""
+    """Variants that one full prefill of these chunks captures."""
     return [variant(name, *names[:place]) for place, name in enumerate(names)]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,10 +21,6 @@ def facts_of(scores: list[float], *, seed: int = 0) -> TokenFacts:
     return TokenFacts(len(scores), seed, token_inter=np.array(scores, dtype=np.float32))
 
 
-def received_of(scores: list[float]) -> TokenFacts:
-    return TokenFacts(len(scores), 0, received=np.array(scores, dtype=np.float32))
-
-
 @given(SCORES, st.integers(-2, 80), st.sampled_from(sorted(SELECTORS)), st.booleans(), st.booleans())
 def test_a_selection_is_ascending_distinct_and_of_the_budgets_size(
     scores: list[float], budget: int, name: str, known: bool, seen: bool
@@ -40,13 +34,10 @@ def test_a_selection_is_ascending_distinct_and_of_the_budgets_size(
     assert all(0 <= token < len(scores) for token in chosen)
 
 
-@given(SCORES, st.sampled_from([("cache_craft", facts_of), ("h2o", received_of)]))
-def test_no_token_is_taken_before_one_with_a_higher_score(
-    scores: list[float], how: tuple[str, Callable[[list[float]], TokenFacts]]
-) -> None:
-    name, known = how
+@given(SCORES)
+def test_no_token_is_taken_before_one_with_a_higher_score(scores: list[float]) -> None:
     for budget in range(len(scores)):
-        chosen = set(chosen_of(known(scores), budget, name))
+        chosen = set(chosen_of(facts_of(scores), budget, "cache_craft"))
         left = set(range(len(scores))) - chosen
         assert not chosen or min(scores[t] for t in chosen) >= max(scores[t] for t in left)
 
@@ -83,25 +74,17 @@ def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
 
 def test_ties_go_to_the_earlier_token() -> None:
     assert chosen_of(facts_of([1.0] * 4), 2, "cache_craft") == [0, 1]
-    assert chosen_of(received_of([1.0] * 4), 2, "h2o") == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["cache_craft", "h2o", "leading", "question"])
+@pytest.mark.parametrize("name", ["cache_craft", "leading", "question"])
 def test_without_scores_the_leading_tokens_are_taken(name: str) -> None:
     assert chosen_of(TokenFacts(10, 0), 3, name) == [0, 1, 2]
 
 
-def test_h2o_looks_at_nothing_but_received_attention() -> None:
-    inter, received = np.array([4, 3, 0, 0], dtype=np.float32), np.array([0, 1, 0, 2], dtype=np.float32)
-    assert chosen_of(TokenFacts(4, 0, inter, inter, received), 2, "h2o") == [1, 3]
-    assert chosen_of(TokenFacts(4, 0, inter, inter), 2, "h2o") == [0, 1]
-
-
-def test_the_question_and_the_birth_both_count() -> None:
+def test_the_question_and_the_capture_both_count() -> None:
     inter, seen = np.array([4, 0, 0, 0], dtype=np.float32), np.array([0, 0, 0, 4], dtype=np.float32)
     facts = TokenFacts(4, 0, token_inter=inter, probed=seen)
     assert chosen_of(facts, 2, "question") == [0, 3]
-    assert chosen_of(facts, 1, "value_deviation") == [3]
 
 
 def test_random_is_the_same_in_every_run_and_another_for_each_chunk() -> None:
@@ -111,5 +94,5 @@ def test_random_is_the_same_in_every_run_and_another_for_each_chunk() -> None:
 
 
 def test_an_unknown_selector_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'best'; choose one of cache_craft, h2o, leading, "):
+    with pytest.raises(ConfigError, match="'best'; choose one of cache_craft, leading, "):
         selector_named("best")

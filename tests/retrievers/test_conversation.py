@@ -1,4 +1,4 @@
-"""Follow-up questions: what is searched for, what a first question costs, ties, and hit rates on the shipped set."""
+"""Follow-up questions: what is searched for, what a first question costs, and ties."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cachecraft_rag.engine.demo_model import handbook_folder
 from cachecraft_rag.engine.prompt import Turn
-from cachecraft_rag.errors import ConfigError, DocumentError
-from cachecraft_rag.evaluation.retrieval.follow_ups import (
-    WAYS,
-    FollowUp,
-    HitRates,
-    handbook_retriever,
-    hit_rates,
-    read_follow_ups,
-)
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.conversation import TIE, search_texts
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.retrievers.indexer import index_documents
+from cachecraft_rag.retrievers.indexer import index_documents, index_folder
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.types import Chunk, Document
 
@@ -67,66 +60,10 @@ def embedder() -> Embedder:
 
 
 @pytest.fixture(scope="module")
-def handbook_index(embedder: Embedder) -> Iterator[Retriever]:
-    with handbook_retriever(embedder) as retriever:
-        yield retriever
-
-
-@pytest.fixture(scope="module")
-def rates(handbook_index: Retriever) -> dict[str, HitRates]:
-    """The hit rates of each way on the shipped follow-ups."""
-    return {one.way: one for one in hit_rates(handbook_index, read_follow_ups(), top_k=5)}
-
-
-# --- what is found ---
-
-
-def test_follow_ups_are_found_as_often_as_the_questions_written_out(rates: dict[str, HitRates]) -> None:
-    alone, together, in_full = (rates[way] for way in WAYS)
-    assert alone.at(5) <= 0.75
-    assert together.at(5) >= 0.9
-    assert together.at(5) >= in_full.at(5)
-    assert together.at(3) >= 0.9
-
-
-def test_a_change_of_subject_loses_nothing(rates: dict[str, HitRates]) -> None:
-    """Follow-ups that are whole questions about something else: the conversation must not drown them."""
-    changed = [place for place, one in enumerate(read_follow_ups()) if one.question == one.standalone]
-    assert len(changed) >= 4
-    assert all(rates["with its conversation"].ranks[place] for place in changed)
-
-
-def test_the_shipped_follow_ups_are_of_every_kind() -> None:
-    shipped = read_follow_ups()
-    assert len(shipped) == len({(one.history, one.question) for one in shipped}) == 40
-    assert sum(len(one.history) > 2 for one in shipped) >= 4
-    assert all(one.history[0][0] == "user" and one.history[-1][0] == "assistant" for one in shipped)
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ('{"conversation": ["a"], "question": "b", "standalone": "c", "expect": "d"}', "1 texts"),
-        ('{"conversation": ["a", "b"], "question": "b", "standalone": "c", "expect": "("}', "no regular expression"),
-        ('{"conversation": ["a", "b"], "question": "b", "standalone": "c"}', '"expect" is missing'),
-    ],
-)
-def test_a_wrong_record_is_named(tmp_path: Path, record: str, message: str) -> None:
-    path = tmp_path / "asked.jsonl"
-    path.write_text(f"{record}\n", encoding="utf-8")
-    with pytest.raises(DocumentError, match=message):
-        read_follow_ups(path)
-
-
-def test_a_follow_up_that_no_chunk_answers_is_an_error(handbook_index: Retriever) -> None:
-    import re
-
-    impossible = FollowUp(tuple(HISTORY), "And?", "And?", re.compile("no page says this"))
-    with pytest.raises(DocumentError, match="no chunk of the index"):
-        hit_rates(handbook_index, [impossible], top_k=5)
-
-
-# --- what is searched for ---
+def handbook_index(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Retriever]:
+    with open_index(tmp_path_factory.mktemp("handbook"), embedder) as index:
+        index_folder(handbook_folder(), index, embedder)
+        yield Retriever(index, embedder)
 
 
 def test_search_texts_leave_answers_out_and_bound_what_was_pasted() -> None:
@@ -169,7 +106,7 @@ def test_a_history_of_another_form_is_refused(handbook_index: Retriever, history
 
 
 class Planar:
-    """Embeds each text as the direction it is told."""
+    """Embeds each text as the direction given for it."""
 
     dim, fingerprint, name = 2, "planar@1", "planar"
 

@@ -1,6 +1,7 @@
 import codecs
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -378,6 +379,25 @@ def test_html_of_any_shape_takes_linear_time(tmp_path: Path, html: str):
     document = read_document(written(tmp_path, "page.html", f"<p>Rinse</p>{html}"))
     assert document.text.startswith("Rinse")
     assert len(document.text) < 8 * len(html)
+
+
+ELEMENTS = (
+    "td", "th", "tr", "table", "ul", "ol", "li", "div", "span", "p", "b", "a", "pre", "code", "blockquote", "dl", "dt",
+    "dd", "h1", "br", "option",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("form", ["<{0}>x", "<{0}>x</{0}>"], ids=["open", "closed"])
+def test_html_of_a_repeated_element_takes_linear_time(tmp_path: Path, name: str, form: str):
+    def cpu_seconds(count: int) -> float:
+        page = written(tmp_path, "page.html", "<table><tr>" + form.format(name) * count)
+        began = time.process_time()
+        parse_document(SourceFile(page, page.name), page.read_bytes())
+        return time.process_time() - began
+
+    # Four times the input: linear code takes 4 times as long, quadratic code 16 times. The best of several tries.
+    assert any(cpu_seconds(8000) < 9 * cpu_seconds(2000) for _ in range(8))
 
 
 def test_html_that_closes_too_many_tags_too_deep_is_refused(tmp_path: Path):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers import faiss_store
 from cachecraft_rag.retrievers.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore, chunk_number
 from cachecraft_rag.types import Chunk
 
@@ -327,23 +328,27 @@ def test_the_index_is_flat_so_that_removal_keeps_recall(store: FaissStore):
         assert names_of(nearest(store, name)) == [name]
 
 
-def clashing(chunk_id: str, salt: int) -> int:
-    """Every chunk wants the same number, and few are free."""
-    return 7 if salt == 0 else chunk_number(chunk_id, salt) % 50
+@pytest.fixture
+def clashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk first wants the same number, and few are free."""
+    clash = lambda chunk_id, salt: 7 if salt == 0 else chunk_number(chunk_id, salt) % 50  # noqa: E731
+    monkeypatch.setattr(faiss_store, "chunk_number", clash)
 
 
+@pytest.mark.usefixtures("clashing")
 def test_chunks_that_collide_get_numbers_of_their_own(tmp_path: Path):
     names = [f"n{number}" for number in range(20)]
-    with open_store(tmp_path, number_of=clashing) as store:
+    with open_store(tmp_path) as store:
         put(store, "a.md", *names)
         assert all(names_of(nearest(store, name)) == [name] for name in names)
-    with open_store(tmp_path, number_of=clashing) as store:
+    with open_store(tmp_path) as store:
         assert all(names_of(nearest(store, name)) == [name] for name in names)
         assert all(store.get([chunk(name).chunk_id])[0].text == chunk(name).text for name in names)
 
 
+@pytest.mark.usefixtures("clashing")
 def test_a_number_that_passes_to_another_chunk_takes_its_vector_along(tmp_path: Path):
-    with open_store(tmp_path, number_of=clashing) as writer, open_store(tmp_path, number_of=clashing) as reader:
+    with open_store(tmp_path) as writer, open_store(tmp_path) as reader:
         put(writer, "a.md", "old")
         assert names_of(nearest(reader, "old")) == ["old"]
         writer.delete_document("a.md")
@@ -406,8 +411,12 @@ def test_a_full_disk_is_no_reason_to_delete_the_index(
     tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
 ):
     open_store(tmp_path).close()
-    with full_disk(), pytest.raises(IndexStoreError, match=r"the disk has room$"):
-        open_store(tmp_path)
+    with full_disk():
+        opened = open_store(tmp_path)
+        assert opened.documents() == []
+        with pytest.raises(IndexStoreError, match=r"the disk has room$"):
+            opened.upsert("doc", [Chunk("One.")], np.eye(1, opened.dim))
+        opened.close()
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):

@@ -18,7 +18,7 @@ from cachecraft_rag.langchain import ChatCacheCraft
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftRetriever, CacheCraftVectorStore
+from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument
 from cachecraft_rag.types import chunk_id_of
@@ -83,8 +83,6 @@ def test_options_that_do_not_exist_are_refused(store: CacheCraftVectorStore) -> 
         lambda: store.add_texts(["1 b"], id=["b"]),
         lambda: store.delete(["e"], force=True),
         lambda: store.as_retriever(search_kwargs={"top_k": 3}).invoke("0"),
-        lambda: CacheCraftRetriever(store=store, top_k=3),
-        lambda: CacheCraftRetriever(store=store, k=0),
     ]
     for call in calls:
         with pytest.raises(ConfigError):
@@ -157,17 +155,8 @@ def test_it_is_on_the_disk_and_knows_its_embeddings(tmp_path: Path) -> None:
         CacheCraftVectorStore.open(tmp_path, eight)
 
 
-def test_the_retriever_ranks_and_scores(store: CacheCraftVectorStore) -> None:
-    store.add_texts(["0 a", "60 b", "90 c"], [{"draft": mark} for mark in (True, False, False)], ids=["a", "b", "c"])
-    found = CacheCraftRetriever(store=store, k=2).invoke("0")
-    assert ids(found) == ["a", "b"]
-    assert [document.metadata["score"] for document in found] == pytest.approx([1.0, 0.5], abs=1e-6)
-    assert ids(CacheCraftRetriever(store=store, filter={"draft": False}).invoke("0", k=1)) == ["b"]
-    assert "score" not in store.similarity_search("0")[0].metadata
-
-
 def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
-    """What the facade indexed is found by chunk id, answered over, and deleted with its chunk-caches."""
+    """Chunks that the facade indexed are found by chunk id, answered over, and deleted with its chunk-caches."""
     embedder = Embedder()
     with (
         FaissStore.open(tmp_path / "index", dim=embedder.dim, embedder_fingerprint=embedder.fingerprint) as index,
@@ -180,7 +169,7 @@ def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: 
         store = CacheCraftVectorStore.from_rag(rag)
         store.close()  # the index is the facade's and stays open
         question = "How much does the kettle hold?"
-        found = CacheCraftRetriever(store=store).invoke(question)
+        found = store.as_retriever().invoke(question)
         assert ids(found) == [hit.chunk_id for hit in rag.retrieve(question)]
         assert found[0].metadata["place"] == 0
         ChatCacheCraft(engine=engine, max_tokens=2).invoke(question, documents=found)
@@ -191,8 +180,25 @@ def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: 
         caches.flush()
         before = caches.stats().chunks
         store.delete([kettle, "nothing"])
+        store.close()
         assert caches.stats().chunks == before - 1
         assert ids(store.similarity_search(question)) == [chunk_id_of(found[1].page_content)]
+
+
+def test_an_upsert_by_deletion_and_addition_keeps_what_did_not_change(
+    embedding: Directions, tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    with ChunkCacheStore.open(tmp_path / "caches") as caches, Engine(tiny_decoder("Llama"), caches) as engine:
+        index = FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="directions@1")
+        with index, CacheCraftVectorStore(index, embedding, caches=caches) as store:
+            store.add_texts(["0 same", "1 old"], ids=["a", "b"])
+            ChatCacheCraft(engine=engine, max_tokens=2).invoke("What?", documents=store.similarity_search("0"))
+            assert engine.settle()
+            store.delete(["a", "b"])
+            store.add_texts(["1 new", "0 same"], ids=["a", "b"])
+            kept = {row.variant.key.chunk_id for row in caches.rows()}
+            assert chunk_id_of("0 same") in kept
+            assert chunk_id_of("1 old") not in kept
 
 
 def test_embeddings_for_any_vector_store() -> None:

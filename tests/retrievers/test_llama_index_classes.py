@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
+from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey, chunk_id_of
@@ -238,7 +240,7 @@ def test_filters_may_be_nested_and_joined_with_ids(store: CacheCraftVectorStore,
 
 
 def test_what_cannot_be_searched_is_refused(store: CacheCraftVectorStore) -> None:
-    with pytest.raises(ConfigError, match="sparse"):
+    with pytest.raises(ConfigError, match="default and mmr"):
         store.query(VectorStoreQuery(query_embedding=vector_of(""), mode=VectorStoreQueryMode.SVM))
     with pytest.raises(ConfigError, match="embed_model"):
         store.query(VectorStoreQuery(query_str="kettle"))
@@ -365,34 +367,86 @@ def test_a_pipeline_with_upserts(store: CacheCraftVectorStore, strategy: Docstor
     assert left["kettle"] == "Fill it."
 
 
-def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(tmp_path: Path) -> None:
+def capture(caches: ChunkCacheStore, *texts: str) -> None:
+    """Store a chunk-cache of each text."""
     import torch
 
     layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
-    with ChunkCacheStore.open(tmp_path / "caches") as caches:
-        for text in ("shared", "only a"):
-            key = VariantKey("default", "model", chunk_id_of(text), ("system",))
-            capture = Capture(
-                key=key,
-                layout=layout,
-                tokens_digest="0",
-                kv=torch.zeros(layout.shape(2)),
-                token_scores=TokenScores(),
-                inter=(0.0,),
-                intra=0.0,
-                cci=0.5,
-                exact_share=1.0,
-            )
-            caches.put(capture).result()
-        store = CacheCraftVectorStore(tmp_path / "index", caches=caches)
+    for text in texts:
+        captured = Capture(
+            key=VariantKey("default", "model", chunk_id_of(text), ("system",)),
+            layout=layout,
+            tokens_digest="0",
+            kv=torch.zeros(layout.shape(2)),
+            token_scores=TokenScores(),
+            inter=(0.0,),
+            intra=0.0,
+            cci=0.5,
+            exact_share=1.0,
+        )
+        caches.put(captured).result()
+
+
+def cached(caches: ChunkCacheStore) -> set[str]:
+    return {row.variant.key.chunk_id for row in caches.rows()}
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> Iterator[ChunkCacheStore]:
+    with ChunkCacheStore.open(tmp_path / "caches") as opened:
+        yield opened
+
+
+def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(caches: ChunkCacheStore, tmp_path: Path) -> None:
+    capture(caches, "shared", "only a", "elsewhere")
+    with CacheCraftVectorStore(tmp_path / "index", caches=caches) as store:
         store.add([node_of("a1", "shared", document="a"), node_of("a2", "only a", document="a")])
         store.add([node_of("b1", "shared", document="b")])
-        assert caches.stats().chunks == 2
         store.delete("a")
-        assert caches.stats().chunks == 1
+        store.add([node_of("c1", "new", document="c")])
+        assert cached(caches) == {chunk_id_of("shared"), chunk_id_of("elsewhere")}
         store.delete_nodes(["b1"])
-        assert caches.stats().chunks == 0
-        store.close()
+    assert cached(caches) == {chunk_id_of("elsewhere")}
+
+
+def test_an_upsert_keeps_the_chunk_caches_of_what_did_not_change(caches: ChunkCacheStore, tmp_path: Path) -> None:
+    with CacheCraftVectorStore(tmp_path / "index", caches=caches) as store:
+        pipeline = IngestionPipeline(
+            transformations=[SentenceSplitter(chunk_size=24, chunk_overlap=0), TextEmbedding()],
+            docstore=SimpleDocumentStore(),
+            vector_store=store,
+            docstore_strategy=DocstoreStrategy.UPSERTS,
+        )
+        same = "Keep the base of the kettle dry and let it cool before you put it away. "
+        before = ingest(pipeline, kettle=f"{same}Descale it every 8 weeks with citric acid, 20 grams of it.")
+        texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in before]
+        assert len(texts) == 2
+        capture(caches, *texts)
+        ingest(pipeline, kettle=f"{same}Descale it every 9 weeks with citric acid, 20 grams of it.")
+        assert cached(caches) == {chunk_id_of(texts[0])}
+
+
+def test_chunk_caches_of_a_deletion_alone_leave_after_a_grace(
+    caches: ChunkCacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Evictions.__init__, "__kwdefaults__", {"grace_s": 0.05})
+    capture(caches, "kettle")
+    with CacheCraftVectorStore(tmp_path / "index", caches=caches) as store:
+        store.add([node_of("a1", "kettle", document="a")])
+        store.delete("a")
+        while cached(caches):  # the run's own time limit ends a test that waits for ever
+            time.sleep(0.01)
+
+
+def test_a_store_that_outlives_its_chunk_caches_closes_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ChunkCacheStore.open(tmp_path / "caches") as opened:
+        store = CacheCraftVectorStore(tmp_path / "index", caches=opened)
+        store.add([node_of("a1", "kettle", document="a")])
+        store.delete("a")
+    store.close()
+    assert "until their space is needed" in caplog.text
 
 
 # --- embeddings ---

@@ -111,7 +111,7 @@ def test_one_outlier_costs_the_other_tokens_nothing_with_int8() -> None:
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_is_refused(name: str, value: float, dtype: torch.dtype) -> None:
+def test_values_that_are_not_finite_are_refused(name: str, value: float, dtype: torch.dtype) -> None:
     kv = layer_of((2, 5, 2, 8), dtype)
     kv[1, 2, 0, 3] = value
     with pytest.raises(ValueError, match="NaN"):
@@ -130,7 +130,7 @@ def test_a_codec_says_whether_it_loses_anything(name: str) -> None:
     kv = layer_of((2, 40, 3, 16), torch.float32)
     out = torch.empty_like(kv)
     codec_named(name).decode(codec_named(name).encode(kv, layer=0, layers=1), out=out)
-    assert (name in LOSSLESS_CODECS) == codec_named(name).lossless == torch.equal(kv, out)
+    assert (name in LOSSLESS_CODECS) == torch.equal(kv, out)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -193,8 +193,8 @@ def test_unknown_names_and_missing_packages_say_what_to_do(monkeypatch: pytest.M
     codec_named("int8")
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_frame_that_grows_is_refused_before_it_does(told: bool) -> None:
+@pytest.mark.parametrize("size_in_frame", [True, False])
+def test_a_frame_that_grows_is_refused_before_it_does(size_in_frame: bool) -> None:
     """64 MB of zeros in 6 KB, where 1 KB of deltas is expected."""
     import resource
 
@@ -205,7 +205,7 @@ def test_a_frame_that_grows_is_refused_before_it_does(told: bool) -> None:
     sound = codec.encode(kv, layer=0, layers=1)
     start = 2 * 2 * 4 + 2 * 2 * 8 * 2
     for grown in (1 << 26, 64 * 2 * 8 + 1, 64 * 2 * 8 - 1):
-        frame = zstandard.ZstdCompressor(level=1, write_content_size=told).compress(bytes(grown))
+        frame = zstandard.ZstdCompressor(level=1, write_content_size=size_in_frame).compress(bytes(grown))
         block = sound[:start].numpy().tobytes() + len(frame).to_bytes(4, "little") + frame * 2
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(ValueError, match="a frame holds other than the deltas"):

@@ -7,19 +7,22 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.database import Database, kind_of_cache
+from cachecraft_rag.store.catalog import _KIND, DiskFullError
+from cachecraft_rag.store.database import Database
 
 FIRST = ("CREATE TABLE words (word TEXT NOT NULL UNIQUE)",)
 SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)
 
 
 def open_database(path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0) -> Database:
-    return Database(path, kind=kind_of_cache(migrations or (FIRST,)), busy_timeout_s=busy_timeout_s)
+    kind = replace(_KIND, migrations=migrations or (FIRST,), first=0)
+    return Database(path, kind=kind, busy_timeout_s=busy_timeout_s)
 
 
 @pytest.fixture
@@ -102,15 +105,28 @@ def test_a_folder_that_cannot_be_written_is_named_with_a_way_out(tmp_path: Path)
         open_database(tmp_path / "nowhere" / "words.sqlite")
 
 
-def test_a_full_disk_is_named_with_a_way_out(
+def test_a_full_disk_can_be_read_and_is_written_again_once_it_has_room(
     tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    open_database(tmp_path / "words.sqlite").close()
-    with (
-        full_disk(),
-        pytest.raises(StoreError, match=r"words\.sqlite cannot be used: the disk is full .* only a cache"),
-    ):
-        open_database(tmp_path / "words.sqlite")
+    path = tmp_path / "words.sqlite"
+    made = open_database(path)
+    insert(made, "kettle")
+    made.close()
+    with full_disk():
+        opened, another = open_database(path), open_database(path)
+        assert words(opened) == words(another) == ["kettle"]
+        assert opened.problems() == []
+        with pytest.raises(DiskFullError, match=r"words\.sqlite cannot grow: the disk is full"):
+            insert(opened, "toaster")
+        assert words(opened) == ["kettle"]
+        with pytest.raises(DiskFullError):
+            open_database(tmp_path / "new.sqlite")
+    insert(opened, "toaster")
+    assert words(another) == ["kettle", "toaster"]
+    for one in (opened, another):
+        one.close()
+        with pytest.raises(StoreError, match="closed"):
+            words(one)
 
 
 def test_nothing_works_after_close(database: Database) -> None:

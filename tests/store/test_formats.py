@@ -1,6 +1,6 @@
 """Formats that other processes and later versions read: frozen byte by byte in `tests/data/layout-3`.
 
-Whoever has to change one of them raises `LAYOUT_VERSION` and `IDENTITY_VERSION`, and adds a folder for the new layout.
+To change one, raise `LAYOUT_VERSION` and `IDENTITY_VERSION`, and add a folder for the new layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import xxhash
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog_records import Limits
 from cachecraft_rag.store.disk import DiskTier
-from cachecraft_rag.store.layout import Header, NewerVersionError, OlderVersionError, encode
+from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote.rows import Row, decode_row, framed, unframed
 from cachecraft_rag.types import (
     LAYOUT_VERSION,
@@ -59,7 +59,7 @@ VARIANT = Variant(
     created=1.5e9,
     primed=True,
 )
-SCORES = TokenScores(np.array([0.0, 0.5, 1.0], np.float32), np.array([2.0, 1.0, 0.0], np.float32))
+SCORES = TokenScores(np.array([0.0, 0.5, 1.0], np.float32))
 KV = torch.arange(48, dtype=torch.float32).reshape(2, 2, 3, 1, 4)
 ROW = Row(replace(VARIANT, home="remote", payload=Payload(nbytes=5000, seal=b"\x01" * 16)), SCORES, 5000)
 ROOMY = Limits(disk_bytes=10**9, max_variants=10, variants_per_chunk=10)
@@ -74,7 +74,7 @@ def from_json(value: Any) -> object:
 
 
 def tables(path: Path) -> dict[str, Any]:
-    """What a catalog holds, by table and column; without those of SQLite itself."""
+    """Contents of a catalog, by table and column; without SQLite's own tables."""
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
         names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -109,7 +109,7 @@ def test_a_row_of_a_remote_is_byte_by_byte_what_layout_3_says() -> None:
     row = decode_row(raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id)
     assert row.variant == replace(ROW.variant, reuse_frequency=0.0)  # what others say of uses is not believed
     assert row.variant.payload == ROW.variant.payload
-    assert (row.token_scores.inter.tolist(), row.token_scores.received.tolist()) == ([0.0, 0.5, 1.0], [2.0, 1.0, 0.0])
+    assert row.token_scores.inter.tolist() == [0.0, 0.5, 1.0]
 
 
 def test_a_row_of_the_catalog_is_what_layout_3_says(tmp_path: Path) -> None:
@@ -117,12 +117,12 @@ def test_a_row_of_the_catalog_is_what_layout_3_says(tmp_path: Path) -> None:
     assert written(tmp_path / "catalog.sqlite") == frozen
     with closing(Catalog(tmp_path / "again.sqlite")) as catalog:
         with closing(sqlite3.connect(tmp_path / "again.sqlite")) as connection, connection:
-            for table in ("scopes", "variants", "token_scores", "token_received"):
+            for table in ("scopes", "variants", "token_scores"):
                 for row in frozen[table]:
                     marks = ",".join("?" * len(row))
                     query = f"INSERT INTO {table} ({','.join(row)}) VALUES ({marks})"
                     connection.execute(query, [from_json(value) for value in row.values()])
-        assert catalog.lookup(KEY.namespace, KEY.fingerprint, [KEY.chunk_id]) == {KEY.chunk_id: [VARIANT]}
+        assert catalog.find(KEY.namespace, KEY.fingerprint, [KEY.chunk_id])[0] == {KEY.chunk_id: [VARIANT]}
         assert catalog.token_scores([VARIANT.variant_id])[VARIANT.variant_id].inter.tolist() == [0.0, 0.5, 1.0]
 
 
@@ -160,15 +160,6 @@ def on_disk(folder: Path, raw: bytes) -> DiskTier:
     return tier
 
 
-def later(fields: dict[str, Any]) -> None:
-    fields["layout_version"] = LAYOUT_VERSION + 1
-    fields["chunks"] = fields.pop("chunk_id")
-
-
-def earlier(fields: dict[str, Any]) -> None:
-    fields["layout_version"] = LAYOUT_VERSION - 1
-
-
 def more(fields: dict[str, Any]) -> None:
     fields["age"] = {"days": 3}
 
@@ -180,24 +171,9 @@ def test_fields_that_are_not_known_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(loaded.kv, KV)
 
 
-def test_what_is_newer_is_a_miss_and_no_damage(tmp_path: Path) -> None:
-    found = on_disk(tmp_path, changed_file(later)).read(VARIANT)
-    assert isinstance(found, Unavailable)
-    assert not isinstance(found, Damaged)
-    assert found.reason == "stored by a newer version of cachecraft-rag (layout 4, this one knows 3)"
-    with pytest.raises(NewerVersionError, match="layout 4"):
-        read(changed_row(later))
-
-
-def test_what_is_older_is_a_miss_for_good(tmp_path: Path) -> None:
-    found = on_disk(tmp_path, changed_file(earlier)).read(VARIANT)
+@pytest.mark.parametrize("version", [LAYOUT_VERSION + 1, LAYOUT_VERSION - 1, "4", None, 4.5, True])
+def test_another_layout_is_never_served(tmp_path: Path, version: object) -> None:
+    found = on_disk(tmp_path, changed_file(lambda fields: fields.update(layout_version=version))).read(VARIANT)
     assert isinstance(found, Damaged)
-    assert found.reason == "stored by an older version of cachecraft-rag; computed again"
-    with pytest.raises(OlderVersionError):
-        read(changed_row(earlier))
-
-
-@pytest.mark.parametrize("version", ["4", None, 4.5, True, -1.5])
-def test_a_version_that_is_none_is_damage(version: object) -> None:
     with pytest.raises(ValueError, match="row damaged"):
         read(changed_row(lambda fields: fields.update(layout_version=version)))

@@ -1,4 +1,4 @@
-"""A store, a remote and an index that an older version wrote: opened without an error, computed again, tidied away.
+"""A store, a remote and an index that an older version wrote: the store is set aside, the others stay as they are.
 
 `tests/data/written-by-2258dc9.tar.xz` was written by that commit: `store/` with seven chunk-caches (raw, int8, entropy;
 one private), a calibration and a retrieval index; `remote/`, a shared folder; the vectors of the index.
@@ -7,9 +7,9 @@ one private), a calibration and a retrieval index; `remote/`, a shared folder; t
 from __future__ import annotations
 
 import logging
-import shutil
 import sqlite3
 import tarfile
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.errors import StoreError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store import ChunkCacheStore, catalog
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.store.layout import STORED_BY_OLDER
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, digest
 
@@ -56,79 +55,50 @@ def remote_of(old: Path) -> RemoteConfig:
     return RemoteConfig(f"file://{old}/remote", **PATIENT)
 
 
-def test_the_catalog_opens_and_says_why_nothing_is_served(old: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    with ChunkCacheStore.open(old / "store" / "caches", remote=remote_of(old)) as store:
-        assert store.stats().variants == 7
-        assert len(store.rows()) == 7
-        assert store.check().findings == tuple(
-            finding for finding in store.check().findings if STORED_BY_OLDER in finding.what
-        )
-        found = store.find("default", MODEL, NAMES)
-        assert found.variants == {name: [] for name in NAMES}
-        stored = {row.variant.key.chunk_id for row in store.rows()}
-        assert found.refused.keys() <= set(NAMES)
-        assert set(found.refused.values()) == {STORED_BY_OLDER}
-        assert store.flush(60)
-        assert store.rows(RowFilter(chunk_ids=tuple(NAMES))) == []
-        assert store.find("default", MODEL, NAMES).refused == {}
-        assert stored - set(NAMES) == {row.variant.key.chunk_id for row in store.rows()}  # the instruction's
-    assert caplog.messages == []  # after an upgrade there may be thousands
-
-
-def test_rows_and_files_are_tidied_away_once_met(old: Path) -> None:
+def test_a_store_of_another_version_is_set_aside_with_one_warning(old: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = old / "store" / "caches"
-    with closing(Catalog(root / "catalog.sqlite")) as catalog:
-        names = sorted({row.variant.key.chunk_id for row in catalog.rows(RowFilter())})  # type: ignore[union-attr]
-    with ChunkCacheStore.open(root) as store:
-        assert set(store.find("default", MODEL, names, session="a stranger").refused) <= set(names)
-        assert store.flush(60)
-        assert store.rows() == []
-        assert store.check().findings == ()
-    assert files(root / "variants") == []
+    before = {path.relative_to(root): path.read_bytes() for path in files(root / "variants")}
+    for version, next_version in (("an older", 999_999), ("a newer", catalog._VERSION - 1), ("the last", 1)):
+        with ChunkCacheStore.open(root) as store:
+            assert store.stats().variants == 0
+            assert store.lookup("default", MODEL, NAMES) == {name: [] for name in NAMES}
+            assert store.check().findings == ()
+            assert len(caplog.messages) == 1, (version, caplog.messages)
+            assert "set-aside" in caplog.messages[0]
+        caplog.clear()
+        kept = {path.relative_to(root / "set-aside"): path.read_bytes() for path in files(root / "set-aside/variants")}
+        assert kept == (before if version == "an older" else {})  # only the last one is kept
+        with closing(sqlite3.connect(root / "catalog.sqlite")) as connection:
+            connection.execute(f"PRAGMA user_version = {next_version}")
+    with ChunkCacheStore.open(root):
+        pass
 
 
-def test_another_tenant_and_an_unknown_kind_of_identity_meet_nothing(old: Path) -> None:
-    with ChunkCacheStore.open(old / "store" / "caches") as store:
-        for namespace, fingerprint in (("other", MODEL), ("default", "model")):
-            assert store.find(namespace, fingerprint, NAMES).refused == {}
-        assert store.flush(60)
-        assert len(store.rows()) == 7
+def test_processes_that_meet_an_older_store_at_once_set_it_aside_once(
+    old: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stores: list[ChunkCacheStore] = []
+    threads = [
+        threading.Thread(target=lambda: stores.append(ChunkCacheStore.open(old / "store" / "caches"))) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 6
+    assert len(caplog.messages) == 1
+    for store in stores:
+        assert store.stats().variants == 0  # of one catalog, and none is gone
+        store.close()
+    assert caplog.messages[1:] == []
 
 
-def test_a_private_row_is_no_reason_for_another_session(old: Path) -> None:
-    with ChunkCacheStore.open(old / "store" / "caches") as store:
-        rows = store.rows()
-        (private,) = [row.variant for row in rows if row.variant.session is not None]
-        name = private.key.chunk_id
-        alone = sum(row.variant.key.chunk_id == name for row in rows) == 1
-        shared = [row for row in rows if row.variant.key.chunk_id == name and row.variant.session is None]
-        if not alone:
-            store.evict(RowFilter(chunk_ids=(name,)))
-    if shared:  # put the private one back alone
-        shutil.rmtree(old)
-        old.mkdir()
-        with tarfile.open(ARCHIVE) as archive:
-            archive.extractall(old, filter="data")
-        with closing(sqlite3.connect(old / "store" / "caches" / "catalog.sqlite")) as connection, connection:
-            connection.execute("DELETE FROM variants WHERE chunk_id = ? AND session IS NULL", (name,))
-    with ChunkCacheStore.open(old / "store" / "caches") as store:
-        assert store.find("default", MODEL, [name], session="a stranger").refused == {}
-    with ChunkCacheStore.open(old / "store" / "caches") as store:
-        assert store.rows(RowFilter(chunk_ids=(name,))) == []
-
-
-def test_rows_of_a_newer_identity_are_left_alone(old: Path) -> None:
-    root = old / "store" / "caches"
-    ChunkCacheStore.open(root).close()  # brings the catalog up to date
-    with closing(sqlite3.connect(root / "catalog.sqlite")) as connection, connection:
-        connection.execute("UPDATE scopes SET fingerprint = '3-' || fingerprint")  # no checksum is right any more
-    before = files(root / "variants")
-    with ChunkCacheStore.open(root) as store:
-        assert store.find("default", MODEL, NAMES).refused == {}
-        store.check(repair=True)
-        assert store.stats().variants == 7
-    assert files(root / "variants") == before
+def test_a_read_only_store_of_another_version_is_refused_with_a_way_out(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.store.durable.can_be_written", lambda _: False)
+    with pytest.raises(StoreError, match=r"made by another version.*cannot be written"):
+        ChunkCacheStore.open(old / "store" / "caches")
 
 
 def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
@@ -147,7 +117,7 @@ def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
         assert load_calibration(old / "store", decoder.fingerprint) is None
         first, second = (engine.stream("How?", CHUNKS, sampling=SamplingParams(max_new_tokens=4)) for _ in range(2))
         text = "".join(first)
-        outcomes = {chunk.chunk_id: (chunk.outcome, chunk.reason) for chunk in first.stats.chunks}
+        outcomes = {chunk.outcome for chunk in first.stats.chunks}
         engine.write_back.wait_for([*NAMES, engine.prompts.system.segment_id])
         assert store.flush(60)
         assert "".join(second) == text
@@ -157,11 +127,10 @@ def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
         }
         assert store.check(repair=True).rows
         assert store.check().findings == ()
-    assert {outcome for outcome, _ in outcomes.values()} == {"computed"}
-    assert STORED_BY_OLDER in {reason for _, reason in outcomes.values()}
+    assert outcomes == {"computed"}
     assert {path: path.read_bytes() for path in there} == there
     assert any("cachecraft/v3" in str(path) for path in files(old / "remote"))
-    assert caplog.messages == []
+    assert len(caplog.messages) == 1
 
 
 def test_the_retrieval_index_opens_as_it_is(old: Path) -> None:

@@ -40,20 +40,20 @@ def in_a_fork(action: Callable[[], None]) -> None:
         message = b""
         try:
             action()
-        except BaseException:  # noqa: BLE001 - told to the parent
+        except BaseException:  # noqa: BLE001 - reported to the parent
             message = traceback.format_exc().encode()
         finally:
             os.write(writing, message)
             os._exit(1 if message else 0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as told:
-        message = told.read()
+    with os.fdopen(reading, "rb") as report:
+        message = report.read()
     status = os.waitpid(pid, 0)[1]
     assert status == 0, message.decode() or f"the child ended with status {status}: it hung"
 
 
 def refuses(*doors: Callable[[], object]) -> Callable[[], None]:
-    """Whether each of these says that it was opened in another process."""
+    """Return True if each of these raises ForkError in a fork."""
 
     def knock() -> None:
         for number, door in enumerate(doors):
@@ -129,7 +129,7 @@ def test_closing_in_a_fork_waits_for_nothing_and_takes_nothing_from_the_parent(e
             refuses(lambda: index.search([1.0, 0.0], 1), index.documents, index.stats)()
 
         in_a_fork(close)
-    assert engine.store._durable._presence._path(engine.store._durable._presence.token).exists()
+    assert engine.store._durable._writers._path(engine.store._durable._writers.token).exists()
     assert [hit.text for hit in index.search([1.0, 0.0], 1)] == [CHUNKS[0].text]
     index.close()
 

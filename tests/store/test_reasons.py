@@ -53,7 +53,7 @@ def dropped(store: ChunkCacheStore, capture: Capture) -> CaptureDrop | LoadFailu
 
 @pytest.fixture(autouse=True)
 def events(caplog: pytest.LogCaptureFixture) -> Callable[[str], Counter[str]]:
-    """How often each reason was logged for an event."""
+    """Number of log records of an event, by reason."""
     caplog.set_level(logging.INFO, logger="cachecraft_rag")
 
     def of(event: str) -> Counter[str]:
@@ -77,10 +77,11 @@ def test_captures_that_are_dropped(
     with ChunkCacheStore.open(tmp_path / "small", queue_bytes=1) as small:
         assert dropped(small, make()) == "queue_full"
     with ChunkCacheStore.open(tmp_path / "int8", codec="int8") as lossy:
-        assert dropped(lossy, make(kv=torch.full(LAYOUT.shape(10), math.inf, dtype=torch.bfloat16))) == "not_encodable"
-    told = dict.fromkeys(["too_large", "flawed", "catalog_error", "write_back_full", "closed"], 1)
-    assert store._writer.counts()[1] == told | {"stored": 1}
-    assert events("capture_dropped") == told | {"queue_full": 1, "not_encodable": 1}
+        infinite = make(prefix=("system",), kv=torch.full(LAYOUT.shape(10), math.inf, dtype=torch.bfloat16))
+        assert dropped(lossy, infinite) == "not_encodable"
+    counted = dict.fromkeys(["too_large", "flawed", "catalog_error", "write_back_full", "closed"], 1)
+    assert store._writer.counts()[1] == counted | {"stored": 1}
+    assert events("capture_dropped") == counted | {"queue_full": 1, "not_encodable": 1}
 
 
 def test_a_capture_whose_file_finds_no_room(tmp_path: Path) -> None:

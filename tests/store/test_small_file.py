@@ -17,7 +17,7 @@ def test_the_folder_is_made_and_the_old_content_replaced(tmp_path: Path) -> None
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_leaves_the_old_content_and_nothing_else(
+def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file.json"

@@ -19,12 +19,12 @@ import torch
 
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.store.background_writer import variant_of
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.disk import DiskTier
-from cachecraft_rag.store.expected import Expected
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.store.new_variant import variant_of
+from cachecraft_rag.store.row_checks import RowBounds
 from cachecraft_rag.types import (
     Capture,
     KVLayout,
@@ -48,7 +48,7 @@ def make(
     generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
     kv = torch.randn(LAYOUT.shape(tokens), generator=generator).bfloat16()
     ascending = np.linspace(0.0, 1.0, tokens, dtype=np.float32)
-    scores = TokenScores(ascending, 1.0 - ascending)
+    scores = TokenScores(ascending)
     inter = tuple(0.1 for _ in prefix)
     return Capture(key, LAYOUT, "tokens", kv, scores, inter, 0.3, cci, exact_share, session)
 
@@ -101,9 +101,7 @@ def test_a_capture_is_found_and_served_from_memory(store: ChunkCacheStore) -> No
     assert loaded.kv is capture.kv
     scores = store.token_scores([variant.variant_id])[variant.variant_id]
     assert scores.inter is not None
-    assert scores.received is not None
     assert np.array_equal(scores.inter, np.linspace(0.0, 1.0, 10, dtype=np.float32))
-    assert np.array_equal(scores.received, 1.0 - scores.inter)
 
 
 def test_a_relative_folder_stays_where_it_is_when_the_process_goes_elsewhere(
@@ -190,7 +188,7 @@ def test_variants_are_opened_in_order_and_what_is_missing_is_named(tmp_path: Pat
         assert store.stats().load_failures == {"disk": {"missing": 1}}
 
 
-def test_what_is_used_comes_to_the_device_and_what_is_used_least_goes_back_to_the_host(tmp_path: Path) -> None:
+def test_used_tensors_move_to_the_device_and_the_least_used_back_to_the_host(tmp_path: Path) -> None:
     captures = [make(f"chunk {n}") for n in range(3)]
     room = {"device": "cpu", "device_bytes": 2 * captures[0].kv.nbytes, "host_bytes": 3 * captures[0].kv.nbytes}
     with ChunkCacheStore.open(tmp_path, **room) as store:
@@ -330,7 +328,7 @@ def test_a_cancelled_capture_frees_its_place(tmp_path: Path) -> None:
         ({"cci": float("nan")}, "not finite"),
         ({"inter": (float("inf"),)}, "not finite"),
         ({"token_scores": TokenScores(inter=np.zeros(9, dtype=np.float32))}, "token scores"),
-        ({"token_scores": TokenScores(received=np.zeros((10, 1), dtype=np.float32))}, "token scores"),
+        ({"token_scores": TokenScores(np.zeros((10, 1), dtype=np.float32))}, "token scores"),
     ],
 )
 def test_a_capture_with_impossible_scores_is_dropped(
@@ -397,7 +395,7 @@ def test_the_budget_counts_encoded_bytes(tmp_path: Path) -> None:
     assert stats.disk_bytes <= budget
 
 
-def test_what_fits_only_when_encoded_is_stored(tmp_path: Path) -> None:
+def test_a_capture_that_fits_only_encoded_is_stored(tmp_path: Path) -> None:
     capture = make(tokens=500)
     with ChunkCacheStore.open(tmp_path, disk_bytes=LAYOUT.nbytes(500) - 1, codec="int8") as store:
         stored(store, capture)
@@ -661,18 +659,18 @@ def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path
         assert files(tmp_path) == []
 
 
-def test_what_is_not_of_the_model_that_asks_is_refused_and_goes(tmp_path: Path) -> None:
+def test_a_row_of_another_model_is_refused_and_removed(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path, host_bytes=0) as store:
         right = stored(store, make())
-        expected = Expected(LAYOUT, 100, {"chunk": (10, "tokens")})
-        (served,) = store.find("ns", "model", ["chunk"], expected=expected).variants["chunk"]
+        bounds = RowBounds(LAYOUT, 100, {"chunk": (10, "tokens")})
+        (served,) = store.find("ns", "model", ["chunk"], bounds=bounds).variants["chunk"]
         assert (served, served.payload.layout) == (right, LAYOUT)
         for wrong in (
-            Expected(LAYOUT, 100, {"chunk": (11, "tokens")}),
-            Expected(dataclasses.replace(LAYOUT, layers=2), 100, {"chunk": (10, "tokens")}),
-            Expected(LAYOUT, 5, {"chunk": (10, "tokens")}),
+            RowBounds(LAYOUT, 100, {"chunk": (11, "tokens")}),
+            RowBounds(dataclasses.replace(LAYOUT, layers=2), 100, {"chunk": (10, "tokens")}),
+            RowBounds(LAYOUT, 5, {"chunk": (10, "tokens")}),
         ):
-            found = store.find("ns", "model", ["chunk"], expected=wrong)
+            found = store.find("ns", "model", ["chunk"], bounds=wrong)
             assert (found.variants, list(found.refused)) == ({"chunk": []}, ["chunk"])
             assert store.flush(10)
             assert files(tmp_path) == []
@@ -752,7 +750,7 @@ def test_a_catalog_damaged_while_open_means_misses_not_errors(tmp_path: Path, ca
                 file.write(b"\xff" * (tmp_path / name).stat().st_size)
         assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
         scores = store.token_scores([variant.variant_id])[variant.variant_id]
-        assert (scores.inter, scores.received) == (None, None)
+        assert scores.inter is None
         assert isinstance(store.put(make("another")).result(10), Unavailable)
         store.used(variant.variant_id, 0.5, 10)
         assert store.flush(10)
@@ -770,11 +768,13 @@ def test_a_place_that_cannot_hold_a_store_is_refused(tmp_path: Path) -> None:
         ChunkCacheStore.open(tmp_path / "store")
 
 
-def test_a_locked_catalog_is_refused_at_opening(tmp_path: Path) -> None:
+def test_a_locked_catalog_is_opened_but_not_changed(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path):
         other = Catalog(tmp_path / "catalog.sqlite")
-        with other.standstill(), pytest.raises(StoreError, match="locked by another process"):
-            ChunkCacheStore.open(tmp_path, busy_timeout_s=0.05)
+        with other.standstill():
+            ChunkCacheStore.open(tmp_path, busy_timeout_s=0.05).close()  # reading waits for nobody
+            with pytest.raises(StoreError, match="locked by another process"):
+                ChunkCacheStore.open(tmp_path, busy_timeout_s=0.05, disk_bytes=10**9)
         other.close()
 
 

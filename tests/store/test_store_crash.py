@@ -41,12 +41,12 @@ def capture(dice: random.Random) -> Capture:
     prefix = tuple(f"segment {n}" for n in range(dice.randrange(PREFIXES)))
     key = VariantKey("ns", "model", f"chunk {dice.randrange(CHUNKS)}", ("system", *prefix))
     kv = content(key)
-    scores = TokenScores(*np.full((2, kv.shape[2]), 0.5, dtype=np.float32))
+    scores = TokenScores(np.full(kv.shape[2], 0.5, dtype=np.float32))
     return Capture(key, LAYOUT, "tokens", kv, scores, (0.1,) * len(key.origin_prefix), 0.3, 0.6, dice.random())
 
 
 def write_for_ever(root: str, seed: int) -> None:
-    """What a writer does until it is killed: captures, old and new, and uses."""
+    """Write captures, old and new, and uses until killed."""
     dice = random.Random(seed)
     store = ChunkCacheStore.open(root, **SETTINGS)
     while True:
@@ -155,7 +155,7 @@ def verify(store: ChunkCacheStore, *, all_there: bool = True) -> int:
 
 
 def interrupted(root: Path) -> bool:
-    """Whether the last writer was killed between announcing a file and its row, or between row's and file's end."""
+    """Return True if a file is at risk: the writer was killed between file and row, or between row's and file's end."""
     if not (root / "catalog.sqlite").exists():
         return False
     catalog = Catalog(root / "catalog.sqlite")
@@ -165,7 +165,7 @@ def interrupted(root: Path) -> bool:
 
 
 def seconds_to_first_capture(forks: Forks, root: Path) -> float:
-    """How long a writer takes here until its first row is committed."""
+    """Seconds until a writer commits its first row on this machine."""
     pid = forks.start("write", root, 1000)
     start = time.monotonic()
     while not (root / "catalog.sqlite").exists():

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, VariantKey
+from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")
 CHUNKS = [Chunk("Empty the kettle before you descale it."), Chunk("The toaster has a crumb tray.")]
@@ -30,7 +31,7 @@ NOBODY = 65534
 
 def capture(chunk: str = "chunk") -> Capture:
     key = VariantKey("ns", "model", chunk, ("system",))
-    scores = TokenScores(np.zeros(3, np.float32), np.zeros(3, np.float32))
+    scores = TokenScores(np.zeros(3, np.float32))
     return Capture(key, LAYOUT, "tokens", torch.ones(LAYOUT.shape(3)), scores, (0.1,), 0.3, 0.6, 1.0)
 
 
@@ -118,6 +119,32 @@ def test_an_engine_goes_on_answering_without_its_folder(tiny_decoder: Any, tmp_p
     assert not (tmp_path / "caches").exists()
 
 
+# -- full -------------------------------------------------------------------------------------------------------------
+
+FullDisk = Callable[[], AbstractContextManager[None]]
+
+
+def test_a_store_on_a_full_disk_answers_and_frees_space(tmp_path: Path, full_disk: FullDisk) -> None:
+    root = tmp_path / "caches"
+    with ChunkCacheStore.open(root) as store:
+        for name in ("chunk", "another", "third"):
+            assert isinstance(store.put(capture(name)).result(), Variant)
+    with full_disk(), ChunkCacheStore.open(root, disk_bytes=10**6) as store:
+        (variant,) = store.lookup("ns", "model", ["chunk"])["chunk"]
+        assert isinstance(store.load(variant), LoadedVariant)
+        assert isinstance(store.put(capture("new")).result(), Unavailable)
+        assert (store.stats().variants, len(store.rows()), store.check().findings) == (3, 3, ())
+        assert store.evict(RowFilter(chunk_ids=("another",))).variants == 1
+        assert len(list(root.rglob("*.safetensors"))) == 2
+        assert [finding.kind for finding in store.check().findings] == ["missing file"]  # its row cannot leave yet
+        (gone,) = store.lookup("ns", "model", ["another"])["another"]
+        assert isinstance(store.open_variant(gone), Unavailable)  # memory has let go of it
+    with ChunkCacheStore.open(root) as store:
+        store.check(repair=True)
+        assert isinstance(store.put(capture("new")).result(), Variant)
+        assert store.check().findings == ()
+
+
 # -- read-only --------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +159,7 @@ def open_to_all() -> Iterator[Path]:
 
 
 def as_nobody(action: Callable[[], object]) -> Any:
-    """What an action returns, in a process of a user who may write nothing; it runs in a fork, so imports are here."""
+    """Result of an action in a process of a user who may write nothing; it runs in a fork, so imports are here."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # since 3.12: this process has threads
@@ -143,13 +170,13 @@ def as_nobody(action: Callable[[], object]) -> Any:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             result = json.dumps({"result": action()})
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
             result = json.dumps({"error": f"{type(error).__name__}: {error}"})
         os.write(writing, result.encode())
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        said = json.loads(told.read())
+    with os.fdopen(reading) as report:
+        said = json.loads(report.read())
     os.waitpid(pid, 0)
     assert "error" not in said, said["error"]
     return said["result"]

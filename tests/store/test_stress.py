@@ -158,13 +158,13 @@ class Load:
             while not self.done():
                 kind = step(store, loader, dice)
                 self.counts[kind] += 1
-        except BaseException as error:  # noqa: BLE001 - told in the main thread
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
             self.errors.append(error)
 
     def _asks(self, store: ChunkCacheStore, decoder: Decoder, seed: int) -> None:
         try:
             ask_for_ever(store, decoder, self, seed)
-        except BaseException as error:  # noqa: BLE001 - told in the main thread
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
             self.errors.append(error)
 
 

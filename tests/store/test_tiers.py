@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import linecache
 import math
 import os
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +23,11 @@ from safetensors.torch import load_file
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.store.codecs import CODECS, codec_named
-from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.disk import DiskTier, Throttle
 from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.store.presence import Presence
-from cachecraft_rag.store.throttle import Throttle
+from cachecraft_rag.store.writers import Writers
 from cachecraft_rag.types import (
     Damaged,
     KVLayout,
@@ -75,7 +76,7 @@ def store(tier: DiskTier, variant: Variant, layout: KVLayout = LAYOUT) -> tuple[
 
 
 def decoded(codec: str, kv: torch.Tensor) -> torch.Tensor:
-    """What a codec makes of a tensor, without any file."""
+    """The tensor after encoding and decoding, without a file."""
     out = torch.empty_like(kv)
     for layer, each in enumerate(kv):
         block = codec_named(codec).encode(each, layer=layer, layers=len(kv))
@@ -357,7 +358,7 @@ def test_a_file_of_another_layout_is_damaged_for_who_knows_the_model(tmp_path: P
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
-def test_what_is_no_number_is_damaged_for_who_knows_the_model(tmp_path: Path, dtype: str, value: float) -> None:
+def test_impossible_values_are_damage_once_the_model_is_known(tmp_path: Path, dtype: str, value: float) -> None:
     layout = replace(LAYOUT, dtype=dtype)  # type: ignore[arg-type]
     tier, variant = DiskTier(tmp_path), make(layout=layout, tokens=70)
     kv = tensor(variant, layout)
@@ -428,7 +429,7 @@ def test_extents_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: 
 def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(
     tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.store.throttle.time", clock)
+    monkeypatch.setattr("cachecraft_rag.store.disk.time", clock)
     layout = replace(LAYOUT, kv_heads=8, head_dim=64, layers=4)
     variant = make(tokens=250, layout=layout)  # 4 MB
     throttle = Throttle(20e6)
@@ -536,7 +537,7 @@ def test_equals_leave_in_the_order_they_came() -> None:
     assert held(host, "a", "b", "c") == "bc"
 
 
-def test_what_exceeds_the_whole_memory_is_not_held() -> None:
+def test_a_tensor_larger_than_the_memory_is_not_held() -> None:
     host = host_with(2, "a")
     big = make("big", tokens=100)
     assert not host.add(big, tensor(big))
@@ -563,7 +564,7 @@ def test_many_uses_do_not_let_the_bookkeeping_grow() -> None:
     host = host_with(4, "a", "b", "c")
     for _ in range(5000):
         host.record_use(make("b").variant_id, Use(0.5, 0.5))
-    assert len(host._heap) < 100
+    assert len(host._lowest._heap) < 100
     host.add(make("d"), tensor(make("d")))
     host.add(make("e"), tensor(make("e")))
     assert held(host, "a", "b", "c", "d", "e") == "bcde"
@@ -598,11 +599,63 @@ def test_memory_keeps_to_its_budget_under_eight_threads() -> None:
     assert host.used_bytes == len(host) * LAYOUT.nbytes(3)
 
 
-# -- presence ---------------------------------------------------------------------------------------------------------
+def test_ctrl_c_at_any_line_leaves_a_memory_that_works_and_keeps_to_its_budget() -> None:
+    variants = [make(name) for name in "abcdef"]
+    kv = tensor(variants[0])
+    budget = 3 * kv.nbytes
+    left_after = -1
+
+    def interrupted_at(line: int) -> bool:
+        """Change a full memory with Ctrl-C at this line of the package; returns False once there is no such line."""
+        nonlocal left_after
+        host = host_with(3, "a", "b", "c")
+        left_after = line
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            nonlocal left_after
+            if "cachecraft_rag/store" not in frame.f_code.co_filename:
+                return None
+            # A signal never comes between a block's end and the release of its lock, which is one step of CPython.
+            if event == "line" and "with " not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+                left_after -= 1
+                if left_after < 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            host.add(variants[3], kv)  # one leaves
+            host.add(variants[0], kv)  # it may come back
+            host.record_use(variants[3].variant_id, Use(1.0, 1.0))
+            host.remove(variants[3].variant_id, 1.5)
+            host.add(replace(variants[2], created=9.0), kv)  # a replacement
+            return False
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+            assert host.used_bytes == len(host) * kv.nbytes <= budget
+            for variant in variants * 2:
+                assert host.add(variant, kv)
+                assert isinstance(host.read(variant), LoadedVariant)
+                assert host.used_bytes == len(host) * kv.nbytes <= budget
+            assert len(host) == 3
+
+    lines = 0
+    while interrupted_at(lines):
+        lines += 1
+    assert lines > 60
+
+
+# -- writers ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
-    one, two = Presence(tmp_path), Presence(tmp_path)
+    one, two = Writers(tmp_path), Writers(tmp_path)
+    for writer in (one, two, two):
+        writer.enter()
     assert one.token != two.token
     assert one.is_alive(one.token)
     assert one.is_alive(two.token)
@@ -616,8 +669,8 @@ def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
 
 def test_a_lock_file_nobody_holds_is_of_a_dead_writer(tmp_path: Path) -> None:
     (tmp_path / "cafe.lock").touch()
-    presence = Presence(tmp_path)
-    assert list(presence.dead()) == ["cafe"]
-    presence.bury("cafe")
-    assert list(presence.dead()) == []
-    presence.leave()
+    writers = Writers(tmp_path)
+    assert list(writers.dead()) == ["cafe"]
+    writers.bury("cafe")
+    assert list(writers.dead()) == []
+    writers.leave()

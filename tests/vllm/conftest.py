@@ -1,9 +1,10 @@
-"""What the tests of the vLLM backend share: small random models on disk, and servers over them in this process."""
+"""Fixtures of the vLLM backend's tests: small random models on disk, and servers over them in this process."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from cachecraft_rag.vllm.messages import Ask
+    from tests.vllm.test_equality import Expected
 
 # Read by vLLM at its first import, and by the processes that it starts.
 for name, value in {
@@ -96,13 +98,33 @@ def model_folder(
     return make
 
 
+@pytest.fixture(scope="session")
+def primed_cases(
+    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Path], tuple[dict[str, Expected], int]]:
+    """`primed_cases("Llama", folder)`: `test_equality.expected_cases`, made once, with a copy of their store."""
+    made: dict[str, tuple[Path, tuple[dict[str, Expected], int]]] = {}
+
+    def copy(family: str, store: Path) -> tuple[dict[str, Expected], int]:
+        from tests.vllm.test_equality import expected_cases
+
+        if family not in made:
+            root = tmp_path_factory.mktemp("primed") / "caches"
+            made[family] = root, expected_cases(model_folder(family), root)
+        root, cases = made[family]
+        shutil.copytree(root, store)
+        return cases
+
+    return copy
+
+
 @dataclass
 class Served:
-    """What a request got: greedy token ids, their log probabilities, and what the server told of it."""
+    """Greedy token ids of a request, their log probabilities, and the server's report."""
 
     tokens: list[int]
     logprobs: list[float]
-    told: dict[str, Any]
+    report: dict[str, Any]
 
 
 class Server:
@@ -113,9 +135,13 @@ class Server:
     def __init__(self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
 
+        from cachecraft_rag.store import StoreConfig
+        from cachecraft_rag.vllm.served_model import ServedModel
         from cachecraft_rag.vllm.settings import ConnectorSettings
 
-        settings = ConnectorSettings(str(store), key=self.key, namespace=self.namespace, caches=caches or {})
+        identity = ServedModel.load(str(model), dtype="float32").identity
+        opened = StoreConfig(**caches or {})
+        settings = ConnectorSettings(str(store), identity, self.key, self.namespace, opened)
         given: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 2048,

@@ -84,7 +84,7 @@ class ServerProcess:
             time.sleep(0.2)
 
     def alive(self) -> bool:
-        """Whether the server runs."""
+        """True while the server runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:

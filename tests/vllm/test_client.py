@@ -1,4 +1,4 @@
-"""What the client says of servers that are not there, are others, or end halfway; needs no vLLM."""
+"""The client with servers that are not there, are others, or end halfway; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.store import RowFilter
+from cachecraft_rag.store.durable import Evicted
 from cachecraft_rag.types import Chunk, KVLayout
 from cachecraft_rag.vllm.client import HTTPEngine
-from cachecraft_rag.vllm.served import PROTOCOL
+from cachecraft_rag.vllm.documents import MOST_DOCUMENTS, MOST_PRIMED
+from cachecraft_rag.vllm.served_model import PROTOCOL
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32")
 Answer = tuple[int, Any]
@@ -38,11 +41,11 @@ def serving(answers: dict[str, Answer | Callable[[Any], Answer]]) -> Iterator[st
         def _answer(self, body: Any) -> None:
             found = answers.get(self.path, (404, {"detail": "Not Found"}))
             status, value = found(body) if callable(found) else found
-            told = (value if isinstance(value, str) else json.dumps(value)).encode()
+            sent = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(sent)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(sent)
 
         def log_message(self, *_unused: Any) -> None:
             pass
@@ -91,7 +94,7 @@ def test_no_server_and_others_than_ours(tmp_path: Path, byte_tokenizer: PreTrain
     with pytest.raises(ServerError, match=r"does not answer .*cachecraft serve MODEL"):
         CacheCraft.connect("http://127.0.0.1:9", store=tmp_path)
     with pytest.raises(ConfigError, match="write for example http"):
-        HTTPEngine.connect("127.0.0.1:8000", store=tmp_path)
+        HTTPEngine.connect("127.0.0.1:8000")
     cases: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         ({"/v1/models": (200, {})}, "an ordinary vLLM", {}),
         ({"/v1/cachecraft": (200, "<html>")}, "an ordinary vLLM", {}),
@@ -104,7 +107,7 @@ def test_no_server_and_others_than_ours(tmp_path: Path, byte_tokenizer: PreTrain
     ]
     for answers, message, options in cases:
         with serving(answers) as url, pytest.raises(ServerError, match=message):
-            HTTPEngine.connect(url, store=tmp_path, **options)
+            HTTPEngine.connect(url, **options)
     assert not (tmp_path / "outside").exists()
 
 
@@ -130,7 +133,7 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
         "/v1/chat/completions": chat,
         "/v1/cachecraft/requests/c-1": (200, {"report": report | {"remote": None}}),
     }
-    with serving(answers) as url, HTTPEngine.connect(url, store=tmp_path, model="tiny", system="Mine.") as engine:
+    with serving(answers) as url, HTTPEngine.connect(url, model="tiny", system="Mine.") as engine:
         assert engine.decoder.layout == LAYOUT
         assert engine.config.alpha == 0.5
         stream = engine.stream("fine", [Chunk("vinegar")], session="ada")
@@ -151,8 +154,45 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
             engine.stream("x" * 600, [])
         with pytest.raises(UnsupportedCallError, match="prime"):
             engine.capture(engine.prompts.build("x", []), [0], primed=True)
+    evicted: list[Any] = []
+    evicting = {
+        **answers,
+        "/v1/cachecraft/evict": lambda body: (200, evicted.append(body) or {"variants": 2, "nbytes": 9}),
+    }
+    with serving(evicting) as url, HTTPEngine.connect(url) as engine:
+        assert engine.store.evict(RowFilter(chunk_ids=())) == Evicted(0, 0)
+        assert engine.store.evict(RowFilter(chunk_ids=("a", "b"))) == Evicted(2, 9)
+        with pytest.raises(UnsupportedCallError, match="by chunk ids"):
+            engine.store.evict()
+    assert evicted == [{"chunk_ids": ["a", "b"]}]
     refusing = {**answers, "/v1/chat/completions": (400, {"error": {"message": "n: leave it out"}})}
-    with serving(refusing) as url, HTTPEngine.connect(url, store=tmp_path) as engine:
+    with serving(refusing) as url, HTTPEngine.connect(url) as engine:
         stream = engine.stream("x", [])
         with pytest.raises(ConfigError, match="leave it out"):
             list(stream)
+
+
+def test_a_large_document_is_primed_in_several_requests(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sizes: list[int] = []
+
+    def prime(body: Any) -> Answer:
+        texts = [one["text"] for one in body["documents"]]
+        assert len(texts) <= MOST_DOCUMENTS
+        assert sum(map(len, texts)) <= MOST_PRIMED
+        if body.get("estimate"):
+            return 200, {"missing": {text[:5]: len(text) for text in texts}}
+        sizes.append(len(texts))
+        return 200, {"captured": len(texts)}
+
+    answers = answers_of(byte_tokenizer, tmp_path / "t") | {"/v1/cachecraft/prime": prime}
+    with serving(answers) as url, HTTPEngine.connect(url) as engine:
+        primer = engine.primer()
+        for length, count, expected in ((5, MOST_DOCUMENTS + 1, [1000, 1]), (MOST_PRIMED // 2, 3, [2, 1]), (5, 0, [])):
+            chunks = [Chunk(f"{i:05}".ljust(length)) for i in range(count)]
+            captured: list[int] = []
+            assert primer.prime(chunks, captured=captured.append) == count
+            assert (sizes, captured) == (expected, expected)
+            assert len(primer.missing(chunks)) == count
+            sizes.clear()

@@ -1,10 +1,11 @@
-"""What is used of vLLM's inside, name by name: a version that changes one of these fails here and not in an answer."""
+"""Parts of vLLM's inside that are used, by name: a version that changes one of them fails here, not in an answer."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import json
+import pickle
 from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store import StoreConfig
+from cachecraft_rag.types import KVLayout
 from cachecraft_rag.vllm.plugin import ARCHITECTURES, CONNECTOR, register
+from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 
@@ -115,12 +120,12 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    from cachecraft_rag.vllm.metrics import StoreCounts, ToldCounts, told_counts
+    from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, reported_counts
 
     wanted = ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"]
     assert parameters(KVConnectorBase_V1.build_prom_metrics) == wanted
     assert parameters(KVConnectorPromMetrics.__init__) == ["self", *wanted]
-    assert parameters(KVConnectorPromMetrics.observe) == parameters(ToldCounts.observe)
+    assert parameters(KVConnectorPromMetrics.observe) == parameters(ReportedCounts.observe)
     assert {"to_dict", "reset", "aggregate", "reduce", "is_empty"} <= set(dir(KVConnectorStats))
     assert "self.logger_manager" in source("v1.engine.async_llm")
     assert "self.stat_loggers" in inspect.getsource(StatLoggerManager)
@@ -135,30 +140,32 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     assert both.reduce() == {"chunk-caches loaded so far": 2, "captures so far": 0}
     config: Any = SimpleNamespace(kv_transfer_config=None)
     kinds: Any = defaultdict(object)
-    told = ToldCounts(config, kinds, [], {})
-    told.observe(both.to_dict(), 0)
-    told.observe({"worker": {"loads": {"disk": 4}}}, 0)
-    assert told.latest == {(0, "worker"): {"loads": {"disk": 4}}, (0, "scheduler"): {"lookups": {"found": 3}}}
-    logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=told))
+    received = ReportedCounts(config, kinds, [], {})
+    received.observe(both.to_dict(), 0)
+    received.observe({"worker": {"loads": {"disk": 4}}}, 0)
+    assert received.latest == {(0, "worker"): {"loads": {"disk": 4}}, (0, "scheduler"): {"lookups": {"found": 3}}}
+    logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=received))
     manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
-    assert told_counts(SimpleNamespace(logger_manager=manager)) is told.latest
-    assert told_counts(SimpleNamespace(logger_manager=None)) == {}
+    assert reported_counts(SimpleNamespace(logger_manager=manager)) is received.latest
+    assert reported_counts(SimpleNamespace(logger_manager=None)) == {}
 
 
 def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
-    from cachecraft_rag.engine.tally import Tally
+    from cachecraft_rag.engine.request_counts import RequestCounts
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.vllm.metrics import ServerCollector, counts_of, summed
 
     assert summed([{"a": {"b": 1}, "c": 2}, {"a": {"b": 2, "d": 1}, "c": 3}]) == {"a": {"b": 3, "d": 1}, "c": 5}
     (tmp_path / "remote").mkdir()
     with ChunkCacheStore.open(tmp_path / "caches", remote=f"file://{tmp_path / 'remote'}") as store:
-        told = counts_of(store)
-        worker = told | {"loads": {"remote": 2}, "captures": {"stored": 3}, "remote": told["remote"] | {
+        counts = counts_of(store)
+        worker = counts | {"loads": {"remote": 2}, "captures": {"stored": 3}, "remote": counts["remote"] | {
             "captures": {"sent": 3}, "breakers": {"probing": 1}}}  # fmt: skip
-        scheduler = told | {"lookups": {"found": 5}}
+        scheduler = counts | {"lookups": {"found": 5}}
         assert json.loads(json.dumps([worker, scheduler])) == [worker, scheduler]  # vLLM's processes send plain values
-        engine: Any = SimpleNamespace(store=store, tally=Tally(), queue_counts=lambda: None, decode_counts=lambda: None)
+        engine: Any = SimpleNamespace(
+            store=store, request_counts=RequestCounts(), queue_counts=lambda: None, decode_counts=lambda: None
+        )
         collector = ServerCollector(engine, {(0, "worker"): worker, (0, "scheduler"): scheduler})
         samples = {
             (sample.name, *sample.labels.values()): sample.value
@@ -184,8 +191,14 @@ def test_the_scheduler_hands_over_what_is_read() -> None:
     assert hasattr(KVCacheBlocks, "get_block_ids")
     assert {"finished_req_ids", "total_num_scheduled_tokens"} <= SchedulerOutput.__dataclass_fields__.keys()
     assert {"kv_connector_worker_meta", "finished_recving"} <= KVConnectorOutput.__dataclass_fields__.keys()
-    config = ConnectorSettings("store", key="key").transfer_config()
+    identity = ModelIdentity("fingerprint", KVLayout(1, 1, 1, "float32"), 8)
+    settings = ConnectorSettings("store", identity, caches=StoreConfig(remote="memory://"))
+    config = pickle.loads(pickle.dumps(settings.transfer_config()))  # noqa: S301  # as vLLM sends it to its processes
     assert (config.kv_load_failure_policy, config.kv_connector) == ("recompute", "CacheCraftConnector")
+    assert ConnectorSettings.of(SimpleNamespace(kv_transfer_config=config)) == settings
+    assert settings.key not in repr(config)
+    with pytest.raises(ConfigError, match="cachecraft serve"):
+        ConnectorSettings.of(SimpleNamespace(kv_transfer_config=None))
     text = source("v1.core.sched.scheduler")
     assert "WAITING_FOR_REMOTE_KVS" in text
     assert "if ext_tokens is None:" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
-from cachecraft_rag.vllm.documents import MOST_DOCUMENTS, Asked, check_documents
+from cachecraft_rag.vllm.documents import MOST_DOCUMENTS, MOST_PRIMED, Asked, check_documents, read_priming
 
 DOCUMENTS = [{"text": "Vinegar.", "title": "kettle"}, {"text": "Crumbs."}]
 USER = {"role": "user", "content": "How?"}
@@ -96,3 +97,26 @@ def test_documents_are_checked_before_anything_else() -> None:
     check_documents(DOCUMENTS)
     with pytest.raises(ConfigError, match="best first"):
         check_documents(None)
+
+
+def priming(body: object) -> tuple[list[Chunk], bool]:
+    return read_priming(body if isinstance(body, bytes) else json.dumps(body).encode(), context_length=100)
+
+
+def test_what_is_primed_and_what_is_too_much() -> None:
+    assert priming({"documents": DOCUMENTS, "estimate": True}) == ([Chunk("Vinegar."), Chunk("Crumbs.")], True)
+    assert priming({"documents": []}) == ([], False)
+    many = [{"text": "k" * 6400}] * (MOST_PRIMED // 6400)
+    assert len(priming({"documents": many})[0]) == len(many)
+    for body, advice in (
+        ({"documents": [{"text": "k" * 6401}]}, r"documents\[0\] has 6401 characters.*at most 6400"),
+        ({"documents": [*many, {"text": "k" * 6400}]}, f"send at most {MOST_PRIMED} in one request"),
+        ({"documents": [{"text": "k"}] * 1001}, "send at most 1000"),
+        ({"documents": DOCUMENTS, "estimate": 1}, "estimate must be True or False"),
+        ({"documents": DOCUMENTS, "session": "bob"}, "the body must be a JSON object: session: no such field"),
+        ([], "the body must be"),
+        (b"[" * 100_000, "the body must be a JSON object"),
+        (b"\xff", "the body must be a JSON object"),
+    ):
+        with pytest.raises(ConfigError, match=advice):
+            priming(body)

@@ -25,7 +25,8 @@ from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Document
 from cachecraft_rag.vllm.client import HTTPEngine
-from tests.vllm.conftest import TEXTS
+from cachecraft_rag.vllm.messages import Ask
+from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.http_server import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -62,6 +63,11 @@ def chunks(order: list[int]) -> list[Chunk]:
     return [Chunk(TEXTS[i]) for i in order]
 
 
+def stats_in(answer: dict[str, Any]) -> dict[str, Any]:
+    """Statistics in an answer that was not streamed."""
+    return dict(answer["kv_transfer_params"]["cachecraft"]["stats"])
+
+
 def stored_share(stats: list[dict[str, Any]]) -> float:
     """Share of the chunks' tokens that came from chunk-caches."""
     all_chunks = [chunk for one in stats for chunk in one["chunks"]]
@@ -80,13 +86,12 @@ def test_the_rag_loop_with_every_client(
     from cachecraft_rag.llama_index import CacheCraftQueryEngine
 
     first = [server.chat(documents(order), question).json() for question, order in zip(QUESTIONS, ORDERS, strict=True)]
-    told = [one["kv_transfer_params"]["cachecraft"]["stats"] for one in first]
-    assert {chunk["outcome"] for chunk in told[0]["chunks"]} == {"computed"}
+    assert {chunk["outcome"] for chunk in stats_in(first[0])["chunks"]} == {"computed"}
 
     # Once more, by each client; the settings differ, so vLLM's own prefix cache has none of it.
     texts = []
     with (
-        HTTPEngine.connect(server.url, store=tmp_path / "mine") as engine,
+        HTTPEngine.connect(server.url) as engine,
         Engine.from_pretrained(str(model_folder("Llama")), store=store, reuse=REUSE) as here,
     ):
         assert engine.decoder.fingerprint == here.decoder.fingerprint
@@ -218,9 +223,9 @@ def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
     assert httpx.get(url).status_code == 404  # another session's
     assert httpx.get(url, headers={"X-Mine": "ada"}).json()["stats"]["chunks"][0]["outcome"] == "computed"
     theirs = server.chat(news, headers={"X-Mine": "bob"}, **body).json()
-    assert theirs["kv_transfer_params"]["cachecraft"]["stats"]["chunks"][0]["outcome"] == "computed"
+    assert stats_in(theirs)["chunks"][0]["outcome"] == "computed"
     again = server.chat(news, headers={"X-Mine": "ada"}, **body | {"cachecraft": {"capture": False}}).json()
-    assert again["kv_transfer_params"]["cachecraft"]["stats"]["chunks"][0]["outcome"] == "exact"
+    assert stats_in(again)["chunks"][0]["outcome"] == "exact"
 
 
 def await_rows(there: Callable[[], bool]) -> None:
@@ -237,12 +242,12 @@ def await_rows(there: Callable[[], bool]) -> None:
 def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> None:
     own = [{"text": f"{text} It is so since {year}."} for text, year in zip(TEXTS[:3], range(1990, 1993), strict=True)]
     before = server.counts()
-    told = [server.chat(own, QUESTIONS[0]).json()]
+    answers = [server.chat(own, QUESTIONS[0]).json()]
     names = {Chunk(one["text"]).chunk_id for one in own}
     with ChunkCacheStore.open(store / "caches") as caches:
         await_rows(lambda: names <= {row.variant.key.chunk_id for row in caches.rows(limit=1000)})
-    told += [server.chat(own[::-1], question, cachecraft=LOOSE).json() for question in QUESTIONS]
-    stats = [one["kv_transfer_params"]["cachecraft"]["stats"] for one in told]
+    answers += [server.chat(own[::-1], question, cachecraft=LOOSE).json() for question in QUESTIONS]
+    stats = [stats_in(one) for one in answers]
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", timeout=600, json={
         "messages": [{"role": "user", "content": "And how cold?"}], "documents": own, "stream": True, "max_tokens": 5,
         "temperature": 0, "cachecraft": LOOSE}) as answer:  # fmt: skip
@@ -332,12 +337,16 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
             assert answer.status_code in (200, 400, 404, 422), (path, raw[:300], answer.text)
             statuses[answer.status_code] += 1
             if answer.status_code != 200:
-                told = answer.json()  # FastAPI says in its own way that a body is no JSON at all
-                assert told["error"]["message"] if "error" in told else told["detail"]
+                error = answer.json()  # FastAPI has a form of its own for bodies that are no JSON
+                assert error["error"]["message"] if "error" in error else error["detail"]
         for path in PATHS[1:]:
             for raw in (b"", b"[]", b"{", b'{"documents": 3}', b'{"chunk_ids": [7]}', b'{"more": 1}'):
                 answer = client.post(f"{server.url}/v1/{path}", content=raw)
                 assert answer.status_code == 400, (path, raw, answer.text)
+        for text, many in (("k", 9_000_000), ("\u2603", 5_000_000)):  # a text that is too long, a body that is too long
+            answer = client.post(f"{server.url}/v1/{PATHS[1]}", json={"documents": [{"text": text * many}]})
+            assert answer.status_code == 400
+            assert "send" in answer.json()["error"]["message"]
     assert statuses[400] > MALFORMED / 2
     again = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0]["token_ids"]
     assert again == good
@@ -345,7 +354,7 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
 
 
 def test_cancelled_requests_free_their_blocks(server: ServerProcess) -> None:
-    with HTTPEngine.connect(server.url, store=server._log.parent / "client") as engine:
+    with HTTPEngine.connect(server.url) as engine:
         long = SamplingParams(max_new_tokens=1500)
         streams = [engine.stream(f"{question} {i}", chunks(ORDERS[i % 4]), sampling=long)
                    for i, question in enumerate(QUESTIONS * 2)]  # fmt: skip
@@ -378,12 +387,12 @@ def give_up(server: ServerProcess, number: int) -> None:
 
 
 def test_after_kill_9_the_next_server_reuses_from_disk(
-    server: ServerProcess, store: Path, model_folder: Callable[[str], Path], tmp_path: Path
+    server: ServerProcess, store: Path, model_folder: Callable[[str], Path], make_server: Callable[..., Server]
 ) -> None:
     before = server.chat(documents([3, 2, 1]), QUESTIONS[1])
     assert before.status_code == 200
     server.settles()
-    with HTTPEngine.connect(server.url, store=tmp_path / "client") as engine:
+    with HTTPEngine.connect(server.url) as engine:
         missing = engine.primer().missing(chunks([1]))
         stream = engine.stream(QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=1500))
         next(stream)
@@ -392,13 +401,12 @@ def test_after_kill_9_the_next_server_reuses_from_disk(
             list(stream)
         with pytest.raises(ServerError, match="does not answer"):
             list(engine.stream(QUESTIONS[0], chunks([0])))
-    restarted = ServerProcess(model_folder("Llama"), store, tmp_path / "log", "--max-model-len", "2048")
-    try:
-        with HTTPEngine.connect(restarted.url, store=tmp_path / "client") as engine:
-            assert engine.primer().missing(chunks([1])) == missing
-        answer = restarted.chat(documents([3, 2, 1]), QUESTIONS[1], cachecraft=LOOSE).json()
-        stats = answer["kv_transfer_params"]["cachecraft"]["stats"]
-        assert stored_share([stats]) >= 0.9
-        assert {chunk["tier"] for chunk in stats["chunks"]} == {"disk"}
-    finally:
-        restarted.stop()
+    folder = model_folder("Llama")
+    with Engine.from_pretrained(str(folder), store=store) as here:
+        assert here.primer().missing(chunks([1])) == missing
+        prompt = here.prompts.build(QUESTIONS[1], chunks([3, 2, 1]))
+    restarted = make_server(folder, store / "caches")  # in this process, without HTTP: that starts much faster
+    (answer,) = restarted.ask([Ask(prompt, REUSE)], tokens=1)
+    stored = answer.report["segments"][1:-1]
+    assert [one["tier"] for one in stored] == ["disk"] * 3
+    assert sum(one["not_loaded"] for one in stored) == 0

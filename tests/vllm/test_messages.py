@@ -1,4 +1,4 @@
-"""What the parts of a server tell each other: nobody else can say it, and nothing is lost on the way."""
+"""Messages between the parts of a server: nobody else can make them, and nothing is lost on the way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask, News
-from cachecraft_rag.vllm.settings import ConnectorSettings
 
 KEY = "a key"
 PROMPT = Prompt(
@@ -24,7 +22,7 @@ PROMPT = Prompt(
         Segment("question", "q", (7, 8, 9), private=True, closing=1),
     )
 )
-ASK = Ask(PROMPT, ReuseConfig(ablate=frozenset({"overlap"}), alpha=0.3), "ada", captures=(1,), details=True)
+ASK = Ask(PROMPT, ReuseConfig(drift=0.2, alpha=0.3), "ada", captures=(1,), details=True)
 
 
 def sent(ask: Ask) -> dict[str, Any]:
@@ -85,28 +83,3 @@ def test_news_of_ranks_are_joined() -> None:
     first, second = News({"r": {"rank": 0}}, frozenset({"a"})), News({"r": {"rank": 1}, "s": {}}, None)
     assert first.joined(second) == News({"r": {"rank": 0}, "s": {}}, frozenset({"a"}))
     assert second.joined(first).capturing == {"a"}
-
-
-def test_settings_come_back_as_they_were_given() -> None:
-    settings = ConnectorSettings("folder", caches={"host_bytes": 5, "remote": {"url": "memory://"}}, namespace="acme")
-    assert ConnectorSettings.read(settings.extra()) == settings
-    remote = settings.store_config.remote
-    assert isinstance(remote, RemoteConfig)
-    assert (remote.url, settings.store_config.host_bytes) == ("memory://", 5)
-    assert settings.key not in repr(settings)
-
-
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
-        ({}, "no store and no key"),
-        ({"store": "x", "key": "k", "namespac": "y"}, "Did you mean namespace"),
-        ({"store": "x", "key": ""}, "key"),
-        ({"store": "x", "key": "k", "fill_at_once": 0}, "fill_at_once"),
-        ({"store": "x", "key": "k", "caches": {"host_byte": 1}}, "Did you mean host_bytes"),
-        ({"store": "x", "key": "k", "caches": {"remote": {"ur": "x"}}}, "setting of the remote"),
-    ],
-)
-def test_wrong_settings_are_named(extra: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        ConnectorSettings.read(extra)

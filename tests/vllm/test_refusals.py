@@ -1,4 +1,4 @@
-"""What a server is refused for, by name and reason; the names of vLLM's settings are pinned by the contract test."""
+"""Reasons to refuse a server; the names of vLLM's settings are pinned by the contract test."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ REQUESTS = int(os.environ.get("TESTS_MIXED", "60"))
 
 
 def outcomes(served: Any) -> list[str]:
-    return [one["outcome"] for one in served.told["segments"]]
+    return [one["outcome"] for one in served.report["segments"]]
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_what_vllm_captures_serves_both_engines(
         assert (cold.tokens, outcomes(cold)) == (plain.tokens, ["computed"] * 5)
         (warm,) = server.ask([Ask(prompts[0], QUIET)])
         assert (warm.tokens, outcomes(warm)) == (plain.tokens, ["exact"] * 4 + ["computed"])
-        assert warm.told["row_layers"] < cold.told["row_layers"] / 3
+        assert warm.report["row_layers"] < cold.report["row_layers"] / 3
         (moved,) = server.ask([Ask(prompts[1], QUIET, details=True)])
         assert "reused" in outcomes(moved)
         expected = greedy(engine, "How is it descaled?", [CHUNKS[i] for i in orders[1]], QUIET)

@@ -66,10 +66,10 @@ def test_reuse_does_not_decay(
         chunks = [Chunk(f"Chunk {one} is about {one * 7919 % 1000}.") for one in requests[number % len(requests)]]
         prompt = prompts.build(f"What is asked at {number}?", chunks, reserve=1)
         (served,) = server.ask([Ask(prompt, replace(CONFIG), when_stored=True)], tokens=1)
-        told = [(len(segment.token_ids), one) for segment, one in
-                zip(prompt.segments, served.told["segments"], strict=True) if segment.kind == "chunk"]  # fmt: skip
-        asked = sum(tokens for tokens, _ in told)
-        stored = sum(tokens - one["not_loaded"] for tokens, one in told if one["variant_id"] is not None)
+        parts = [(len(segment.token_ids), one) for segment, one in
+                zip(prompt.segments, served.report["segments"], strict=True) if segment.kind == "chunk"]  # fmt: skip
+        asked = sum(tokens for tokens, _ in parts)
+        stored = sum(tokens - one["not_loaded"] for tokens, one in parts if one["variant_id"] is not None)
         shares.append((stored, asked))
     third = REQUESTS // 3
     parts = [shares[place : place + third] for place in (0, third, REQUESTS - third)]

@@ -22,10 +22,10 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.types import Chunk, KVLayout
 from cachecraft_rag.vllm import filling, working
 from cachecraft_rag.vllm.filling import Filling
-from cachecraft_rag.vllm.identity import ModelIdentity
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.ranks import OneRank
 from cachecraft_rag.vllm.scheduling import Scheduling
+from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.working import Workers
 
@@ -74,21 +74,21 @@ def stack(decoder: Decoder) -> BlockStack:
 
 
 @pytest.fixture
-def identity(decoder: Decoder) -> ModelIdentity:
-    return ModelIdentity(decoder.fingerprint, decoder.layout, decoder.context_length)
+def settings(decoder: Decoder) -> ConnectorSettings:
+    identity = ModelIdentity(decoder.fingerprint, decoder.layout, decoder.context_length)
+    return ConnectorSettings("unused", identity, key="key", fill_at_once=2)
 
 
 @pytest.fixture
-def workers(engine: Engine, stack: BlockStack, identity: ModelIdentity) -> Iterator[Workers]:
-    made = Workers(stack, engine.store, identity, namespace="default", block_size=BLOCK)  # type: ignore[arg-type]
+def workers(engine: Engine, stack: BlockStack, settings: ConnectorSettings) -> Iterator[Workers]:
+    made = Workers(stack, engine.store, settings, block_size=BLOCK)  # type: ignore[arg-type]
     yield made
     made.close()
 
 
 @pytest.fixture
-def scheduling(engine: Engine, identity: ModelIdentity) -> Scheduling:
-    settings = ConnectorSettings("unused", key="key", fill_at_once=2)
-    return Scheduling(engine.store, identity, settings, block_size=BLOCK, prefix_caching=True)
+def scheduling(engine: Engine, settings: ConnectorSettings) -> Scheduling:
+    return Scheduling(engine.store, settings, block_size=BLOCK, prefix_caching=True)
 
 
 def ask_of(engine: Engine, order: list[int], **changed: Any) -> Ask:
@@ -97,7 +97,7 @@ def ask_of(engine: Engine, order: list[int], **changed: Any) -> Ask:
 
 
 def request_of(ask: Ask, name: str = "r", **changed: Any) -> Any:
-    """What the connector reads of a request of vLLM's."""
+    """A request of vLLM's, as far as the connector reads it."""
     given = {
         "request_id": name,
         "kv_transfer_params": {FIELD: ask.message("key")},
@@ -114,7 +114,7 @@ def request_of(ask: Ask, name: str = "r", **changed: Any) -> Any:
 
 
 def blocks_of(ask: Ask, first: int = 0) -> tuple[int, ...]:
-    """As many as the prompt needs, not in order."""
+    """Blocks for the prompt, not in order."""
     needed = -(-ask.prompt.bounds[-1] // BLOCK)
     return tuple(first + place for place in reversed(range(needed)))
 
@@ -141,19 +141,20 @@ def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000) -> int:
 
 
 def filled(stack: BlockStack, fill: Fill) -> Tensor:
-    """What lies in the blocks of a request, in the order of its prompt."""
+    """The contents of a request's blocks, in the order of its prompt."""
     positions = torch.arange(fill.first, fill.last)
     slots = torch.tensor(fill.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
     return stack.slots[:, :, slots]
 
 
 def expected(engine: Engine, ask: Ask) -> Tensor:
-    """What the Hugging Face engine has in its buffer for the same prompt."""
-    from cachecraft_rag.engine.request import Request
+    """The Hugging Face engine's buffer for the same prompt."""
+    from cachecraft_rag.engine.line import FutureCaptures
+    from cachecraft_rag.engine.request import Request, RequestProgress
     from cachecraft_rag.engine.sampling import SamplingParams
 
-    config = replace(ask.config, capture=False)
-    output = engine._prefill(Request(ask.prompt, config, SamplingParams(max_new_tokens=1), None, 0.0))
+    request = Request(ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0)
+    output = engine.loop.run(lambda run: engine._answering.prefill(run, request, RequestProgress(), FutureCaptures()))
     return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1]
 
 
@@ -167,8 +168,8 @@ def test_blocks_hold_what_the_engine_has_in_its_buffer(
     torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
     news = workers.news()
     assert news is not None
-    told = news.reports["r"]
-    assert {one["outcome"] for one in told["segments"][:-1]} == (
+    report = news.reports["r"]
+    assert {one["outcome"] for one in report["segments"][:-1]} == (
         {"exact"} if order == [2, 1, 0] else {"exact", "reused"}
     )
 
@@ -207,7 +208,7 @@ def test_a_step_computes_no_more_rows_than_it_may(
     assert stack.forwards[-layers:] == [rows] * layers
 
 
-def test_a_request_that_is_gone_is_told_once(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
+def test_a_request_that_is_gone_is_returned_once(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
     fill = fill_of(scheduling, ask_of(engine, [0, 2, 1]))
     workers.step([fill], [], rows=1)
     assert not workers.finished()
@@ -221,7 +222,7 @@ def test_a_request_that_is_gone_is_told_once(engine: Engine, scheduling: Schedul
 def test_one_mistake_is_one_request_s(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM is told which blocks it has to compute itself, and why; the next request is filled again."""
+    """vLLM computes its blocks, and the report says why; the next request is filled again."""
 
     def broken(*_args: Any, **_how: Any) -> Any:
         raise RuntimeError("of this test")
@@ -257,12 +258,11 @@ def test_one_mistake_is_one_request_s(
 
 
 def test_captures_are_stored_before_the_answer_where_that_is_asked(
-    decoder: Decoder, tmp_path: Path, stack: BlockStack, identity: ModelIdentity
+    decoder: Decoder, tmp_path: Path, stack: BlockStack, settings: ConnectorSettings
 ) -> None:
     with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
-        made = Workers(stack, store, identity, namespace="default", block_size=BLOCK)  # type: ignore[arg-type]
-        settings = ConnectorSettings("unused", key="key")
-        scheduling = Scheduling(store, identity, settings, block_size=BLOCK, prefix_caching=True)
+        made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+        scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         ask = replace(ask_of(engine, [0, 2, 1], reuse=False), captures=(0, 1, 3), when_stored=True, primed=True)
         run(made, [fill_of(scheduling, ask)])
         found = engine.look_up(ask.prompt.segments[:-1]).variants
@@ -311,9 +311,9 @@ def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduli
     for changed, reason in cases:
         request = request_of(ask, **changed)
         assert (scheduling.matched(request, 0), scheduling.matched(request, 0)) == (0, 0)
-        told = scheduling.finished(request)
-        assert told is not None
-        assert reason in told[FIELD]["refused"]
+        report = scheduling.finished(request)
+        assert report is not None
+        assert reason in report[FIELD]["refused"]
     plain = request_of(ask, kv_transfer_params=None)
     assert (scheduling.matched(plain, 0), scheduling.finished(plain)) == (0, None)
 
@@ -350,7 +350,7 @@ def test_vllm_computes_what_is_nearly_there(engine: Engine, scheduling: Scheduli
 
 
 def test_a_prompt_that_was_filled_before_is_filled_alike(engine: Engine, scheduling: Scheduling) -> None:
-    """What vLLM computed of its chunks itself would answer the same request differently."""
+    """With blocks that vLLM computed itself, the same request would be answered differently."""
     asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 2, 1], alpha=0.7)]  # the other one has another salt
     question = asks[0].prompt.bounds[-2]
     fill_of(scheduling, asks[0])
@@ -372,10 +372,9 @@ def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
     assert scheduling.matched(request_of(ask, "new"), question - 1) == 0
 
 
-def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, identity: ModelIdentity) -> None:
+def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, settings: ConnectorSettings) -> None:
     ask = ask_of(engine, [0])
-    settings = ConnectorSettings("unused", key="key")
-    long = Scheduling(engine.store, identity, settings, block_size=4096, prefix_caching=True)
+    long = Scheduling(engine.store, settings, block_size=4096, prefix_caching=True)
     assert long.matched(request_of(ask), 0) == ask.prompt.bounds[-1] - 1
 
 

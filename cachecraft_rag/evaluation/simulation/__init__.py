@@ -1,1 +1,1 @@
-"""Replays of traces against the real catalog, planner and eviction, without tensors: what a budget would save."""
+"""Replays of traces with the real planner, eviction rules and memory tier, without tensors."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.checks import check_choice, check_number
-from cachecraft_rag.evaluation.plotting import BLACK, BLUE, BROWN, GREY, RED, TEAL, VIOLET, YELLOW, pyplot, save
+from cachecraft_rag.evaluation.plotting import BLACK, BLUE, BROWN, RED, VIOLET, YELLOW, pyplot, save
 from cachecraft_rag.evaluation.simulation.policies import MAKERS
 from cachecraft_rag.evaluation.simulation.replay import Outcome, Setting, replay
 from cachecraft_rag.evaluation.simulation.trace import Trace
@@ -19,7 +19,7 @@ from cachecraft_rag.types import Progress
 
 ORACLE, OURS = "oracle", "saving"
 _MANY = 100_000  # requests of all replays together: below that, starting processes takes longer
-_COLOURS = {OURS: RED, ORACLE: BLACK, "f_r": YELLOW, "lru": BLUE, "lfu": TEAL, "fifo": GREY, "s3-fifo": VIOLET}
+_COLOURS = {OURS: RED, ORACLE: BLACK, "f_r": YELLOW, "lru": BLUE, "s3-fifo": VIOLET}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is replayed: every policy at every budget; ours at the first budget with each N×M and each bound per chunk.
+    """Replays to make: every policy at every budget; ours at the first budget with each N×M and each bound per chunk.
 
     host_share  of the disk's budget: memory
     """
@@ -65,10 +65,10 @@ def run(
     progress: Callable[[Progress], None] | None = None,
     processes: int | None = None,
 ) -> Iterator[Cell]:
-    """Replay the trace for each cell of the grid; the oracle first, whom the others are compared with.
+    """Replay the trace for each cell of the grid; the oracle first, which the others are compared with.
 
-    `base` gives all that the grid does not. `processes` replay at once, as many as there are cores where None is given
-    and it is worth while. Raises ConfigError.
+    `base` gives all that the grid does not. `processes` replay at once; None means one, or one per core for a large
+    grid. Raises ConfigError.
     """
     planned = _settings(trace, grid, base)
     if processes is None:
@@ -90,7 +90,7 @@ def _cores() -> int:
 def _outcomes(
     trace: Trace, settings: Sequence[Setting], progress: Callable[[Progress], None], processes: int
 ) -> Iterator[Outcome]:
-    """The outcome of each setting, in their order; `progress` is told of requests, or of whole replays."""
+    """The outcome of each setting, in order; `progress` gets the number of requests, or of those of whole replays."""
     each, total = len(trace.requests), len(settings) * len(trace.requests)
     if min(processes, len(settings)) > 1:
         # spawn: what other threads of this process hold, torch's among them, does not survive a fork
@@ -106,11 +106,11 @@ def _outcomes(
         return
     for place, setting in enumerate(settings):
 
-        def told(done: int, *, place: int = place, what: str = setting.policy) -> None:
+        def report(done: int, *, place: int = place, what: str = setting.policy) -> None:
             progress(Progress(place * each + done, total, what))
 
-        told(0)
-        yield replay(trace, setting, progress=told)
+        report(0)
+        yield replay(trace, setting, progress=report)
 
 
 def _settings(trace: Trace, grid: Grid, base: Setting) -> list[tuple[float, Setting]]:
@@ -145,7 +145,7 @@ def of_policies(cells: Sequence[Cell]) -> dict[str, dict[float, Cell]]:
 
 
 def as_fields(cells: Sequence[Cell], requests: int) -> dict[str, Any]:
-    """What `--json` prints: policies → budget → `saved`, `of_oracle` and all counts; `limits` has the sweep of N×M."""
+    """Fields that `--json` prints: policies → budget → `saved`, `of_oracle` and counts; `limits`: the sweep of N×M."""
     first = of_policies(cells)
     kept = {id(cell) for by_budget in first.values() for cell in by_budget.values()}
     policies: Mapping[str, Any] = {
@@ -172,7 +172,7 @@ def _fields(cell: Cell) -> dict[str, Any]:
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Saved tokens over the budget, a line per policy. Raises ConfigError if matplotlib is missing or cannot write."""
-    figure, axis = pyplot("bench").subplots(figsize=(5.6, 3.8))
+    figure, axis = pyplot().subplots(figsize=(5.6, 3.8))
     for policy, by_budget in of_policies(cells).items():
         points = sorted(by_budget.items())
         axis.plot(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -9,12 +11,11 @@ from pathlib import Path
 
 from cachecraft_rag.checks import check_number, check_path, check_whole
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.zipf import Zipf
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was asked for.
+    """Requests for chunks.
 
     requests  the chunks of each request in prompt order, as numbers from 0
     tokens    `[chunks]`: the length of each chunk
@@ -25,7 +26,7 @@ class Trace:
 
     @property
     def asked_tokens(self) -> int:
-        """Tokens of all chunks of all requests: what computing everything would compute."""
+        """Tokens of all chunks of all requests: the cost of computing everything."""
         return sum(self.tokens[chunk] for request in self.requests for chunk in request)
 
 
@@ -59,7 +60,7 @@ def read_trace(path: Path, *, chunk_tokens: int = 256) -> Trace:
 def _fields(line: str, where: str) -> tuple[float, list[int | str], list[int]]:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: no JSON ({error})") from error
     names = fields.get("chunks") if isinstance(fields, dict) else None
     if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
@@ -77,17 +78,19 @@ def _fields(line: str, where: str) -> tuple[float, list[int | str], list[int]]:
 class Traffic:
     """Questions drawn by Zipf's law, whose ranks drift.
 
-    requests    how many
-    questions   asked at any time; of rank n with probability ∝ n^-exponent
-    drift       share of requests after which a question of any rank makes way for one about new documents
-    top_k       chunks per question, always the same ones in the same order …
-    variation   … but with this probability one of them gives way to another of the same topic
-    topic       chunks that the questions of one topic choose from
-    topic_size  questions per topic
-    chunk_tokens  lengths are drawn between half and one and a half of this
+    requests      requests to draw
+    questions     questions asked at any time; the one of rank n with probability ∝ n^-exponent
+    exponent      exponent of Zipf's law
+    drift         share of requests after which a question of any rank makes way for one about new documents
+    top_k         chunks per question, always the same ones in the same order
+    variation     probability with which one of them gives way to another of the same topic
+    topic         chunks that the questions of one topic choose from
+    topic_size    questions per topic
+    chunk_tokens  mean length, drawn between half and one and a half of it; in a trace the length where it gives none
+    seed          seed of the draw
     """
 
-    requests: int = 100_000
+    requests: int = 10_000
     questions: int = 5000
     exponent: float = 1.0
     drift: float = 0.05
@@ -107,6 +110,21 @@ class Traffic:
         check_number("drift", self.drift, most=1)
         check_number("variation", self.variation, most=1)
         check_whole("topic", self.topic, least=self.top_k + 1)
+
+
+class Zipf:
+    """Draws numbers from 0 on; number n - 1 has a probability ∝ n^-exponent.
+
+    >>> Zipf(3, exponent=1.0).draw(random.Random(0))
+    2
+    """
+
+    def __init__(self, count: int, *, exponent: float) -> None:
+        self._sums = list(itertools.accumulate((n + 1) ** -exponent for n in range(count)))
+
+    def draw(self, dice: random.Random) -> int:
+        """One number; takes one from `dice`."""
+        return bisect.bisect(self._sums, dice.random() * self._sums[-1])
 
 
 def draw_trace(traffic: Traffic) -> Trace:

@@ -1,16 +1,16 @@
-"""What every codec can do, and what lossy ones share."""
+"""Protocol of codecs, and functions that lossy ones share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from cachecraft_rag.types import KVLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ONE_THREAD = 32_768  # numbers: from so many on, torch shares an operation among threads
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
@@ -45,13 +45,8 @@ class Codec(Protocol):
         ...
 
     @property
-    def lossless(self) -> bool:
-        """Whether decoding gives back what was encoded, bit by bit."""
-        ...
-
-    @property
     def in_place(self) -> bool:
-        """Whether a block is the memory of the tensor itself, so that it can be read straight into the tensor."""
+        """True if a block is the memory of the tensor itself, so that it can be read straight into the tensor."""
         ...
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int | None:
@@ -59,15 +54,15 @@ class Codec(Protocol):
         ...
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Bytes of the largest block that `encode` may give: what claims more is none of its blocks."""
+        """Bytes of the largest block that `encode` may return; a larger one is damaged."""
         ...
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """What lies in a block of `nbytes`, in order."""
+        """Tensors in a block of `nbytes`, in order."""
         ...
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Where the tokens from `start` up to `stop` lie in a block: their bytes, joined, are a block of those tokens.
+        """Place of the tokens from `start` up to `stop` in a block: their bytes, joined, are a block of those tokens.
 
         Empty when a block can only be decoded as a whole.
         """
@@ -96,6 +91,7 @@ def stretches(out: Tensor) -> Iterator[slice]:
     Larger ones it would share among as many threads as it has, for every reader anew. Those and the threads of a pass
     that computes meanwhile wait for each other: on two cores both take several times as long.
 
+    >>> import torch
     >>> [(one.start, one.stop) for one in stretches(torch.empty(2, 100, 3, 64))]
     [(0, 85), (85, 100)]
     """
@@ -108,6 +104,8 @@ def finish(work: Tensor, out: Tensor) -> None:
 
     What was near the end of the dtype's range may have been rounded beyond it, and must not become an infinity.
     """
+    import torch
+
     end = torch.finfo(out.dtype).max
     work.clamp_(-end, end)
     if work is not out:

@@ -19,13 +19,16 @@ one zstandard frame with the keys' deltas, one with the values', int8 `[tokens, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs.base import BlockPart, finish, stretches
 from cachecraft_rag.types import KVLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _KEY_STEP = 0.25  # of the head's spread
 _VALUE_STEPS = (0.3, 0.4, 0.4)  # the same in the first, middle and last third of the layers
@@ -38,7 +41,6 @@ class Entropy:
     """A value's error is at most half its head's step; see `Codec`. Needs the package zstandard."""
 
     name = "entropy"
-    lossless = False
     in_place = False
 
     def __init__(self) -> None:
@@ -70,6 +72,8 @@ class Entropy:
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """See `Codec.encode`; infinities and NaN are refused, and so is what is too large to be squared."""
+        import torch
+
         values = kv.float()
         mean = values.mean(1, keepdim=True)  # [2, 1, kv_heads, head_dim]
         step = _steps(values, mean, torch.tensor([_KEY_STEP, _VALUE_STEPS[layer * len(_VALUE_STEPS) // layers]]))
@@ -82,6 +86,8 @@ class Entropy:
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """See `Codec.decode`."""
+        import torch
+
         _, _, kv_heads, head_dim = out.shape
         steps, anchors = 2 * kv_heads * 4, 2 * kv_heads * head_dim * 2
         frames = memoryview(block.numpy())[steps + anchors + 4 :]  # type: ignore[arg-type]  # as in `disk.memory_of`
@@ -120,6 +126,8 @@ def _steps(values: Tensor, mean: Tensor, shares: Tensor) -> Tensor:
 
     Raises ValueError when that is not a finite number.
     """
+    import torch
+
     rest = values - mean
     spread = rest.square().mean((1, 3), keepdim=True).sqrt_()
     step = spread * shares.view(2, 1, 1, 1)

@@ -8,11 +8,13 @@ fp32 models do not. Values are rounded against the scale as it is stored, so its
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.store.codecs.base import BlockPart, finish, stretches
 from cachecraft_rag.types import KVLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST = 127
 _SCALE_BYTES = 2
@@ -22,7 +24,6 @@ class Int8:
     """A value's error is at most half its scale, which is 1/127 of the largest of its head; see `Codec`."""
 
     name = "int8"
-    lossless = False
     in_place = False
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
@@ -30,7 +31,7 @@ class Int8:
         return 2 * tokens * layout.kv_heads * (_SCALE_BYTES + layout.head_dim)
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """They all have as many."""
+        """The same for every block."""
         return self.block_bytes(layout, tokens)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
@@ -48,6 +49,8 @@ class Int8:
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """See `Codec.encode`; infinities and NaN are refused."""
+        import torch
+
         values = kv.float()
         largest = values.abs().amax(-1, keepdim=True)
         if not torch.isfinite(largest).all():
@@ -62,6 +65,8 @@ class Int8:
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """See `Codec.decode`."""
+        import torch
+
         scales = out.numel() // out.shape[-1] * _SCALE_BYTES
         if len(block) != scales + out.numel():
             raise ValueError(f"block has {len(block)} bytes instead of {scales + out.numel()}")

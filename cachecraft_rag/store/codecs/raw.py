@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.store.codecs.base import BlockPart
 from cachecraft_rag.types import KVLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -15,15 +17,14 @@ class Raw:
     """Nothing is lost; see `Codec`."""
 
     name = "raw"
-    lossless = True
     in_place = True
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Those of the tensor."""
+        """Bytes of a layer of the tensor."""
         return layout.nbytes(tokens) // layout.layers
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """They all have as many."""
+        """The same for every block."""
         return self.block_bytes(layout, tokens)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
@@ -37,10 +38,14 @@ class Raw:
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """A view, no copy."""
+        import torch
+
         return kv.view(-1).view(torch.uint8)
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """A copy; `in_place` says how to do without it."""
+        import torch
+
         if len(block) != out.nbytes:
             raise ValueError(f"block has {len(block)} bytes instead of {out.nbytes}")
         out.view(-1).view(torch.uint8).copy_(block)

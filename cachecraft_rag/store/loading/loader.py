@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
@@ -27,23 +26,12 @@ class Loader:
         self._bytes_per_s: dict[str, float] = {}
         self._cpu_s_per_byte: dict[str, float] = {}
 
-    @contextmanager
-    def loading(self, stored: Sequence[tuple[StoredVariant, int]]) -> Iterator[PendingLoads]:
-        """Read while the block runs.
-
-        Afterwards what came whole stays in memory, and what proved missing or damaged leaves the store.
+    def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
+        """Begin to read; hand the result to `end`.
 
         Args:
             stored: opened variants and the positions they take in the prompt, in prompt order.
         """
-        loads = self.begin(stored)
-        try:
-            yield loads
-        finally:
-            self.end(loads)
-
-    def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
-        """Begin to read; hand what this returns to `end`."""
         extents = [
             Extent(one, start, first, last, kept=self._store.keeps(one))
             for one, start in stored
@@ -59,7 +47,7 @@ class Loader:
         return loads
 
     def end(self, loads: PendingLoads) -> None:
-        """Stop reading; see `loading`."""
+        """Stop reading. Memory keeps what came whole; missing and damaged chunk-caches leave the store."""
         loads.close()
         tiers = {extent.stored.tier for extent in loads.extents}
         if len(tiers) == 1 and loads.meter.bytes_per_s:  # of a mixture, it is not known whose the rate is

@@ -1,4 +1,4 @@
-"""What of a prompt is still to be loaded: shared by the threads that read it and the pass that may compute it instead.
+"""Chunk-caches of a prompt still to be loaded: shared by the readers and the pass that may compute them instead.
 
 Both work on one list of extents under one lock. Readers take extents from the back, the front takes tokens from the
 first extent that is not complete; what either has taken the other leaves alone. An extent that the front takes whole
@@ -27,7 +27,7 @@ _PARTS = 4  # but no more than this part of what is left at once: near the front
 
 
 class KVSink(Protocol):
-    """What loaded chunk-caches are placed in."""
+    """Destination of loaded chunk-caches."""
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Take over one layer `[2, tokens, kv_heads, head_dim]`, raw keys and values, at position `start`."""
@@ -42,7 +42,7 @@ class Extent:
     first, last  the extent's tokens, counted in the chunk; `last` is behind them
     taken        how many of them, from the first on, are computed instead
     layers       how many layers are there, from the first on
-    lost         why the rest will not come, where that is so
+    lost         reason why the rest failed to load, or None
     kept         whether memory keeps the chunk-cache when it has come whole
     waiting      of what memory does not keep: how many first layers came before there was a place for them
     """
@@ -61,8 +61,14 @@ class Extent:
 
     @property
     def positions(self) -> range:
-        """Where in the prompt the tokens lie that are not computed."""
+        """Positions in the prompt of the tokens that are not computed."""
         return range(self.start + self.first + self.taken, self.start + self.last)
+
+    def adjoins(self, other: Extent) -> bool:
+        """True if both are one stretch of a chunk, wanted as a whole, with equally many layers there."""
+        if self.stored is not other.stored or self.layers != other.layers:
+            return False
+        return (other.last == self.first and not self.taken) or (self.last == other.first and not other.taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class PendingLoads:
     layer_first  True: layer by layer, in few large reads; False: whole extents from the back, while a front is computed
     reads        how many have ended: while this stands still, nothing comes
     waited_s     seconds spent in `wait`
+    on_change    called by readers whenever something has come, or will not come any more
     """
 
     layers: int
@@ -93,6 +100,7 @@ class PendingLoads:
     layer_first: bool = True
     reads: int = 0
     waited_s: float = 0.0
+    on_change: Callable[[], object] | None = None
     _closed: bool = False
     _sink: KVSink | None = None
     # Taken by itself and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
@@ -147,9 +155,11 @@ class PendingLoads:
             if lost is not None and not self._closed and any(extent.positions for extent in extents):
                 self._lose(extents[0].stored, lost)
             self._changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
 
     def _put(self, job: _Read, out: Tensor, sink: KVSink) -> None:
-        """Place what a reader has just read, but for what is computed by now."""
+        """Place tokens just read, except those taken to be computed."""
         step = max(1, ONE_THREAD // max(1, out[0, 0].numel()))  # see `codecs.base.stretches`
         with torch.inference_mode():
             for extent in job.extents:
@@ -160,11 +170,13 @@ class PendingLoads:
                     sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
-        """Nothing is being read: mark what has not come as failed."""
+        """Mark everything incomplete as failed, when nothing is being read."""
         with self._lock:
             for extent in self.extents:
                 self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, code, reason))
             self._changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
 
     def _next(self) -> _Read | None:
         with self._lock:
@@ -176,10 +188,10 @@ class PendingLoads:
                 return None
             if self.layer_first:
                 first = min(free, key=lambda extent: extent.layers)
-                chosen = _adjoining(free[free.index(first) :])
+                chosen = next(_runs(free[free.index(first) :]))
             else:
                 most = max(1, min(_RUN, len(free) // _PARTS))
-                chosen = _adjoining(free[: -most - 1 : -1])[::-1]
+                chosen = next(_runs(free[: -most - 1 : -1]))[::-1]
             for extent in chosen:
                 extent.busy = True
             layer, stored = chosen[0].layers, chosen[0].stored
@@ -188,7 +200,7 @@ class PendingLoads:
             return _Read(chosen, layer, stored.own(layer, chosen[0].first, chosen[-1].last))
 
     def _lose(self, stored: StoredVariant, lost: Unavailable) -> None:
-        """What is complete and verified of this chunk stays good; the rest will not come."""
+        """Mark the rest of this chunk as lost; complete, verified extents stay good."""
         for extent in self.extents:
             if extent.stored is stored and extent.layers < self.layers:
                 extent.lost = lost
@@ -221,7 +233,7 @@ class PendingLoads:
         return positions
 
     def failed(self) -> list[int]:
-        """Positions that turned out not to come; each is told once, and must be computed from then on."""
+        """Positions that failed to load; each is returned once and must be computed from then on."""
         positions: list[int] = []
         with self._lock:
             for extent in self.extents:
@@ -236,18 +248,18 @@ class PendingLoads:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def bytes_left(self) -> float:
-        """What is still to be read."""
+        """Bytes still to be read."""
         with self._lock:
             left = [(extent, len(extent.positions) * (self.layers - extent.layers)) for extent in self._incomplete()]
         return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
 
     def depth(self) -> int:
-        """How many layers are there of everything that will come."""
+        """Number of layers that are there of everything that will come."""
         with self._lock:
             return min((extent.layers for extent in self._incomplete()), default=self.layers)
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
-        """Why a part of this chunk did not come, where that is so."""
+        """Reason why a part of this chunk failed to load, or None."""
         found = (extent.lost for extent in self.extents if extent.stored is stored and extent.lost is not None)
         return next(found, None)
 
@@ -283,7 +295,7 @@ class PendingLoads:
             stored.release()
 
     def _to_place(self, layer: int, below: int | None) -> Iterator[Extent]:
-        """What `place` puts into its place, of what is not placed as soon as it comes."""
+        """Extents for `place`: those not placed as soon as they come."""
         for extent in self.extents:
             if extent.placed or extent.layers <= layer or not (extent.kept or self._sink is None):
                 continue
@@ -309,30 +321,19 @@ class PendingLoads:
         )
 
 
-def _stretches(extents: Iterable[Extent]) -> Iterator[tuple[StoredVariant, int, int, int]]:
-    """(chunk, its place in the prompt, first token, token behind the last) of what is not computed and adjoins."""
-    found: tuple[StoredVariant, int, int, int] | None = None
+def _runs(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Cut extents, ascending or descending, into runs that adjoin."""
+    run: list[Extent] = []
     for one in extents:
-        first = one.first + one.taken
-        if first == one.last:
-            continue
-        if found is not None and found[0] is one.stored and found[3] == first:
-            found = (*found[:3], one.last)
-            continue
-        if found is not None:
-            yield found
-        found = (one.stored, one.start, first, one.last)
-    if found is not None:
-        yield found
+        if run and not one.adjoins(run[-1]):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
 
 
-def _adjoining(extents: Sequence[Extent]) -> list[Extent]:
-    """The first of them and what adjoins it, in either direction, as far as the same layer comes next: one read."""
-    run = [extents[0]]
-    for extent in extents[1:]:
-        last = run[-1]
-        apart = extent.first != last.last and extent.last != last.first
-        if extent.stored is not last.stored or extent.layers != last.layers or apart:
-            break
-        run.append(extent)
-    return run
+def _stretches(extents: Iterable[Extent]) -> Iterator[tuple[StoredVariant, int, int, int]]:
+    """(chunk, its place in the prompt, first token, token behind the last) of what adjoins and is not computed."""
+    for run in _runs(one for one in extents if one.positions):
+        yield run[0].stored, run[0].start, run[0].first + run[0].taken, run[-1].last

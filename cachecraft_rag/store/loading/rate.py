@@ -1,4 +1,4 @@
-"""How fast chunk-caches are coming just now."""
+"""Current rate of loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Meter:
     """
 
     def __init__(self, expected: float | None, *, cpu_s_per_byte: float = 0.0) -> None:
-        """`expected` is the rate to start from, of an earlier request; None = it is not known. So is the other."""
+        """`expected` and `cpu_s_per_byte` are those of an earlier request; None = the rate is not known."""
         self._lock = threading.Lock()
         self._seconds = _PRIOR_S if expected is not None else 0.0
         self._bytes = (expected or 0.0) * self._seconds
@@ -28,26 +28,26 @@ class Meter:
         self._expected_cpu, self._read_bytes, self._cpu_s = cpu_s_per_byte, 0.0, 0.0
 
     def stop(self) -> None:
-        """Nothing more is to come: silence counts no longer."""
+        """End the measurement: silence counts no longer."""
         with self._lock:
             self._advance()
             self._stopped = True
 
     @property
     def warm(self) -> bool:
-        """Whether the rate can be relied on: it was known before, or has been measured for long enough."""
+        """True if the rate can be relied on: known before, or measured for long enough."""
         with self._lock:
             self._advance()
             return self._known or self._seconds >= _ENOUGH_S
 
     def begin(self, nbytes: float) -> None:
-        """This many bytes were asked for."""
+        """Record that this many bytes were asked for."""
         with self._lock:
             self._advance()
             self._credit += nbytes / 2
 
     def end(self, nbytes: float, *, came: bool, cpu_s: float = 0.0) -> None:
-        """They came, or will not come; reading, verifying and decoding them took `cpu_s` of CPU time."""
+        """Record that they came, or will not come; `cpu_s` is the CPU time of reading, verifying and decoding."""
         with self._lock:
             self._advance()
             self._credit = max(0.0, self._credit - nbytes / 2)
@@ -63,7 +63,7 @@ class Meter:
 
     @property
     def cores(self) -> float:
-        """How many cores reading keeps busy at this rate."""
+        """Number of cores that reading keeps busy at this rate."""
         return self.cpu_s_per_byte * self.bytes_per_s
 
     @property

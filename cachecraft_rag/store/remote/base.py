@@ -1,66 +1,61 @@
-"""What a server must be able to do for us. Two implementations stand: Redis and object stores."""
+"""Protocol of a remote server. Two implementations stand: Redis and object stores."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-# What a library raises of an answer that it did not expect, besides its own errors: it must not end all sending.
+# What a library may raise for an unexpected answer, besides its own errors: none of it may end all sending.
 ODD_ANSWERS = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError, OSError)
 LONGEST_ROWS = 4 << 20  # all rows of a chunk together; what is beyond is passed over, here and on the server
 PIECE_BYTES = 1 << 20  # of a transfer: large enough for the wire, small enough to be given up between two
-
-Outcome = Literal["sent", "already there", "no room", "too slow"]
 
 
 @dataclass(frozen=True)
 class Parcel:
     """A chunk-cache on its way to a remote.
 
-    place    folder of its chunk
-    name     file name of its payload: variant id and `created`
-    row      the bytes of its row, whose first 16 are `created`
-    score    see `eviction.worth`: the lowest gives way first
-    instead_of  a row of the same variant that has to go first, if it is still there
+    name      `rows.name_of` its variant
+    row       its row, signed where the remote is
+    payload   its bytes, in parts that follow each other
+    replaces  name of an entry of the same variant that gives way, if it is still there
     """
 
-    place: str
     name: str
     row: bytes
-    score: float
     payload: tuple[memoryview, ...]
-    instead_of: bytes | None = None
+    replaces: str | None = None
 
     @property
-    def variant_id(self) -> str:
-        """The variant's id."""
-        return self.name[:32]
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of the payload."""
-        return sum(part.nbytes for part in self.payload)
+    def place(self) -> str:
+        """Folder of its chunk."""
+        return self.name.rpartition("/")[0]
 
     @property
     def nbytes(self) -> int:
-        """What counts against the budget."""
-        return self.payload_bytes + len(self.row)
+        """Bytes of payload and row."""
+        return sum(part.nbytes for part in self.payload) + len(self.row)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What lies on a remote, of all engines that use it."""
+    """Contents of a remote, of all engines that use it.
+
+    nbytes  of payloads
+    budget  the server's own limit in bytes; None where it has none, or says nothing of it
+    """
 
     variants: int
     nbytes: int
+    budget: int | None = None
 
 
-async def told(asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]) -> T:
-    """What a library answers; where it raises one of `errors` or `ODD_ANSWERS`, what `failure` makes of it.
+async def answer_of(asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]) -> T:
+    """Await a library's answer; where it raises one of `errors` or `ODD_ANSWERS`, raise what `failure` makes of it.
 
-    Raised outside the handler: what the library said may hold a secret, and stays out of the chain of causes.
+    Raised outside the handler: the library's message may hold a secret, and stays out of the chain of causes.
     """
     expected: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:
@@ -74,46 +69,43 @@ class Backend(Protocol):
     """One kind of server. All coroutines run in one event loop, and any of them may be cancelled at any await.
 
     Time limits are the caller's concern. Every failure of the server is an OSError, with no secret in its text.
-    Names and places are those of `rows`: ASCII, and safe as keys and as paths.
+    Names and places are those of `rows`: ASCII, and safe as keys and as paths. A row whose payload the server has
+    evicted counts as absent.
     """
 
-    async def lookup(self, places: Sequence[str]) -> list[list[bytes]]:
-        """The rows in each place, as they are there, in as few round trips as can be.
+    async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
+        """Rows in each place, by name, in as few round trips as possible.
 
         Of a place with more than `MOST_VARIANTS` or `LONGEST_ROWS` bytes of them, not all: no engine of ours has
         written that many.
         """
         ...
 
+    async def names(self, place: str) -> list[str]:
+        """Names of the entries in a place."""
+        ...
+
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """The payload `place/name` in order, in pieces of about PIECE_BYTES.
+        """Payload of an entry in order, in pieces of about PIECE_BYTES.
 
         Ends at once when it is not there.
         """
         ...
 
-    async def put(self, parcel: Parcel) -> Outcome:
-        """Make room within the budget, send payload, then row; a row is seen only once its payload is there."""
-        ...
-
-    async def raise_score(self, gains: Mapping[str, float]) -> None:
-        """Score += gain, by `place/name`; what is gone is passed over."""
+    async def write(self, parcel: Parcel) -> bool:
+        """Send payload and row; a row is seen only once its payload is there. False where there is no room."""
         ...
 
     async def remove(self, name: str) -> None:
-        """Remove payload and row of `place/name`, if they are there."""
-        ...
-
-    async def remove_row(self, place: str, row: bytes) -> None:
-        """Remove a damaged row, if it is still exactly this one, so that a sound one may take its place."""
+        """Remove an entry, if it is there."""
         ...
 
     async def usage(self) -> Usage:
-        """What lies there now."""
+        """Count what lies there now."""
         ...
 
     async def probe(self) -> None:
-        """The cheapest question that has an answer. Raises OSError."""
+        """Ask the cheapest question that has an answer. Raises OSError."""
         ...
 
     async def close(self) -> None:

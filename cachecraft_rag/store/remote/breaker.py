@@ -30,15 +30,15 @@ class Breaker:
 
     @property
     def state(self) -> State:
-        """What it does now."""
+        """The current state."""
         return self._state
 
     def allows(self) -> bool:
-        """Whether a request may go to the remote."""
+        """Return True if a request may go to the remote."""
         return self._state == "closed"
 
     def take_probe(self) -> bool:
-        """True when the cool-down is over: who gets that probes once and calls `succeeded` or `failed` with "probe"."""
+        """Return True once when the cool-down is over: the caller probes and reports the outcome of "probe"."""
         with self._lock:
             due = self._state == "open" and self._clock() - self._since >= self._pause_s
             if due:
@@ -46,7 +46,7 @@ class Breaker:
             return due
 
     def succeeded(self, kind: str) -> None:
-        """A request of this kind was answered as it should be."""
+        """Record a request of this kind that succeeded."""
         with self._lock:
             if kind != "probe":
                 if self._failures.pop(kind, 0) and not self._failures:
@@ -57,7 +57,7 @@ class Breaker:
                     self._failures[failed] = min(count, self._limit - 1)
 
     def failed(self, kind: str) -> bool:
-        """A request of this kind failed or took too long; True when that has just opened the breaker."""
+        """Record a failed or slow request of this kind; return True if that has just opened the breaker."""
         with self._lock:
             if kind != "probe":
                 self._failures[kind] += 1

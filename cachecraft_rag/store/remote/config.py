@@ -1,4 +1,4 @@
-"""Where a remote is, how much it may hold, and how long anybody waits for it."""
+"""Settings of a remote: its place, its keys, and time limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from cachecraft_rag.checks import MOST_SECONDS, check_number, check_text, check_whole
+from cachecraft_rag.checks import MOST_SECONDS, check_number, check_path, check_text, check_whole
 from cachecraft_rag.errors import ConfigError
 
 REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
@@ -18,6 +18,7 @@ _EXAMPLES = "redis://host:6379/0, rediss://…, unix:///path, s3://bucket/prefix
 
 KEY_VARIABLE, KEY_FILE_VARIABLE = "CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"
 SHORTEST_KEY = 16
+_MAKE_KEY = "make one with `openssl rand -hex 32`"
 _FILE_BYTES = 1 << 16
 _HIDDEN = "(its text is left out: it may hold a part of the URL)"
 _SECRET_LETTERS = 3  # shorter pieces of a URL are in every text, and no secret
@@ -30,10 +31,9 @@ _PARTS = re.compile(
 
 
 def shown_url(url: str) -> str:
-    """A URL as people and logs may see it: without what stands before the host's @ and behind ? or #.
+    """A URL for people and logs: without what stands before the host's @ and behind ? or #.
 
-    Where it is not plain which @ that is, or what it is a URL of, only the scheme is shown, or nothing: a typo may put
-    a password anywhere.
+    Of an ambiguous or unknown URL only the scheme is shown, or nothing: a typo may put a password anywhere.
 
     >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
     'redis://***@host:6379/0?***'
@@ -74,11 +74,12 @@ def hidden(text: str, url: str) -> str:
 class RemoteConfig:
     """Settings of a remote.
 
-    url                 redis://, rediss:// or unix:// (Redis, Valkey), s3://, gs://, az:// or file:// (object stores;
-                        memory:// within one process). Credentials are in it or in the environment, as the libraries
-                        know them
-    budget_bytes        all chunk-caches there together; where engines differ, the smallest budget wins
-    variants_per_chunk  of one chunk; beyond that those with the lowest eviction score give way
+    url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
+                        s3://, gs://, az:// or file:// (object stores, memory:// within one process). Credentials are
+                        in it or in the environment, as the libraries know them
+    budget_bytes        of a folder (file://), 20 GiB unless given: what was read least recently gives way. Redis keeps
+                        to its `maxmemory`, a bucket to its life-cycle rules
+    variants_per_chunk  of one chunk; beyond that the oldest give way
     ask_below           a chunk with fewer variants than this in the local store is asked for; at 1 an engine that has
                         all it needs never waits for the remote
     lookup_timeout_s    longest wait for the rows of a request; None = 0.1 s for Redis, 0.5 s for object stores, whose
@@ -93,11 +94,11 @@ class RemoteConfig:
     key                 a secret that all engines share: what is sent is signed with it, and nothing else is used.
                         Else that of `key_file`, of the environment (CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE),
                         or none: see docs/remote.md
-    key_file            a file with a key on each line: the first signs, all are accepted
+    key_file            file with a key on each line, of all engines: the first signs, all are accepted
     """
 
     url: str = field(repr=False)
-    budget_bytes: int = 20 << 30
+    budget_bytes: int | None = None
     variants_per_chunk: int = 8
     ask_below: int = 1
     lookup_timeout_s: float | None = None
@@ -121,7 +122,11 @@ class RemoteConfig:
             if name.endswith("_s"):
                 check_number(name, value, above=True, most=MOST_SECONDS, optional=name == "lookup_timeout_s")
             else:
-                check_whole(name, value, least=1)
+                check_whole(name, value, least=1, optional=name == "budget_bytes")
+        if self.key is not None and not isinstance(self.key, str):  # not shown: it may be the secret
+            raise ConfigError(f"key must be text, not {type(self.key).__name__}: {_MAKE_KEY}")
+        if self.key_file is not None:
+            check_path("key_file", self.key_file)
         try:
             parts = urlsplit(self.url)
             known = parts.scheme in REDIS_SCHEMES | OBJECT_SCHEMES
@@ -133,6 +138,9 @@ class RemoteConfig:
             raise ConfigError(f"{self.shown!r} is not the URL of a remote; write one such as {_EXAMPLES}")
         if not place and parts.scheme != "memory":
             raise ConfigError(f"{self.shown!r} names no host, bucket or path; give a URL such as {_EXAMPLES}")
+        if self.budget_bytes is not None and parts.scheme not in ("file", "memory"):
+            own = "`maxmemory` of the server" if parts.scheme in REDIS_SCHEMES else "life-cycle rules of the bucket"
+            raise ConfigError(f"budget_bytes is for folders (file://) only; set {own} instead, see docs/remote.md")
 
     @property
     def scheme(self) -> str:
@@ -141,26 +149,37 @@ class RemoteConfig:
 
     @property
     def shown(self) -> str:
-        """The URL as people and logs may see it."""
+        """The URL for people and logs, without its secrets."""
         return shown_url(self.url)
 
     def hide(self, error: object) -> str:
-        """What a library says, as people and logs may see it."""
+        """A library's message for people and logs, without the URL's secrets."""
         return hidden(str(error), self.url)
 
     def keys(self) -> tuple[bytes, ...]:
-        """The keys to sign with (the first) and to believe (all); none where the remote is not signed.
+        """Keys to sign with (the first) and to believe (all); none where the remote is not signed.
 
-        Raises ConfigError when a key is too short, or the file cannot be read; no key is ever part of the message.
+        Raises ConfigError when a key is empty or too short, or the file cannot be read; no key is ever part of the
+        message.
         """
-        told = self.key or (None if self.key_file else os.environ.get(KEY_VARIABLE))
-        path = self.key_file or os.environ.get(KEY_FILE_VARIABLE)
-        keys = [told] if told else [] if not path else _keys_in(Path(path))
-        if any(len(key) < SHORTEST_KEY for key in keys):
+        key, path = self.key, self.key_file
+        if key is None and path is None:
+            key, path = os.environ.get(KEY_VARIABLE), os.environ.get(KEY_FILE_VARIABLE)
+        if "" in (key, path):
             raise ConfigError(
-                f"a key of a remote needs at least {SHORTEST_KEY} characters; make one with `openssl rand -hex 32`"
+                f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"
             )
-        return tuple(key.encode("utf-8", "surrogatepass") for key in keys)
+        keys = [key.strip()] if key is not None else _keys_in(Path(path)) if path is not None else []
+        if not all(len(one) >= SHORTEST_KEY and one.isprintable() for one in keys):
+            raise ConfigError(
+                f"a key of a remote needs at least {SHORTEST_KEY} characters that can be printed; {_MAKE_KEY}"
+            )
+        return tuple(one.encode() for one in keys)
+
+    @property
+    def folder_budget_bytes(self) -> int:
+        """`budget_bytes`, or its default."""
+        return 20 << 30 if self.budget_bytes is None else self.budget_bytes
 
     @property
     def lookup_limit_s(self) -> float:
@@ -172,12 +191,12 @@ def _keys_in(path: Path) -> list[str]:
     """The keys in a file, one on each line. Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            text = file.read(_FILE_BYTES).decode()
+            text = file.read(_FILE_BYTES + 1).decode()
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        problem = f"the key file {path} cannot be read ({why}); write a key of `openssl rand -hex 32` into it"
+        why = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no text'})"
     else:
-        if keys := [line.strip() for line in text.splitlines() if line.strip()]:
+        keys = [line.strip() for line in text.splitlines() if line.strip()]
+        if keys and len(text) <= _FILE_BYTES:
             return keys
-        problem = f"the key file {path} holds no key; write one of `openssl rand -hex 32` into it"
-    raise ConfigError(problem)
+        why = "holds no key" if not keys else "is no file of keys: it is too long"
+    raise ConfigError(f"the key file {path} {why}; write a key of `openssl rand -hex 32` into it")

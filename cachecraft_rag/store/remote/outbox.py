@@ -1,121 +1,85 @@
-"""What is on its way to a remote: chunk-caches within a limit of bytes, and uses."""
+"""Chunk-caches on their way to a remote, within a limit of bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections import Counter
+from concurrent.futures import Future, wait
 
-from cachecraft_rag.store.remote.base import Backend, Parcel
+from cachecraft_rag.store.remote.base import Parcel
+from cachecraft_rag.store.remote.connection import Connection
 
 logger = logging.getLogger("cachecraft_rag.store")
-GATHER_S = 0.1  # uses of one answer come together and go out together
-MOST_GAINS = 100_000
 
 
 class Outbox:
-    """Takes from any thread, never waits; `run` sends in the tier's event loop, one parcel after the other."""
+    """Takes parcels from any thread without waiting; the connection's event loop sends one after the other.
 
-    def __init__(
-        self, backend: Backend, *, queue_bytes: int, timeout_s: float, loop: asyncio.AbstractEventLoop,
-        allowed: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """`allowed` says whether the remote may be asked anything now; while it may not, parcels are dropped."""
-        self._backend, self._allowed, self._loop = backend, allowed, loop
-        self._queue_bytes, self._timeout_s = queue_bytes, timeout_s
-        self._lock = threading.RLock()  # taken by itself: Ctrl-C in the first line of the condition's would lose it
-        self._state = threading.Condition(self._lock)
-        self._parcels: deque[Parcel] = deque()
-        self._gains: dict[str, float] = {}
-        self._busy = self._hurried = False
-        self._wake = asyncio.Event()
+    Attributes:
+        captures: parcels by outcome: "sent", "already there", "no room", or why one was not sent.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._config = connection, connection.config
+        self._lock = threading.Lock()
+        self._turn = asyncio.Lock()
+        self._under_way: set[Future[None]] = set()
         self.queued_bytes = 0
-        self.captures: Counter[str] = Counter()  # by outcome
+        self.captures: Counter[str] = Counter()
 
     def offer(self, parcel: Parcel) -> bool:
-        """Queue a chunk-cache; False when it is dropped."""
+        """Queue a parcel; False when it is dropped."""
         with self._lock:
-            fits = self.queued_bytes + parcel.nbytes <= self._queue_bytes
-            if fits:
-                self._parcels.append(parcel)
-                self.queued_bytes += parcel.nbytes
-            else:
+            if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
                 self.captures["too many are waiting"] += 1
-        return fits and self._rouse()
-
-    def gain(self, name: str, gain: float) -> None:
-        """Score += gain for `place/name`, soon."""
-        with self._lock:
-            if name in self._gains or len(self._gains) < MOST_GAINS:
-                self._gains[name] = self._gains.get(name, 0.0) + gain
-        self._rouse()
-
-    def flush(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is left to send; False when that takes longer than `timeout_s`."""
-        with self._lock:
-            self._hurried = True
-        self._rouse()
-        with self._lock:
-            done = self._state.wait_for(lambda: not (self._parcels or self._gains or self._busy), timeout_s)
-            self._hurried = False
-            return done
-
-    def _rouse(self) -> bool:
+                return False
+            self.queued_bytes += parcel.nbytes
         try:
-            self._loop.call_soon_threadsafe(self._wake.set)
-        except RuntimeError:  # the loop is closed
+            future = self._connection.submit(self._send(parcel))
+        except RuntimeError:  # closed meanwhile
+            self.queued_bytes -= parcel.nbytes
             return False
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
         return True
 
-    async def run(self) -> None:
-        """Send for ever."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if not self._parcels and not self._hurried:
-                await asyncio.sleep(GATHER_S)
-            while self._take():
-                parcel, gains = self._current
-                try:
-                    await self._send(parcel, gains)
-                finally:
-                    self._done(parcel)
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait until everything offered so far is sent or dropped; False when that takes longer than `timeout_s`."""
+        return not wait(self._under_way.copy(), timeout_s).not_done
 
-    def _take(self) -> bool:
-        with self._lock:
-            parcel = self._parcels.popleft() if self._parcels else None
-            gains, self._gains = self._gains, {}
-            self._current = parcel, gains
-            self._busy = parcel is not None or bool(gains)
-            return self._busy
-
-    def _done(self, parcel: Parcel | None) -> None:
-        with self._lock:
-            self.queued_bytes -= parcel.nbytes if parcel is not None else 0
-            self._busy = False
-            self._state.notify_all()
-
-    async def _send(self, parcel: Parcel | None, gains: dict[str, float]) -> None:
-        outcome = "the remote is left alone"
-        if self._allowed():
-            if gains:  # on their own: a use that cannot be counted must not keep a chunk-cache from being sent
-                await self._tried(self._backend.raise_score(gains))
-            if parcel is not None:
-                if parcel.instead_of is not None:
-                    await self._tried(self._backend.remove_row(parcel.place, parcel.instead_of))
-                outcome = await self._tried(self._backend.put(parcel))
-        if parcel is not None:
+    async def _send(self, parcel: Parcel) -> None:
+        outcome = "failed"
+        try:
+            async with self._turn:
+                outcome = await self._outcome(parcel)
+        except Exception:  # a mistake of our own must be seen, and end no sending
+            logger.exception("A chunk-cache could not be sent to the remote")
+        finally:
             with self._lock:
+                self.queued_bytes -= parcel.nbytes
                 self.captures[outcome] += 1
 
-    async def _tried(self, sending: Coroutine[Any, Any, str | None]) -> str:
-        """What became of it. Time-outs too: a capture that others have to compute for themselves."""
+    async def _outcome(self, parcel: Parcel) -> str:
+        if not self._connection.allows():
+            return "the remote is left alone"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await sending or ""
-        except OSError as error:
-            logger.info("A chunk-cache or its use count could not be sent to the remote: %s", error)
+            async with asyncio.timeout(self._config.put_timeout_s):
+                return await self._deliver(parcel)
+        except OSError as error:  # a TimeoutError too
+            logger.info("A chunk-cache could not be sent to the remote: %s", error)
             return "too slow" if isinstance(error, TimeoutError) else "failed"
+
+    async def _deliver(self, parcel: Parcel) -> str:
+        backend, variant = self._connection.backend, parcel.name.rpartition("-")[0]
+        there = [name for name in await backend.names(parcel.place) if name != parcel.replaces]
+        if any(name.startswith(variant) for name in there):
+            return "already there"
+        if not await backend.write(parcel):
+            return "no room"
+        oldest = sorted(there, key=lambda name: name.rpartition("-")[2])
+        crowd = oldest[: max(0, len(there) + 1 - self._config.variants_per_chunk)]
+        for name in crowd if parcel.replaces is None else (parcel.replaces, *crowd):
+            await backend.remove(name)
+        return "sent"

@@ -1,10 +1,10 @@
-"""What a remote keeps besides payloads: a row per variant, and the names under which both lie.
+"""Rows of a remote: one per variant beside its payload, and the names of both.
 
 A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a signed remote a line with its
 signature. What is not exactly as it was written, or does not belong under the name it was found at, is no row.
 
-The names in the JSON are the format: frozen by a test, and written out here one by one. A field that is not known is
-ignored, so a later version may add some. A row with a higher `layout_version` is left alone.
+The names in the JSON are the format, frozen by a test. A field that is not known is ignored, so a later version may
+add some. Rows of another layout lie in another folder (`ROOT`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import json
 import struct
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from cachecraft_rag.store.expected import unsound, unsound_scores
-from cachecraft_rag.store.layout import NewerVersionError, OlderVersionError, require_version
+from cachecraft_rag.store.row_checks import unsound, unsound_scores
 from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
 LONGEST_ROW = 4 << 20
+_AS_THEY_ARE = (
+    "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
+    "reuse_frequency", "created", "primed",
+)  # fmt: skip
 _IMPOSSIBLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -45,41 +48,26 @@ class Row:
     def encode(self) -> bytes:
         """The row's bytes, not signed."""
         variant = self.variant
-        fields = {
+        found = {
             "layout_version": LAYOUT_VERSION,
-            "namespace": variant.key.namespace,
-            "fingerprint": variant.key.fingerprint,
-            "chunk_id": variant.key.chunk_id,
-            "origin_prefix": variant.key.origin_prefix,
-            "variant_id": variant.variant_id,
-            "tokens": variant.tokens,
-            "tokens_digest": variant.tokens_digest,
-            "inter": variant.inter,
-            "intra": variant.intra,
-            "cci": variant.cci,
-            "exact_share": variant.exact_share,
-            "codec": variant.codec,
-            "nbytes": variant.nbytes,
-            "reuse_frequency": variant.reuse_frequency,
-            "created": variant.created,
-            "primed": variant.primed,
+            **asdict(variant.key),
+            **{name: getattr(variant, name) for name in _AS_THEY_ARE},
             "token_inter": _encoded(self.token_scores.inter),
-            "token_received": _encoded(self.token_scores.received),
             "payload_bytes": self.payload_bytes,
         }
         if variant.payload.seal:
-            fields["seal"] = base64.b64encode(variant.payload.seal).decode()
-        text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+            found["seal"] = base64.b64encode(variant.payload.seal).decode()
+        text = json.dumps(found, separators=(",", ":")).encode("ascii")
         return framed(created_hex(variant.created).encode("ascii"), text)
 
 
 def name_of(variant: Variant) -> str:
-    """Where the payload lies; `created` is part of it, so an old row never meets a newer payload."""
+    """Name of row and payload; `created` is part of it, so an old row never meets a newer payload."""
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
 def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
-    """A row: `created`, a checksum over what follows it, JSON, and behind a line's end what signs it, if anything does.
+    """A row: `created`, a checksum over the rest, JSON, and the signature, if any, after a line's end.
 
     JSON as we write it holds no line's end.
     """
@@ -100,37 +88,30 @@ def created_hex(created: float) -> str:
     return struct.pack(">d", created).hex()
 
 
-def scope_of(namespace: str, fingerprint: str) -> str:
-    """The folder of everything that one tenant's model may be served."""
-    return digest("remote scope", namespace, fingerprint)
-
-
 def place_of(key: VariantKey) -> str:
-    """The folder of one chunk; a digest, because ids are up to the caller and could contain anything."""
-    return f"{scope_of(key.namespace, key.fingerprint)}/{digest('remote chunk', key.chunk_id)}"
+    """The folder of one chunk of one tenant's model; digests, because ids may hold anything."""
+    scope = digest("remote scope", key.namespace, key.fingerprint)
+    return f"{scope}/{digest('remote chunk', key.chunk_id)}"
 
 
 def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -> Row:
-    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else,
-    OlderVersionError (a ValueError) or NewerVersionError when an older or a newer version wrote it.
+    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else.
 
-    Its signature, if it has one, is for `signing` to judge. How often others say it was used is not believed: who could
-    say so could keep it here for ever.
+    `signing` verifies the signature, if any. The stated uses are ignored: they could keep a variant here for ever.
     """
     try:
         if len(raw) > LONGEST_ROW:
             raise ValueError("length")
         created, text, _ = unframed(raw)
-        fields = json.loads(text)
-        require_version(fields["layout_version"])
-        payload_bytes = fields["payload_bytes"]
-        seal = base64.b64decode(fields.get("seal", ""), validate=True)
-        token_scores = TokenScores(_decoded(fields["token_inter"]), _decoded(fields.get("token_received")))
-        variant = _variant_of(fields, Payload(None, payload_bytes, seal))
+        given = json.loads(text)
+        if given["layout_version"] != LAYOUT_VERSION:
+            raise ValueError("layout version")
+        payload_bytes = given["payload_bytes"]
+        seal = base64.b64decode(given.get("seal", ""), validate=True)
+        token_scores = TokenScores(_decoded(given["token_inter"]))
+        variant = _variant_of(given, Payload(None, payload_bytes, seal))
         _require(variant, payload_bytes, token_scores)
         same = created.decode("ascii") == created_hex(variant.created)
-    except (OlderVersionError, NewerVersionError):
-        raise
     except _IMPOSSIBLE as error:
         raise ValueError(f"row damaged: {type(error).__name__}: {error}") from error
     key = variant.key
@@ -139,31 +120,12 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
     return Row(replace(variant, reuse_frequency=0.0), token_scores, payload_bytes)
 
 
-def _variant_of(fields: Mapping[str, Any], payload: Payload) -> Variant:
-    """The variant of a row's fields; what else there is, a later version added. Raises LookupError, TypeError."""
-    return Variant(
-        key=VariantKey(
-            namespace=fields["namespace"],
-            fingerprint=fields["fingerprint"],
-            chunk_id=fields["chunk_id"],
-            origin_prefix=tuple(fields["origin_prefix"]),
-        ),
-        variant_id=fields["variant_id"],
-        tokens=fields["tokens"],
-        tokens_digest=fields["tokens_digest"],
-        inter=tuple(array("f", fields["inter"])),
-        intra=fields["intra"],
-        cci=fields["cci"],
-        exact_share=fields["exact_share"],
-        session=None,
-        codec=fields["codec"],
-        nbytes=fields["nbytes"],
-        reuse_frequency=fields["reuse_frequency"],
-        created=fields["created"],
-        home="remote",
-        primed=fields["primed"],
-        payload=payload,
-    )
+def _variant_of(row: Mapping[str, Any], payload: Payload) -> Variant:
+    """The variant of a row's fields; unknown ones are ignored. Raises LookupError, TypeError."""
+    key = VariantKey(**{one.name: row[one.name] for one in fields(VariantKey)})
+    given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
+    key = replace(key, origin_prefix=tuple(key.origin_prefix))
+    return Variant(key=key, session=None, home="remote", payload=payload, **given)
 
 
 def _encoded(scores: np.ndarray | None) -> str | None:
@@ -175,7 +137,7 @@ def _decoded(text: str | None) -> np.ndarray | None:
 
 
 def _require(variant: Variant, payload_bytes: int, token_scores: TokenScores) -> None:
-    """Raise ValueError unless every field is what the planner may count on: JSON says nothing about types."""
+    """Raise ValueError unless every field has the type and range that the planner needs."""
     if flaw := unsound(variant):
         raise ValueError(flaw)
     if variant.variant_id != variant.key.variant_id:

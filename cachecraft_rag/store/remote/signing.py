@@ -32,10 +32,10 @@ class Signer:
         created, text, _ = unframed(row)
         return framed(created, text, _row_mac(self.keys[0], created, text))
 
-    def signer_of(self, row: bytes) -> bytes | None:
-        """The key that signed a row; None where it is none of these. Raises ValueError when the row is damaged."""
+    def is_signed(self, row: bytes) -> bool:
+        """Return True if one of the keys signed this row. Raises ValueError when the row is damaged."""
         created, text, signature = unframed(row)
-        return next((key for key in self.keys if hmac.compare_digest(_row_mac(key, created, text), signature)), None)
+        return any(hmac.compare_digest(_row_mac(key, created, text), signature) for key in self.keys)
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
         """The digests of a payload's slices; its parts follow each other."""
@@ -52,9 +52,9 @@ class Signer:
         return bytes(seal + _slice_mac(self.keys[0], rest)) if rest else bytes(seal)
 
     def confirms(self, seal: bytes, number: int, data: bytes | bytearray) -> bool:
-        """Whether `data` is slice `number` of the payload that was sealed so."""
-        told = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        return any(hmac.compare_digest(_slice_mac(key, data), told) for key in self.keys)
+        """Return True if `data` is slice `number` of the payload with this seal."""
+        digest = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        return any(hmac.compare_digest(_slice_mac(key, data), digest) for key in self.keys)
 
 
 def _row_mac(key: bytes, created: bytes, text: bytes) -> bytes:
@@ -66,5 +66,5 @@ def _slice_mac(key: bytes, data: bytes | bytearray) -> bytes:
 
 
 def _payload_key(key: bytes) -> bytes:
-    """A key of its own: what is signed as a slice can never pass for a row."""
+    """A separate key, so that a signed slice can never pass for a row."""
     return hmac.digest(key, b"payload", "sha256")

@@ -19,7 +19,7 @@ Piece = bytes | memoryview
 
 
 class RemoteStream(Closeable):
-    """Reads a payload front to back: the header first, then layer 0, 1, … A `layout.Source`.
+    """Reads a payload front to back: the header first, then layer 0, 1, … A `layout.ByteSource`.
 
     The next piece is fetched while the caller works on the last. One thread reads; `close` may be called from any other
     and ends a read under way at once. A buffer is written to by the reading thread alone, so once `read_into` is over,
@@ -42,9 +42,8 @@ class RemoteStream(Closeable):
     ) -> None:
         """Begin to fetch. Raises RuntimeError when the tier is closed.
 
-        `submit` hands a coroutine to the tier's event loop; `ended` is told once how it went, unless it was closed
-        before it had an end. `confirms` says of each slice of `SLICE_BYTES`, by its number, whether it is as it was
-        signed: nothing of it is given away before.
+        `submit` hands a coroutine to the tier's event loop. `ended` is called once with the outcome, unless the stream
+        is closed before. `confirms` verifies each slice of `SLICE_BYTES` by its number before any of it is handed out.
         """
         self._confirms, self._slices, self._unconfirmed = confirms, 0, memoryview(b"")
         self.nbytes = nbytes
@@ -64,7 +63,7 @@ class RemoteStream(Closeable):
         self.read_into(buffer)
 
     def encoded(self) -> Encoded | None:
-        """The payload as it came, once all of it has come: the very buffers that were filled, not copies."""
+        """The whole payload in the buffers that were filled, not copies; None until all of it is there."""
         return Encoded(bytes(self._parts[0]), tuple(self._parts[1:])) if self._taken == self.nbytes else None
 
     def read_into(self, buffer: memoryview) -> None:
@@ -89,7 +88,7 @@ class RemoteStream(Closeable):
             self._end("whole")
 
     def close(self) -> None:
-        """Give up what is in flight, at once."""
+        """Cancel the transfer at once."""
         with self._lock:
             if self._closed:
                 return
@@ -103,7 +102,7 @@ class RemoteStream(Closeable):
             coroutine.close()
 
     def _confirmed(self, confirms: Callable[[int, bytearray], bool]) -> memoryview:
-        """The next slice, which is as it was signed."""
+        """The next slice, verified."""
         wanted = min(SLICE_BYTES, self.nbytes - self._slices * SLICE_BYTES)
         whole = bytearray()
         while len(whole) < wanted:

@@ -88,7 +88,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Fuzz:
-    """What the fuzz tests share: pytest's importlib mode lets no test import a module beside it."""
+    """Helpers of the fuzz tests, as a fixture: pytest's importlib mode lets no test import a module beside it."""
 
     count: int = COUNT
     chunks: tuple[Chunk, ...] = tuple(CHUNKS)

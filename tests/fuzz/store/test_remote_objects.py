@@ -33,7 +33,7 @@ ODD = (
 )  # fmt: skip
 ROW_FIELDS = (
     "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "codec", "nbytes", "reuse_frequency", "created",
-    "primed", "payload_bytes", "token_inter", "token_received", "layout_version", "key", "session", "home", "payload",
+    "primed", "payload_bytes", "token_inter", "layout_version", "key", "session", "home", "payload",
     "seal", "unheard of",
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ class Remote:
                 return {path: path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()}
 
     def restore(self) -> None:
-        """As it was. The engine may still be removing, in the background, what it found to be damaged."""
+        """Restore all objects. The engine may still be removing, in the background, what it found to be damaged."""
         while self.there() != self.honest:
             with suppress(FileNotFoundError, NotADirectoryError):
                 for path in self.there().keys() - self.honest.keys():
@@ -153,7 +153,7 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
     codec = dice.choice(("raw", "raw", "int8", "entropy"))
     numbers = {"tokens": tokens, "nbytes": layout.nbytes(tokens), "codec": codec}
     scores = base64.b64encode(np.ones(tokens, "<f4").tobytes()).decode()
-    numbers |= {"token_inter": scores, "token_received": scores}
+    numbers["token_inter"] = scores
     variant = variant_in(row, fields | numbers)
     encoded = encode(variant, layout, torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype)))
     remote.change_row(row, lambda found: found.update(numbers))
@@ -248,7 +248,7 @@ def strangers(remote: Remote, dice: random.Random) -> str:
     base = row.name.split(".")[0]
     kind = dice.choice(("level", "names", "rows"))
     if kind == "level":
-        row.with_name(f"{base}.{dice.choice(('3000', '9' * 200, '-1', '²', '٣', '1.2', ''))}.up").write_bytes(b"")
+        row.with_name(f"{base}.{dice.choice(('3000', '9' * 200, '-1', '²', '٣', '1.2', ''))}.row").write_bytes(b"")
     elif kind == "names":
         for name in ("x.cache", ".row", "a.b.c.d", base, f"{base}.row", f"{base}.0.cache", "\u2603.1.row"):
             row.with_name(name).write_bytes(b"x" * dice.randrange(100))
@@ -308,7 +308,7 @@ def other_scores(remote: Remote, dice: random.Random) -> str:
 
     def change(fields: dict[str, Any]) -> None:
         scores = np.full(fields["tokens"] + dice.choice((0, 0, 1)), value, "<f4")
-        fields["token_inter"] = fields["token_received"] = base64.b64encode(scores.tobytes()).decode()
+        fields["token_inter"] = base64.b64encode(scores.tobytes()).decode()
         fields["inter"] = [value] * len(fields["inter"])
 
     remote.change_row(row, change)

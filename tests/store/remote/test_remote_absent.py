@@ -24,7 +24,7 @@ NOWHERE = "redis://:secret@127.0.0.1:1/0"
 
 def capture(chunk: str = "chunk") -> Capture:
     key = VariantKey("ns", "model", chunk, ("system",))
-    scores = TokenScores(np.zeros(3, np.float32), np.zeros(3, np.float32))
+    scores = TokenScores(np.zeros(3, np.float32))
     return Capture(key, LAYOUT, "tokens", torch.ones(LAYOUT.shape(3)), scores, (0.1,), 0.3, 0.6, 1.0)
 
 

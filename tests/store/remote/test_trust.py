@@ -1,4 +1,4 @@
-"""What whoever can write to a remote can do with every checksum right, and what a key of one's own changes."""
+"""Attacks by a writer to the remote with every checksum right, and protection by a key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import torch
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.engine.base import Generation
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
@@ -31,7 +32,7 @@ from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
 from cachecraft_rag.store.remote.config import hidden, shown_url
 from cachecraft_rag.store.remote.rows import decode_row, framed, unframed
 from cachecraft_rag.store.remote.signing import SLICE_BYTES, Signer
-from cachecraft_rag.types import Chunk, KVLayout, Variant, VariantKey
+from cachecraft_rag.types import Chunk, KVLayout, TokenScores, Variant, VariantKey
 
 CHUNKS = [Chunk("Empty the kettle before you descale it. " * 2), Chunk("The crumb tray is on the left. " * 2)]
 PATIENT = {"lookup_timeout_s": 30.0, "connect_timeout_s": 30.0, "read_timeout_s": 30.0}
@@ -123,7 +124,7 @@ def shared(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[Sha
 
 def other_tokens(by: int) -> Any:
     def change(fields: dict[str, Any], layout: KVLayout) -> tuple[dict[str, Any], KVLayout]:
-        return {"tokens": fields["tokens"] + by, "token_inter": None, "token_received": None}, layout
+        return {"tokens": fields["tokens"] + by, "token_inter": None}, layout
 
     return change
 
@@ -139,7 +140,7 @@ HARMONY = {
 
 
 @pytest.mark.parametrize("lie", list(HARMONY))
-def test_what_the_model_never_wrote_is_a_miss_and_lands_on_no_disk(lie: str, shared: Shared) -> None:
+def test_entries_that_the_model_never_wrote_are_misses_and_stay_off_the_disk(lie: str, shared: Shared) -> None:
     captured = ask(shared.engine())
     shared.rewrite(HARMONY[lie])
     victim = shared.engine()
@@ -226,60 +227,34 @@ def raw_header(honest: Header, wrong: Header) -> bytes:
     return struct.pack("<Q", length - 8) + metadata.ljust(length - 8)
 
 
-def test_a_use_that_cannot_be_counted_and_a_stranger_keep_nothing_from_being_sent(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/shared"
-    (tmp_path / "shared").mkdir()
-    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
-
-    def variant(chunk: str) -> Variant:
-        key = VariantKey("ns", "model", chunk, ("system",))
-        numbers = (10, "tokens", (0.5,), 0.3, 0.6, 1.0, None, "raw", layout.nbytes(10), 0.0, 1e9)
-        return Variant(key, key.variant_id, *numbers)
-
-    from cachecraft_rag.types import TokenScores
-
-    one = variant("one")
-    encoded = encode(one, layout, torch.randn(layout.shape(10)).bfloat16())
-    with RemoteTier(RemoteConfig(url, **PATIENT)) as tier:
-        assert tier.put(one, encoded, TokenScores())
-        assert tier.flush(30)
-        (row,) = (tmp_path / "shared").rglob("*.row")
-        for level in ("3000", "9" * 200, "²", "-1"):
-            row.with_name(f"{row.name.split('.')[0]}.{level}.up").touch()
-        assert len(tier.lookup("ns", "model", ["one"])["one"]) == 1
-        for gain in (1.0, 1e308, 1e308, float("inf")):
-            tier.record_use(one.variant_id, gain)
-            assert tier.flush(30)
-        two = variant("two")
-        assert tier.put(two, encode(two, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
-        assert tier.flush(30)
-        assert tier.stats().captures == {"sent": 2}
-
-
-def test_hostile_numbers_on_redis_end_no_sending(make_redis: Any) -> None:
-    import redis
-
-    from cachecraft_rag.types import TokenScores
-
+def test_a_key_of_another_kind_spoils_no_look_up_of_others(make_redis: Any) -> None:
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
     url = f"redis://127.0.0.1:{make_redis().port}/0"
     with RemoteTier(RemoteConfig(url, **PATIENT)) as tier, redis.Redis.from_url(url) as server:
-        for number, hostile in enumerate((b"x", b"nan", b"-5", b"1e300", b"inf")):
+        for number in range(3):
             key = VariantKey("ns", "model", f"chunk {number}", ("system",))
             numbers = (10, "tokens", (0.5,), 0.3, 0.6, 1.0, None, "raw", layout.nbytes(10), 0.0, 1e9)
             variant = Variant(key, key.variant_id, *numbers)
-            server.set("cachecraft/v3:bytes", hostile)
             assert tier.put(variant, encode(variant, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
-            assert tier.flush(30)
-            assert len(tier.lookup("ns", "model", [f"chunk {number}"])[f"chunk {number}"]) == 1
-            tier.record_use(variant.variant_id, float("inf"))
-            assert tier.flush(30)
-        assert tier.stats().captures == {"sent": 5}
-        name = next(name for name in server.scan_iter() if b"rows/" in name)
-        server.delete(name)
-        server.set(name, "no hash")  # one key of another kind must not spoil the look-up of all others
-        found = tier.lookup("ns", "model", [f"chunk {number}" for number in range(5)])
-        assert sorted(len(offers) for offers in found.values()) == [0, 1, 1, 1, 1]
+        assert tier.flush(30)
+        rows, data = (sorted(name for name in server.scan_iter() if part in name) for part in (b"rows/", b"data/"))
+        server.delete(rows[0], data[1])
+        server.set(rows[0], "no hash")
+        server.hset(data[1], "no", "text")
+        server.hset(rows[2], "\u2603", "a name of nobody's")
+        found = tier.find("ns", "model", [f"chunk {number}" for number in range(3)]).variants
+        assert sorted(len(offers) for offers in found.values()) == [0, 1, 1]
+        opened = [tier.open(offers[0]) for offers in found.values() if offers]
+        ends = []
+        for stream in opened:
+            with stream:  # type: ignore[union-attr]
+                try:
+                    stream.read_into(memoryview(bytearray(10)))  # type: ignore[union-attr]
+                    ends.append("read")
+                except FileNotFoundError:
+                    ends.append("gone")
+        assert set(ends) <= {"read", "gone"}
+        assert "read" in ends
         assert tier.stats().breaker == "closed"
 
 
@@ -297,7 +272,7 @@ def test_bounds_hold_for_what_is_written(shared: Shared) -> None:
 
 
 def test_a_remote_opens_from_the_variant_alone(shared: Shared) -> None:
-    """As a scheduler does that looks up in one process, while a worker loads in another."""
+    """Look up in one process and load in another, as scheduler and worker do."""
     first = shared.engine(key=KEY)
     ask(first)
     found = first.store.find  # the victim's own look-up, with what its model expects
@@ -324,9 +299,7 @@ def test_engines_with_one_key_share_and_others_read_what_is_signed(shared: Share
 
 
 @pytest.mark.parametrize("writer", [None, OTHER_KEY])
-def test_what_is_not_signed_with_the_key_is_a_miss_and_is_replaced_by_what_is(
-    writer: str | None, shared: Shared
-) -> None:
+def test_an_unsigned_entry_is_a_miss_and_gives_way_to_a_signed_one(writer: str | None, shared: Shared) -> None:
     captured = ask(shared.engine(key=writer))
     victim = shared.engine(key=KEY)
     answer = ask(victim)
@@ -420,12 +393,25 @@ def test_keys_come_from_the_setting_a_file_or_the_environment(tmp_path: Path, mo
         ({"key": "hunter2"}, "at least 16 characters"),
         ({"key_file": "nowhere"}, "cannot be read"),
         ({"key_file": os.devnull}, "holds no key"),
+        ({"key_file": "/dev/zero"}, "too long"),
+        ({"key": ""}, "the remote's key is empty"),
+        ({"key_file": ""}, "key_file must be a path"),
+        ({"key": " " * 20}, "at least 16 characters"),
+        ({"key": "hunter2" + "\0" * 20}, "that can be printed"),
     ],
 )
 def test_a_key_that_cannot_be_used_is_named_but_not_shown(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         RemoteTier(RemoteConfig("memory://", **setting))
     assert "hunter2" not in chain(refused.value)
+
+
+@pytest.mark.parametrize("name", ["CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"])
+def test_an_empty_variable_does_not_mean_unsigned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigError, match="unset its variable"):
+        RemoteTier(RemoteConfig("memory://"))
+    assert RemoteConfig("memory://", key=KEY).keys() == (KEY.encode(),)
 
 
 # -- secrets in URLs --------------------------------------------------------------------------------------------------
@@ -454,12 +440,12 @@ def urls(draw: st.DrawFn) -> str:
 
 
 def chain(error: BaseException | None) -> str:
-    """What anybody could print of an exception: its texts, and those of all it came from."""
-    told = []
+    """All text of an exception and of its causes."""
+    shown_text = []
     while error is not None:
-        told += [str(error), repr(error), repr(error.__dict__)]
+        shown_text += [str(error), repr(error), repr(error.__dict__)]
         error = error.__cause__ or error.__context__
-    return "".join(told)
+    return "".join(shown_text)
 
 
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -469,20 +455,20 @@ def test_no_secret_of_a_url_is_shown_anywhere(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     quick = {"lookup_timeout_s": 0.05, "connect_timeout_s": 0.05, "close_timeout_s": 0.05, "failures": 1}
-    told = shown_url(url)
+    shown_text = shown_url(url)
     try:
         config = RemoteConfig(url, **quick)  # type: ignore[arg-type]
-        told += repr(config) + config.shown + repr(StoreConfig(remote=config))
+        shown_text += repr(config) + config.shown + repr(StoreConfig(remote=config))
         if not url.startswith(("file", "s3", "gs", "az")):  # those would be made, or looked for, far away
             with RemoteTier(config) as tier:
-                tier.lookup("ns", "model", ["chunk"])
-                told += repr(tier.stats()) + repr(tier)
+                tier.find("ns", "model", ["chunk"])
+                shown_text += repr(tier.stats()) + repr(tier)
     except CacheCraftError as error:
-        told += chain(error)
+        shown_text += chain(error)
     with suppress(CacheCraftError):
-        told += hidden(f"oh no: {url!r}, {json.dumps(url)}, {SECRET}: refused", url)
+        shown_text += hidden(f"oh no: {url!r}, {json.dumps(url)}, {SECRET}: refused", url)
     shown = capfd.readouterr()
-    assert SECRET not in told + caplog.text + shown.out + shown.err
+    assert SECRET not in shown_text + caplog.text + shown.out + shown.err
     caplog.clear()
 
 
@@ -497,10 +483,10 @@ def test_a_row_read_back_is_the_row_that_was_signed() -> None:
     signer = Signer([KEY.encode(), OTHER_KEY.encode()])
     raw = framed(b"0" * 16, b"{}")
     signed = signer.sign(raw)
-    assert signer.signer_of(signed) == KEY.encode()
-    assert Signer([OTHER_KEY.encode()]).signer_of(signed) is None
-    assert signer.signer_of(raw) is None
+    assert signer.is_signed(signed)
+    assert not Signer([OTHER_KEY.encode()]).is_signed(signed)
+    assert not signer.is_signed(raw)
     with pytest.raises(ValueError, match="checksum"):
-        signer.signer_of(signed[:-1] + b"x")
+        signer.is_signed(signed[:-1] + b"x")
     with pytest.raises(ValueError, match="row damaged"):
         decode_row(signed, namespace="ns", fingerprint="model", chunk_id="chunk")

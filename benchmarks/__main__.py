@@ -1,0 +1,69 @@
+"""`python -m benchmarks COMMAND …`: each command is the `main` of the module with its name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from cachecraft_rag.cli.options import print_error
+from cachecraft_rag.errors import CacheCraftError
+
+COMMANDS = {
+    "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
+    "early-termination": "Early termination against a smaller recompute ratio of the same cost",
+    "eval": "Every method of the papers and of this package against full prefill",
+    "follow-ups": "Hit rates of follow-up questions, with and without their conversation",
+    "load": "Read speed against dd, and the loading time hidden behind computing",
+    "memory": "Peak memory of a request",
+    "scale": "Retrieval, look-up and planning as the number of chunks grows",
+    "serve": "Throughput and time to the first token under load",
+    "stream": "Recomputation and divergence over a stream of repeated questions",
+}
+_MODULES = {"eval": "evaluate"}  # where the module has another name
+
+app = typer.Typer(
+    name="python -m benchmarks",
+    help="Experiments with cachecraft-rag. Also: `python -m benchmarks.gpu` and `python -m benchmarks.server`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def module_of(name: str) -> Any:
+    """The module of a command."""
+    return import_module(f"benchmarks.{_MODULES.get(name, name.replace('-', '_'))}")
+
+
+def command(name: str) -> Callable[[typer.Context], None]:
+    """The command that imports the module with this name, and runs it with the arguments that follow."""
+
+    def run(context: typer.Context) -> None:
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command()(module_of(name).main)
+        get_command(alone).main(context.args, prog_name=f"{app.info.name} {name}", standalone_mode=False)
+
+    return run
+
+
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help, context_settings=_PASSED_ON)(command(_name))
+
+
+def main() -> None:
+    """Run the command line; a `CacheCraftError` becomes a message and exit code 2."""
+    try:
+        app()
+    except CacheCraftError as error:
+        print_error(error)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Cake's own comparison: computing only, loading only, and overlapped prefill, at several bandwidths.
+
+All chunks of the prompt were captured behind the same prefix, so that none has to be recomputed: Cake as published.
+Files are real and cold (page cache dropped). A token bucket at the reader limits the bandwidth to a multiple of the
+rate at which this machine computes KV bytes. Half of the compute means half of the threads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.engine.attention_choice import cpu_instructions
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Progress
+
+CHUNK_TOKENS = 256
+_COMPUTE = ReuseConfig(reuse=False, capture=False)
+_SAMPLING = SamplingParams(max_new_tokens=8)  # the tokens after the first show whether the loaded cache is right
+_SPLITS = 200
+
+
+@dataclass(frozen=True)
+class CakeCell:
+    """Seconds to the first token, medians.
+
+    tokens           of all chunks together
+    bandwidth_ratio  bandwidth / KV bytes per second that full prefill computes with this cell's threads
+    compute_share    threads in use / all threads
+    compute_only_s   full prefill, in one pass
+    load_only_s      load everything, then compute the question
+    cake_s           overlapped prefill
+    best_split_s     prediction for the best split, from this cell's rates: compute the front and load the rest at the
+                     same time, then compute the question
+    exact            whether the first tokens of the answer equal those of full prefill
+    of_better        cake_s / the smaller of compute_only_s and load_only_s; lowest and highest: of the single pairs
+    dtype, threads, cpu  of the model, of a pass, and the CPU's vector instructions
+    """
+
+    tokens: int
+    bandwidth_ratio: float
+    compute_share: float
+    codec: str
+    compute_only_s: float
+    load_only_s: float
+    cake_s: float
+    best_split_s: float
+    exact: bool
+    of_better: float
+    of_better_lowest: float
+    of_better_highest: float
+    dtype: str
+    threads: int
+    cpu: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells to measure: every combination of these values."""
+
+    tokens: Sequence[int] = (1024, 2048, 4096)
+    bandwidths: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    shares: Sequence[float] = (1.0, 0.5)
+    codecs: Sequence[str] = ("raw", "int8")
+    pairs: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if min(self.tokens) < CHUNK_TOKENS:
+            raise ConfigError(f"a context needs at least {CHUNK_TOKENS} tokens, one chunk")
+        if min(self.bandwidths) <= 0 or self.pairs < 1 or not all(0 < share <= 1 for share in self.shares):
+            raise ConfigError("bandwidths must be above 0, compute shares above 0 and at most 1, pairs at least 1")
+
+
+def run(
+    model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
+) -> Iterator[CakeCell]:
+    """Measure cell by cell. Raises ConfigError if a context does not fit the model or the sample text."""
+    threads = torch.get_num_threads()
+    decoder = Decoder.load(model, dtype=dtype)
+    done, total = 0, len(grid.tokens) * len(grid.shares) * len(grid.bandwidths) * len(grid.codecs)
+    try:
+        for tokens in grid.tokens:
+            for share in grid.shares:
+                torch.set_num_threads(max(1, round(threads * share)))
+                with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+                    context = _Context(decoder, Path(folder), tokens)
+                    what = f"{tokens} tokens, {share:g} of the compute"
+                    progress(Progress(done, total, what))
+                    for cell in context.cells(grid, share):
+                        done += 1
+                        progress(Progress(done, total, what))
+                        yield cell
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Context:
+    """One prompt, its chunk-caches on disk in every codec, and the ways to prefill it."""
+
+    def __init__(self, decoder: Decoder, folder: Path, tokens: int) -> None:
+        self._decoder, self._folder = decoder, folder
+        self._chunks = chunks_of(decoder, count=tokens // CHUNK_TOKENS, tokens=CHUNK_TOKENS)
+        self._tokens = tokens
+        self._speed = ComputeSpeed(decoder.keys_per_row)  # of this share of the compute, shared by all engines
+
+    def cells(self, grid: Grid, share: float) -> Iterator[CakeCell]:
+        """One cell per bandwidth and codec."""
+        for codec in grid.codecs:
+            self._capture(codec)
+        text, full = self._ask(_COMPUTE, grid.codecs[0])
+        rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
+        for bandwidth in grid.bandwidths:
+            for codec in grid.codecs:
+                yield self._cell(bandwidth, codec, share=share, rate=rate, pairs=grid.pairs, right=text)
+
+    def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
+        compute, load, cake, question, exact = [], [], [], [], True
+        for _ in range(pairs):
+            compute.append(self._ask(_COMPUTE, codec)[1].ttft_s)
+            stats = self._load(codec, bandwidth * rate, "whole")[1]
+            load.append(stats.ttft_s)
+            question.append(stats.ttft_s - stats.load_s)
+            text, stats = self._load(codec, bandwidth * rate, "cake")
+            cake.append(stats.ttft_s)
+            exact &= text == right
+        only, loaded, alone = map(statistics.median, (compute, load, question))
+        ratios = [both / min(pair) for both, *pair in zip(cake, compute, load, strict=True)]
+        return CakeCell(
+            tokens=self._tokens,
+            bandwidth_ratio=bandwidth,
+            compute_share=share,
+            codec=codec,
+            compute_only_s=only,
+            load_only_s=loaded,
+            cake_s=statistics.median(cake),
+            best_split_s=self._best_split(only - alone, loaded - alone) + alone,
+            exact=exact,
+            of_better=statistics.median(cake) / min(only, loaded),
+            of_better_lowest=min(ratios),
+            of_better_highest=max(ratios),
+            dtype=self._decoder.layout.dtype,
+            threads=torch.get_num_threads(),
+            cpu=cpu_instructions(),
+        )
+
+    def _best_split(self, compute_s: float, load_s: float) -> float:
+        """Seconds of the best split, if computing and loading keep their measured rates while they overlap."""
+        rows, n = self._speed.rows, self._tokens
+        whole = rows(range(n))
+        splits = [part * n // _SPLITS for part in range(_SPLITS + 1)]
+        return min(max(compute_s * rows(range(m)) / whole, load_s * (n - m) / n) for m in splits)
+
+    def _capture(self, codec: str) -> None:
+        with self._open(codec) as store:
+            engine = self._engine(store)
+            self._answer(engine, ReuseConfig(reuse=False))
+            engine.close()
+
+    def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
+        """An answer from cold files, by an engine that knows its compute speed but not this disk."""
+        drop_page_cache(self._folder)
+        return self._ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
+
+    def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
+        with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:
+            return self._answer(engine, config)
+
+    def _open(self, codec: str, bytes_per_s: float = float("inf")) -> ChunkCacheStore:
+        return ChunkCacheStore.open(self._folder / codec, codec=codec, read_bytes_per_s=bytes_per_s)
+
+    def _engine(self, store: ChunkCacheStore) -> Engine:
+        engine = Engine(self._decoder, store, best_last=False, new_variants="off")
+        engine.speed = self._speed
+        return engine
+
+    def _answer(self, engine: Engine, config: ReuseConfig) -> tuple[str, RequestStats]:
+        generation = engine.stream(QUESTION, self._chunks, config=config, sampling=_SAMPLING)
+        text = "".join(generation)
+        if any(chunk.outcome == "trimmed" for chunk in generation.stats.chunks):
+            raise ConfigError(f"{self._tokens} tokens do not fit the model's context of {self._decoder.context_length}")
+        return text, generation.stats
+
+
+def main(
+    model: options.Model = "demo",
+    dtype: options.Dtype = "auto",
+    tokens: Annotated[str, typer.Option("--tokens", help="Contexts, comma-separated.")] = "1024,2048,4096",
+    bandwidths: Annotated[
+        str, typer.Option("--bandwidths", help="Multiples of the rate at which this machine computes KV bytes.")
+    ] = "0.25,0.5,1,2,4",
+    shares: Annotated[str, typer.Option("--shares", help="Shares of the threads.")] = "1,0.5",
+    codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 1,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Time to the first token by computing, by loading, and by both at once (Cake), at limited disk speeds.
+
+    Takes about a quarter of an hour with the demo model and the default grid.
+    """
+    options.set_threads(threads)
+    with progress_bar("Benchmark") as show:
+        options.quiet_libraries()
+        grid = Grid(
+            tokens=[int(value) for value in numbers(tokens)],
+            bandwidths=numbers(bandwidths),
+            shares=numbers(shares),
+            codecs=codecs.split(","),
+            pairs=pairs,
+        )
+        cells = list(run(model, grid, dtype=dtype, progress=show))
+    if plot is not None:
+        from benchmarks.figures import draw_cake
+
+        draw_cake(cells, plot)
+    if as_json:
+        print_json({"cells": [asdict(cell) for cell in cells]})
+        return
+    table = Table(
+        "tokens", "compute", "bandwidth", "codec", "computing", "loading", "overlapped", "/ better", "/ best split"
+    )
+    for cell in cells:
+        table.add_row(
+            str(cell.tokens),
+            f"{cell.compute_share:g}",
+            f"{cell.bandwidth_ratio:g}",
+            cell.codec,
+            f"{cell.compute_only_s:.2f} s",
+            f"{cell.load_only_s:.2f} s",
+            f"{cell.cake_s:.2f} s",
+            f"{cell.of_better:.2f} ({cell.of_better_lowest:.2f}–{cell.of_better_highest:.2f})",
+            f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", answer differs"),
+        )
+    out.print(table)

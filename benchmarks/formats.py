@@ -1,0 +1,254 @@
+"""The papers' question sets beside SQuAD's: a recogniser and a reader for each, and CSV and Parquet files.
+
+MuSiQue (Trivedi et al., 2022): questions over two to four of twenty paragraphs. 2WikiMultihopQA (Ho et al., 2020) and
+HotpotQA, of the same form. DROP (Dua et al., 2019): one passage, with numbers, spans or dates as answers. CNN/DailyMail
+(Hermann et al., 2015) and XSum (Narayan et al., 2018): a text and its summary; as in Cache-Craft §5.1.2 a text is split
+into small segments, and a prompt gets a random selection of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.evaluation import formats as own
+from cachecraft_rag.evaluation.formats import (
+    Format,
+    Record,
+    Source,
+    SourceBuilder,
+    SourceQuestion,
+    as_record,
+    read_records,
+    read_source,
+    texts_of,
+)
+
+SEGMENT_TOKENS = 128  # for texts to summarise: "we split long chunks into smaller segments", Cache-Craft §5.1.2
+
+SUMMARISE = "Summarise the text in a few sentences."
+SUMMARISE_BRIEFLY = "Summarise the text in one sentence."  # XSum's summaries are the first sentence of an article
+
+
+def is_musique(record: Record) -> bool:
+    """`paragraphs` beside `question`."""
+    return isinstance(record.fields.get("paragraphs"), list) and "question" in record
+
+
+def read_musique(records: Sequence[Record]) -> Source:
+    """A document is all paragraphs with one title. Supporting paragraphs are needed; the others are near.
+
+    The published test split has no answers and marks no supporting paragraphs; its questions are kept.
+    """
+    builder = SourceBuilder()
+    for number, record in enumerate(records, start=1):
+        needed, near = [], []
+        for paragraph in record.records("paragraphs"):
+            title = paragraph.text("title")
+            # The chunk includes the title: many paragraphs call their subject only "he" or "the band".
+            place = builder.place(title, f"{title}\n\n{paragraph.text('paragraph_text')}")
+            near.append(place)
+            if paragraph.fields.get("is_supporting"):
+                needed.append(place)
+        answers = [record.label("answer", ""), *record.texts("answer_aliases", optional=True)]
+        if record.fields.get("answerable") is False:
+            answers = []
+        question_id = record.label("id", str(number))
+        builder.ask(SourceQuestion(question_id, record.text("question"), texts_of(answers), tuple(needed), tuple(near)))
+    return builder.source()
+
+
+def is_multihop(record: Record) -> bool:
+    """`context` beside `supporting_facts`."""
+    return {"context", "supporting_facts", "question"} <= record.fields.keys()
+
+
+def read_multihop(records: Sequence[Record]) -> Source:
+    """Each page of the context is a document of one passage; pages named by supporting facts are needed."""
+    builder = SourceBuilder()
+    for number, record in enumerate(records, start=1):
+        supporting = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
+        needed, near = [], []
+        for title, sentences in _pairs(record, "context", "sentences", "content"):
+            if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+                raise DocumentError(
+                    f"{record.where}: the context of {title!r} must be a list of sentences. Fix or remove that entry."
+                )
+            text = " ".join(sentence.strip() for sentence in sentences).strip()
+            if not text:
+                continue  # HotpotQA has a few empty pages
+            near.append(builder.place(title, f"{title}\n\n{text}"))
+            if title in supporting:
+                needed.append(near[-1])
+        question_id = record.label("_id", record.label("id", str(number)))
+        answers = texts_of([record.label("answer", "")])
+        builder.ask(SourceQuestion(question_id, record.text("question"), answers, tuple(needed), tuple(near)))
+    return builder.source()
+
+
+def _pairs(record: Record, name: str, *columns: str) -> list[tuple[str, Any]]:
+    """`[[title, value], …]` as published, or Hugging Face's `{"title": […], "<column>": […]}`, or either as JSON text.
+
+    Raises DocumentError for anything else.
+    """
+    value = record.fields.get(name)
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        if isinstance(value, dict):
+            column = next(column for column in columns if column in value)
+            value = list(zip(value["title"], value[column], strict=True))
+        pairs = [(title, item) for title, item in value or ()]
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        raise DocumentError(
+            f'{record.where}: "{name}" must be a list of [title, …] pairs. Fix or remove that entry.'
+        ) from error
+    if not all(isinstance(title, str) and title.strip() for title, _ in pairs):
+        raise DocumentError(f'{record.where}: a title in "{name}" is not a text. Fix or remove that entry.')
+    return pairs
+
+
+def is_drop(record: Record) -> bool:
+    """`{passage_id: {"passage", "qa_pairs"}}`; or one row per question with `passage` and `answers_spans`."""
+    if {"passage", "question", "answers_spans"} <= record.fields.keys():
+        return True
+    first = next(iter(record.fields.values()), None)
+    return isinstance(first, dict) and {"passage", "qa_pairs"} <= first.keys()
+
+
+def read_drop(records: Sequence[Record]) -> Source:
+    """Every passage is a document; the other passages of a prompt come from other documents."""
+    builder = SourceBuilder()
+    for number, record in enumerate(records, start=1):
+        if "answers_spans" in record:
+            spans = record.record("answers_spans").texts("spans")
+            label = record.label("section_id", record.text("passage"))
+            _ask_drop(builder, label, record.text("passage"), record.label("query_id", str(number)), record, spans)
+            continue
+        for name in record.fields:
+            document = record.record(name)
+            passage = document.text("passage")
+            builder.place(name, passage)  # a document even if no question is about it
+            for place, asked in enumerate(document.records("qa_pairs"), start=1):
+                _ask_drop(
+                    builder, name, passage, asked.label("query_id", f"{name}-{place}"), asked, _drop_answers(asked)
+                )
+    return builder.source()
+
+
+def _ask_drop(
+    builder: SourceBuilder, document: str, passage: str, question_id: str, asked: Record, answers: Sequence[str]
+) -> None:
+    place = builder.place(document, passage)
+    builder.ask(SourceQuestion(question_id, asked.text("question"), texts_of(answers), needed=(place,), near=(place,)))
+
+
+def _drop_answers(asked: Record) -> list[str]:
+    """The answer and those of the validators, each as one text; the test split has none."""
+    given = [asked.record("answer")] if asked.fields.get("answer") else []
+    if asked.fields.get("validated_answers"):
+        given += asked.records("validated_answers")
+    return [_drop_answer(answer) for answer in given]
+
+
+def _drop_answer(answer: Record) -> str:
+    number = answer.label("number", "")
+    if number:
+        return number
+    spans = answer.texts("spans", optional=True)
+    if spans:
+        return ", ".join(spans)
+    date = as_record(answer.fields.get("date") or {}, f"{answer.where}, date")
+    return " ".join(filter(None, (date.label(part, "") for part in ("day", "month", "year"))))
+
+
+def is_cnn(record: Record) -> bool:
+    """`article` beside `highlights`."""
+    return {"article", "highlights"} <= record.fields.keys()
+
+
+def is_xsum(record: Record) -> bool:
+    """`document` beside `summary`."""
+    return {"document", "summary"} <= record.fields.keys()
+
+
+def read_cnn(records: Sequence[Record]) -> Source:
+    """Summaries of a few sentences."""
+    return _read_summaries(records, text="article", summary="highlights", question=SUMMARISE)
+
+
+def read_xsum(records: Sequence[Record]) -> Source:
+    """Summaries of one sentence."""
+    return _read_summaries(records, text="document", summary="summary", question=SUMMARISE_BRIEFLY)
+
+
+def _read_summaries(records: Sequence[Record], *, text: str, summary: str, question: str) -> Source:
+    builder = SourceBuilder()
+    for number, record in enumerate(records, start=1):
+        if record.fields.get(text) == "":
+            continue  # both published sets hold a few articles without a text
+        name = record.label("id", str(number))
+        place = builder.place(name, record.text(text))
+        # No passages of other articles: leaving them out of the summary would be another task than the published one.
+        builder.ask(
+            SourceQuestion(name, question, texts_of([record.text(summary)]), needed=(), near=(place,), fill=False)
+        )
+    return builder.source(passage_tokens=SEGMENT_TOKENS)
+
+
+_SQUAD, _OWN = own.FORMATS
+FORMATS: tuple[Format, ...] = (
+    _SQUAD,
+    Format("musique", "MuSiQue", is_musique, read_musique),
+    Format("2wikimultihopqa", "2WikiMultihopQA, HotpotQA", is_multihop, read_multihop),
+    Format("drop", "DROP", is_drop, read_drop),
+    Format("cnn_dailymail", "CNN/DailyMail", is_cnn, read_cnn),
+    Format("xsum", "XSum", is_xsum, read_xsum),
+    _OWN,
+)
+
+
+def read(path: Path, format: str | None = None) -> Source:
+    """Read a file in any of `FORMATS`, as JSON, JSON lines, CSV or Parquet. Errors as `read_source`."""
+    return read_source(path, format, formats=FORMATS, read=read_rows)
+
+
+def read_rows(path: Path) -> list[Record]:
+    """Records of JSON files as in `read_records`, and rows of CSV and Parquet files."""
+    if path.suffix.lower() == ".parquet":
+        return list(_parquet(path))
+    if path.suffix.lower() != ".csv":
+        return read_records(path)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return list(_rows(path, csv.DictReader(file, strict=True)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DocumentError(f"cannot read {path}: {error}. Name a file of questions.") from error
+
+
+def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Record]:
+    try:
+        for row in reader:
+            yield Record(f"{path}, line {reader.line_num}", {name: row[name] for name in reader.fieldnames or ()})
+    except csv.Error as error:
+        raise DocumentError(f"{path}, line {reader.line_num} is not CSV: {error}. Fix or remove that line.") from error
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DocumentError(
+            f"reading {path} needs pyarrow: pip install pyarrow, or save the file as JSON lines or CSV."
+        ) from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except ValueError as error:  # pyarrow's own errors are ValueErrors
+        raise DocumentError(f"{path} is not a Parquet file: {error}. Name another file.") from error
+    for number, row in enumerate(rows, start=1):
+        yield Record(f"{path}, row {number}", row)

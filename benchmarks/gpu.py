@@ -1,0 +1,484 @@
+"""The GPU path of cachecraft-rag measured on a Llama-3-8B shape with random weights: exactness first, then speed.
+
+    python -m benchmarks.gpu --json gpu.json          # one GPU with 80 GB; made to end within 8 minutes
+    python -m benchmarks.gpu --tiny                   # a toy model; without a GPU under Triton's interpreter
+
+Needs torch, triton, transformers and this package (`pip install --no-deps .` where they are installed). Nothing is
+downloaded. The answer of random weights means nothing, but its time and its exactness do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CHUNK, SYSTEM, QUESTION = 512, 32, 64
+REFERENCE = Path(__file__).resolve().parents[1] / "tests" / "kernels_gpu" / "reference.py"
+TIERS = ("device", "host", "disk")
+TARGETS = {"ratio_device": 0.25, "ratio_host": 0.30}  # at 16k tokens, share 0.15; at most
+RATES = {"attention_of_stock": 0.60, "gather_of_copy": 0.75}  # at least
+TOLERANCE = {"float32": 2e-4, "bfloat16": 2e-2, "float16": 4e-3}  # of a kernel against float64
+NOISE = 1.25  # ours may be this many times as far from float32 as the model's own bf16 forward
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machine, the model's shape, lengths, and repetitions of each timing."""
+
+    device: str
+    dtype: str
+    shape: dict[str, int]
+    lengths: Sequence[int]
+    chunk: int
+    question: int
+    share: float
+    repeats: int
+    deadline: float
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if a GPU is measured."""
+        return self.device == "cuda"
+
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", help="prompt lengths, comma-separated; default 4096,8192,16384,32768")
+    parser.add_argument("--share", type=float, default=0.15, help="part of the stored tokens that is recomputed")
+    parser.add_argument("--repeats", type=int, default=5, help="timings of which the median counts")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no length is begun that would end later")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--tiny", action="store_true", help="a toy model, also without a GPU")
+    return parser.parse_args(argv)
+
+
+def setting_of(given: argparse.Namespace) -> Setting:
+    """Settings from the command line. Chooses Triton's interpreter where there is no GPU, so it comes before Triton."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not given.tiny:
+        sys.exit("no CUDA device; --tiny runs on a CPU")
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+    lengths = [int(part) for part in (given.tokens or ("48" if given.tiny else "4096,8192,16384,32768")).split(",")]
+    return Setting(
+        device="cuda" if on_gpu else "cpu",
+        dtype="bfloat16" if on_gpu else "float32",
+        shape=TINY if given.tiny else LLAMA_8B,
+        lengths=lengths,
+        chunk=16 if given.tiny else CHUNK,
+        question=6 if given.tiny else QUESTION,
+        share=given.share,
+        repeats=1 if given.tiny else given.repeats,
+        deadline=time.monotonic() + 60 * given.minutes,
+    )
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def decoder_of(setting: Setting, *, layers: int | None = None, dtype: str | None = None) -> Any:
+    """A model of this shape with random weights, made on the device."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from cachecraft_rag.engine.decoder import Decoder
+
+    config = LlamaConfig(
+        **setting.shape | ({"num_hidden_layers": layers} if layers else {}),
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype or setting.dtype))
+    torch.manual_seed(0)
+    try:
+        with torch.device(setting.device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return Decoder(model, None, name="random weights", fingerprint="2-" + "0" * 32)
+
+
+def seconds(setting: Setting, run: Callable[[], object], *, calls: int = 1) -> float:
+    """Median seconds of a call, measured from an idle device to an idle device; the first call warms up."""
+    import torch
+
+    def settle() -> None:
+        if setting.on_gpu:
+            torch.cuda.synchronize()
+
+    run()
+    times = []
+    for _ in range(setting.repeats):
+        settle()
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        settle()
+        times.append((time.perf_counter() - started) / calls)
+    return statistics.median(times)
+
+
+def best_stock(setting: Setting, run: Callable[[], object], *, calls: int = 1) -> float:
+    """Median seconds of a call that attends by torch, with the fastest of its kernels for this machine."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if not setting.on_gpu:
+        return seconds(setting, run, calls=calls)
+    times = []
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            with sdpa_kernel(kernel):
+                times.append(seconds(setting, run, calls=calls))
+        except RuntimeError as error:  # a kernel that this build of torch has not, or not for these shapes
+            print(f"{kernel.name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
+    return min(times) if times else seconds(setting, run, calls=calls)
+
+
+def prompt(setting: Setting, tokens: int) -> tuple[list[int], list[int]]:
+    """Random token ids, and the bounds of the instruction, the chunks and the question."""
+    import numpy as np
+
+    system = max(1, tokens - setting.question - (tokens - setting.question - 1) // setting.chunk * setting.chunk)
+    bounds = [0, *range(system, tokens - setting.question + 1, setting.chunk), tokens]
+    ids = np.random.default_rng(0).integers(0, setting.shape["vocab_size"], tokens)
+    return ids.tolist(), bounds
+
+
+def job_of(setting: Setting, tokens: int, share: float) -> Any:
+    """A prefill that is to take over all chunks; it recomputes a share of their tokens, anywhere in them."""
+    import numpy as np
+
+    from cachecraft_rag.compute.job import PrefillJob
+    from cachecraft_rag.compute.rows import Rows
+
+    ids, bounds = prompt(setting, tokens)
+    inner = np.arange(bounds[1], bounds[-2])
+    chosen = np.sort(np.random.default_rng(1).choice(inner, int(share * len(inner)), replace=False))
+    new = [*range(bounds[1]), *range(bounds[-2], bounds[-1])]
+    rows = Rows.of(bounds, new=new, recomputed=chosen.tolist())
+    return PrefillJob(ids, rows, reused=range(1, len(bounds) - 2), drift=0.4)
+
+
+def first_logits(decoder: Any, job: Any) -> Any:
+    """Prefill and the logits of the first answer token."""
+    from cachecraft_rag.compute.driver import prefill
+
+    return decoder.next_logits(prefill(decoder, job).hidden)
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def kernels_exact(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Each kernel against its float64 reference, in each dtype: the largest error."""
+    import torch
+
+    from cachecraft_rag.kernels.gpu.attention import attend
+    from cachecraft_rag.kernels.gpu.drift import shift_stale
+    from cachecraft_rag.kernels.gpu.place import place
+    from cachecraft_rag.kernels.gpu.received import received
+    from cachecraft_rag.kernels.gpu.rope import rotate
+    from cachecraft_rag.kernels.visibility import Visibility
+
+    reference = SimpleNamespace(**runpy.run_path(str(REFERENCE)))
+    heads, kv_heads = setting.shape["num_attention_heads"], setting.shape["num_key_value_heads"]
+    head_dim, keys = setting.shape["hidden_size"] // heads, 1500 if setting.on_gpu else 60
+    torch.manual_seed(0)
+    rows = torch.randperm(keys, device=setting.device)[: keys // 5].sort().values
+    bounds = torch.arange(0, keys + 1, keys // 3, device=setting.device)
+    for dtype in ("float32", "bfloat16", "float16"):
+        kind = {"dtype": getattr(torch, dtype), "device": setting.device}
+        q = torch.randn(len(rows), heads, head_dim, **kind)
+        k, v = (torch.randn(keys, kv_heads, head_dim, **kind) for _ in range(2))
+        angles = torch.randn(len(rows), head_dim // 2, device=setting.device).repeat(1, 2)
+        turn = angles.cos().to(kind["dtype"]), angles.sin().to(kind["dtype"])
+        errors = {"rotate": _error(rotate(q, *turn), reference.rotate(q, *turn))}
+        part = torch.stack((k, v))[None, :, : len(rows)].contiguous()  # one layer of a chunk-cache
+        found, expected = torch.zeros_like(part), torch.zeros_like(part, dtype=torch.float64)
+        place(found, part, 0, cos=turn[0], sin=turn[1])
+        reference.place(expected, part, 0, cos=turn[0], sin=turn[1])
+        errors["place"] = _error(found, expected)
+        owner, shifts = (rows % 3 - 1).int(), part[0, :, :2].transpose(0, 1).contiguous()
+        found, expected = part[0].clone(), part[0].double()
+        shift_stale(found, shifts, owner, cos=turn[0], sin=turn[1])
+        reference.shift_stale(expected, shifts, owner, cos=turn[0], sin=turn[1])
+        errors["drift"] = _error(found, expected)
+        for name, how in (("plain", {}), ("window", {"window": keys // 4}), ("soft cap", {"softcap": 3.0})):
+            visible = Visibility(rows, window=how.pop("window", None))
+            settings = {"scale": head_dim**-0.5, **how}
+            ours = attend(q, k, v, visible, bounds=bounds, **settings)
+            double = reference.attend(q, k, v, visible, bounds=bounds, **settings)
+            errors[f"attention, {name}"] = _error(ours.out, double.out)
+            errors[f"mass, {name}"] = _error(ours.mass, double.mass)
+            got = received(q, k, ours.lse, visible, **settings)
+            right = reference.received(q, k, double.lse, visible, **settings)
+            errors[f"received, {name}"] = _error(got, right) / max(1.0, float(right.max()))
+        for name, error in errors.items():
+            yield {"kernel": name, "dtype": dtype, "error": error, "passed": error <= TOLERANCE[dtype]}
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest difference, in parts of 1 + the right value."""
+    return float(((found.double() - expected).abs() / (1 + expected.abs())).max())
+
+
+def gates(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Full prefill and exact reuse on four layers, compared with the same weights in float32.
+
+    A pass is as exact as the model's own forward in its dtype, but for the noise of rounding in another order.
+    """
+    from cachecraft_rag.compute.driver import prefill
+    from cachecraft_rag.compute.job import PrefillJob
+    from cachecraft_rag.compute.kv_buffer import ResidentKV
+    from cachecraft_rag.compute.rows import Rows
+
+    layers = min(4, setting.shape["num_hidden_layers"])
+    decoder = decoder_of(setting, layers=layers)
+    ids, bounds = prompt(setting, 4 * setting.chunk + setting.question)
+    whole = PrefillJob(ids, Rows.of(bounds, new=range(bounds[-1])), captures=range(len(bounds) - 2))
+    first = prefill(decoder, whole)
+    taken = [ResidentKV(one.start, one.kv) for one in first.recorder.captures]
+    again = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(bounds[-2], bounds[-1])), resident=taken))
+    rows = setting.question
+    found = {
+        "everything recomputed": decoder.logits(first.hidden[:, -rows:]),
+        "reuse behind the same prefix": decoder.logits(again.hidden[:, -rows:]),
+    }
+    own = decoder.own_logits(ids, keep=rows)
+    decoder.model.float()
+    right = decoder.own_logits(ids, keep=rows)
+    floor = max(float((own - right).square().mean().sqrt()), 1e-5 * float(right.square().mean().sqrt()))
+    for name, logits in found.items():
+        noise = float((logits - right).square().mean().sqrt())
+        yield {"gate": name, "error": noise, "own_error": floor, "passed": noise <= NOISE * floor}
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+def attention_rates(setting: Setting, tokens: int) -> dict[str, float]:
+    """TFLOP/s of our attention of scattered rows, and of torch's causal attention with as many operations."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from cachecraft_rag.kernels.attention import attention
+    from cachecraft_rag.kernels.visibility import Visibility
+
+    heads, kv_heads = setting.shape["num_attention_heads"], setting.shape["num_key_value_heads"]
+    head_dim = setting.shape["hidden_size"] // heads
+    kind = {"dtype": getattr(torch, setting.dtype), "device": setting.device}
+    rows = torch.randperm(tokens, device=setting.device)[: max(1, int(setting.share * tokens))].sort().values
+    q = torch.randn(len(rows), heads, head_dim, **kind)
+    k, v = (torch.randn(tokens, kv_heads, head_dim, **kind) for _ in range(2))
+    visible = Visibility(rows)
+    pairs = float((rows + 1).sum())
+    square = max(1, round((2 * pairs) ** 0.5))  # a causal triangle of as many pairs
+    a, b, c = (torch.randn(1, heads, square, head_dim, **kind) for _ in range(3))
+    calls = 10 if setting.on_gpu else 1
+    ours = seconds(setting, lambda: attention(q, k, v, visible, scale=head_dim**-0.5), calls=calls)
+    stock = best_stock(setting, lambda: scaled_dot_product_attention(a, b, c, is_causal=True), calls=calls)
+    work = 4 * heads * head_dim * 1e-12
+    return {"attention_tflops": work * pairs / ours, "stock_tflops": work * square * (square + 1) / 2 / stock}
+
+
+def gather_rates(setting: Setting, tokens: int) -> dict[str, float]:
+    """GB/s, read and written, of placing one chunk in all layers, and of a plain copy of as many bytes."""
+    import torch
+
+    from cachecraft_rag.kernels.gpu.place import place
+
+    shape = setting.shape
+    kv_heads, head_dim = shape["num_key_value_heads"], shape["hidden_size"] // shape["num_attention_heads"]
+    kind = {"dtype": getattr(torch, setting.dtype), "device": setting.device}
+    layers = shape["num_hidden_layers"]
+    chunk = torch.randn(layers, 2, setting.chunk, kv_heads, head_dim, **kind)
+    merged = torch.empty(layers, 2, tokens, kv_heads, head_dim, **kind)
+    angles = torch.randn(tokens, head_dim // 2, device=setting.device).repeat(1, 2)
+    cos, sin = angles.cos().to(chunk.dtype), angles.sin().to(chunk.dtype)
+    spare = torch.empty_like(chunk)
+    calls = 20 if setting.on_gpu else 1
+    ours = seconds(setting, lambda: place(merged, chunk, tokens - setting.chunk, cos=cos, sin=sin), calls=calls)
+    copy = seconds(setting, lambda: spare.copy_(chunk), calls=calls)
+    moved = 2e-9 * chunk.nbytes
+    return {"gather_gb_s": moved / ours, "copy_gb_s": moved / copy}
+
+
+class Tiers:
+    """Random chunk-caches of one prompt on the device, in main memory (page-locked) and in files."""
+
+    def __init__(self, setting: Setting, decoder: Any, tokens: int, folder: Path) -> None:
+        """Make them."""
+        import torch
+
+        self._pinned, self._folder, self._bounds = setting.on_gpu, folder, prompt(setting, tokens)[1]
+        shape = decoder.layout.shape(setting.chunk)
+        self._host = []
+        for number in range(len(self._bounds) - 3):
+            kv = torch.randn(shape, device=setting.device).mul_(0.1).to(decoder.dtype)
+            self._host.append(kv.cpu().pin_memory() if self._pinned else kv)
+            (folder / f"{number}").write_bytes(self._host[-1].view(torch.uint8).numpy().data)
+        self._device = setting.device
+
+    def resident(self, tier: str) -> Callable[[], list[Any]]:
+        """Makes the chunk-caches as a request finds them in this tier."""
+        from cachecraft_rag.compute.kv_buffer import ResidentKV
+
+        def placed(tensors: Sequence[Any]) -> list[Any]:
+            return [ResidentKV(start, kv) for start, kv in zip(self._bounds[1:], tensors, strict=False)]
+
+        on_device = [kv.to(self._device) for kv in self._host] if tier == "device" else []
+        return {
+            "device": lambda: placed(on_device),
+            "host": lambda: placed(self._host),
+            "disk": lambda: placed(self._read()),
+        }[tier]
+
+    def _read(self) -> list[Any]:
+        import torch
+
+        room = [torch.empty_like(kv, pin_memory=self._pinned) for kv in self._host]  # torch keeps and reuses it
+
+        def fill(number: int) -> None:
+            with open(self._folder / f"{number}", "rb", buffering=0) as file:
+                file.readinto(room[number].view(torch.uint8).view(-1).numpy())
+
+        with ThreadPoolExecutor(8) as readers:
+            list(readers.map(fill, range(len(room))))
+        return room
+
+
+def ttft(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
+    """Seconds to the first logits: the model's own prefill, everything recomputed, and reuse from each tier."""
+    import torch
+
+    from cachecraft_rag.compute.job import PrefillJob
+    from cachecraft_rag.compute.rows import Rows
+
+    ids, bounds = prompt(setting, tokens)
+    found: dict[str, Any] = {"tokens": tokens}
+    everything = PrefillJob(ids, Rows.of(bounds, new=range(tokens)))
+    own = best_stock(setting, lambda: decoder.own_logits(ids))
+    found["own_s"] = own
+    found["ratio_all_recomputed"] = seconds(setting, lambda: first_logits(decoder, everything)) / own
+    job = job_of(setting, tokens, setting.share)
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = Tiers(setting, decoder, tokens, Path(folder))
+        for tier in TIERS:
+            chunks = tiers.resident(tier)
+
+            def reuse(chunks: Callable[[], list[Any]] = chunks) -> None:
+                first_logits(decoder, replace(job, resident=chunks()))
+
+            found[f"ratio_{tier}"] = seconds(setting, reuse) / own
+    found["token_ratio"] = len(job.rows.open()) / tokens
+    if setting.on_gpu:
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+    return found
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as aligned columns."""
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Targets at 16k tokens (or the nearest length that ran), and the results."""
+    at = min(lengths, key=lambda row: abs(row["tokens"] - 16384))
+    reached = {
+        "ratio_device": at["ratio_device"],
+        "ratio_host": at["ratio_host"],
+        "attention_of_stock": at["attention_tflops"] / at["stock_tflops"],
+        "gather_of_copy": at["gather_gb_s"] / at["copy_gb_s"],
+    }
+    rows = [(name, reached[name], most, reached[name] <= most) for name, most in TARGETS.items()]
+    rows += [(name, reached[name], least, reached[name] >= least) for name, least in RATES.items()]
+    return [{"target": a, "reached": b, "limit": c, "met": d, "tokens": at["tokens"]} for a, b, c, d in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; 1 where something is not exact."""
+    given = arguments(argv)
+    setting = setting_of(given)
+    import torch
+    import transformers
+    import triton
+
+    machine = {
+        "device": torch.cuda.get_device_name() if setting.on_gpu else "cpu, Triton's interpreter",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "dtype": setting.dtype,
+        "share": setting.share,
+    }
+    print(*(f"{name} {value}" for name, value in machine.items()), sep=", ")
+    with torch.inference_mode():
+        exact = list(kernels_exact(setting))
+        print("\nKernels against float64", table(exact), sep="\n")
+        passed = list(gates(setting))
+        print("\nGates", table(passed), sep="\n")
+        decoder, lengths, started = decoder_of(setting), [], time.monotonic()
+        for tokens in setting.lengths:
+            started, spent = time.monotonic(), time.monotonic() - started
+            if lengths and started + 3 * spent > setting.deadline:  # the next one is twice as long
+                print(f"\n{tokens} tokens and more are left out: the time is up")
+                break
+            speed = attention_rates(setting, tokens) | gather_rates(setting, tokens)
+            lengths.append(ttft(setting, decoder, tokens) | speed)
+            print(f"\n{tokens} tokens", table([lengths[-1]]), sep="\n", flush=True)
+    aims = targets(lengths)
+    print("\nTargets (of a GPU)", table(aims), sep="\n")
+    report = {"machine": machine, "kernels": exact, "gates": passed, "lengths": lengths, "targets": aims}
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1))
+    return 0 if all(row["passed"] for row in (*exact, *passed)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

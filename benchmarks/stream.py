@@ -1,0 +1,279 @@
+"""A stream of questions in which some come again and again: what is recomputed, and at which loss, as time goes on.
+
+Popularity follows Zipf's law. After each question the engine has time to idle, so what it learns depends on nothing but
+the questions and the budget.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from benchmarks import formats
+from benchmarks.variant_counts import variant_counts, variants_per_chunk
+from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import out, print_json, progress_bar
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.dataset import Question, handbook_dataset, load_dataset
+from cachecraft_rag.evaluation.measuring import Reference, reference_of
+from cachecraft_rag.evaluation.metrics import divergence
+from cachecraft_rag.evaluation.simulation.trace import Zipf
+from cachecraft_rag.types import Progress
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.planning.config import ReuseConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """The requests of a stream.
+
+    requests       that are counted, after `warmup` others (Cache-Craft §5.1.2: 20)
+    window         requests in one line of the report; divides `requests`
+    exponent       of Zipf's law: the n-th most popular question is asked 1 / n^exponent as often as the first
+    answer_tokens  longest answer, in tokens
+    """
+
+    requests: int = 200
+    warmup: int = 20
+    window: int = 50
+    exponent: float = 1.0
+    answer_tokens: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges; raises ConfigError."""
+        for name in ("requests", "window", "answer_tokens"):
+            check_whole(name, getattr(self, name), least=1)
+        check_whole("warmup", self.warmup)
+        check_number("exponent", self.exponent, most=FINITE)
+        if self.requests % self.window:
+            raise ConfigError(f"{self.requests} requests are no multiple of the window of {self.window}")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some requests in a row, and the store after them. Tokens are those of chunks.
+
+    reused, recomputed, computed   taken over untouched; fixed; computed afresh
+    overlap            mean β′ of the chunks that were taken from the store
+    kl                 mean divergence from full prefill along its answer, nats
+    new_variants       captured by then in the background, and the tokens computed for them
+    variants           by then, how many chunks have how many variants
+    """
+
+    requests: int
+    reused: int
+    recomputed: int
+    computed: int
+    overlap: float
+    kl: float
+    new_variants: int
+    idle_tokens: int
+    variants: dict[int, int]
+
+    @property
+    def variants_per_chunk(self) -> float:
+        """The mean."""
+        return variants_per_chunk(self.variants)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """The windows in order, and the questions that were drawn from.
+
+    ratio     tokens recomputed in the last window / in the first; None where the first recomputed none
+    kl_ratio  the same of KL
+    """
+
+    windows: tuple[Window, ...]
+    questions: int
+    model: str
+    dtype: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Tokens recomputed in the last window / in the first."""
+        first, last = self.windows[0].recomputed, self.windows[-1].recomputed
+        return last / first if first else None
+
+    @property
+    def kl_ratio(self) -> float | None:
+        """KL in the last window / in the first."""
+        first, last = self.windows[0].kl, self.windows[-1].kl
+        return last / first if first else None
+
+
+def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> tuple[Question, ...]:
+    """The sample handbook's questions and `limit` of a file's. Errors as `dataset.load_dataset`."""
+    found = handbook_dataset(passages=passages, limit=None, seed=seed).questions
+    if data is None:
+        return found
+    return found + load_dataset(data, passages=passages, limit=limit, seed=seed, read=formats.read).questions
+
+
+def draw(questions: Sequence[Question], settings: StreamSettings) -> list[Question]:
+    """The warm-up and the stream, the same for the same seed."""
+    dice = random.Random(settings.seed)
+    ranked = list(questions)
+    dice.shuffle(ranked)
+    popular = Zipf(len(ranked), exponent=settings.exponent)
+    return [ranked[popular.draw(dice)] for _ in range(settings.warmup + settings.requests)]
+
+
+def run(
+    engine: Engine,
+    questions: Sequence[Question],
+    settings: StreamSettings,
+    *,
+    config: ReuseConfig | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> StreamReport:
+    """Ask them all.
+
+    Args:
+        engine: over an empty store, opened with `best_last=False`, because passages are in prompt order already.
+        config: how chunk-caches are reused; None: the engine's own.
+    """
+    asked = draw(questions, settings)
+    references: dict[str, Reference] = {}
+    windows: list[Window] = []
+    counted = _Counts()
+    for number, question in enumerate(asked):
+        progress(Progress(number, len(asked), "warm-up" if number < settings.warmup else "stream"))
+        if (reference := references.get(question.question_id)) is None:
+            reference = reference_of(engine, question, answer_tokens=settings.answer_tokens)
+            references[question.question_id] = reference
+        counted.ask(engine, reference, config)
+        engine.settle()
+        place = number + 1 - settings.warmup
+        if place >= 0 and place % settings.window == 0:
+            if place:
+                windows.append(counted.window(engine))
+            counted = _Counts()
+    return StreamReport(tuple(windows), len(questions), engine.decoder.name, engine.decoder.layout.dtype)
+
+
+class _Counts:
+    """The sums of one window."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self._kl: list[float] = []
+        self._overlaps: list[float] = []
+
+    def ask(self, engine: Engine, reference: Reference, config: ReuseConfig | None) -> None:
+        question, full = reference.question, reference.answer
+        found = engine.score_answer(
+            question.text,
+            question.passages,
+            target=full.tokens,
+            max_new_tokens=reference.answer_tokens,
+            config=config,
+        )
+        self._kl.append(divergence(full.logits, found.logits)[0])
+        for chunk in found.stats.chunks:
+            self._tokens["recomputed"] += chunk.recomputed
+            self._tokens["computed"] += chunk.computed
+            self._tokens["reused"] += chunk.tokens - chunk.recomputed - chunk.computed
+            if chunk.beta_prime is not None:
+                self._overlaps.append(chunk.beta_prime)
+
+    def window(self, engine: Engine) -> Window:
+        stats = engine.new_variants.stats
+        engine.store.flush()
+        return Window(
+            requests=len(self._kl),
+            reused=self._tokens["reused"],
+            recomputed=self._tokens["recomputed"],
+            computed=self._tokens["computed"],
+            overlap=sum(self._overlaps) / max(len(self._overlaps), 1),
+            kl=sum(self._kl) / len(self._kl),
+            new_variants=stats.captured,
+            idle_tokens=stats.tokens,
+            variants=variant_counts(engine),
+        )
+
+
+def main(
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="More questions with passages: a SQuAD or XQuAD file, or another known form."),
+    ] = None,
+    model: options.Model = "demo",
+    dtype: options.Dtype = "float32",
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests that are counted.")] = 200,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before them.")] = 20,
+    window: Annotated[int, typer.Option("--window", min=1, help="Requests in one line of the table.")] = 50,
+    questions: Annotated[int, typer.Option("--questions", min=1, help="Questions drawn from --data.")] = 60,
+    passages: Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")] = 5,
+    zipf: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")] = 1.0,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")] = 8,
+    new_variants: options.NewVariantsOption = "idle",
+    share: options.NewVariantsShare = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of the stream.")] = 0,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """A stream of repeated questions: tokens recomputed, divergence from full prefill, and variants per chunk.
+
+    Asks the sample handbook's questions, and those of --data. With the demo model it takes about half an hour on one
+    thread, most of it for full prefill.
+    """
+    options.set_threads(threads)
+    with progress_bar("Stream") as show, ExitStack() as opened:
+        from cachecraft_rag.engine.config import NewVariants
+        from cachecraft_rag.evaluation.runner import open_engine
+
+        options.quiet_libraries()
+        settings = StreamSettings(
+            requests=requests, warmup=warmup, window=window, exponent=zipf, answer_tokens=answer_tokens, seed=seed
+        )
+        making = NewVariants(new_variants, share)  # type: ignore[arg-type]  # it checks the word
+        asked = questions_of(data, passages=passages, limit=questions, seed=seed)
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cachecraft-bench-")))
+        engine = opened.enter_context(open_engine(model, folder, dtype=dtype, new_variants=making))
+        report = run(engine, asked, settings, progress=show)
+    if as_json:
+        print_json(asdict(report) | {"ratio": report.ratio, "kl_ratio": report.kl_ratio})
+        return
+    print_stream(report)
+
+
+def print_stream(report: StreamReport) -> None:
+    """The windows, and the last compared with the first."""
+    table = Table(
+        "requests", "recomputed", "computed", "reused", "β′", "KL", "new variants", "idle tokens", "per chunk"
+    )
+    first = 1
+    for window in report.windows:
+        most = max(window.variants, default=0)
+        table.add_row(
+            f"{first}–{first + window.requests - 1}",
+            f"{window.recomputed:,}",
+            f"{window.computed:,}",
+            f"{window.reused:,}",
+            f"{window.overlap:.2f}",
+            f"{window.kl:.4f}",
+            f"{window.new_variants:,}",
+            f"{window.idle_tokens:,}",
+            f"{window.variants_per_chunk:.1f}, at most {most}",
+        )
+        first += window.requests
+    out.print(table)
+    ratio = "–" if report.ratio is None else f"{report.ratio:.2f}"
+    kl = "–" if report.kl_ratio is None else f"{report.kl_ratio:.2f}"
+    spread = ", ".join(f"{n}: {chunks}" for n, chunks in report.windows[-1].variants.items())
+    out.print(f"Last / first: {ratio} of the tokens recomputed, {kl} of the KL. Chunks by number of variants: {spread}")
+    out.print(f"{report.questions} questions; {report.model}, {report.dtype}")

@@ -1,0 +1,290 @@
+"""The smallest α that keeps a desired quality (Cache-Craft eq. 13: α* = argmin E[CFO] with Q ≥ Q_desired).
+
+The promise is about the mean over future questions. So the lower end of a confidence interval must reach the desired
+quality: if the mean over the validation set sufficed, every other calibration would promise too much.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.intervals import Interval, mean_interval, ratio_interval
+from cachecraft_rag.evaluation.measuring import Method, Record, Trial
+from cachecraft_rag.evaluation.origins import CONDITIONS, condition_named
+from cachecraft_rag.evaluation.records import RecordLog
+from cachecraft_rag.evaluation.runner import Run, Settings
+from cachecraft_rag.planning.calibration import Calibration
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.types import Progress
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.evaluation.dataset import Dataset
+
+# Ascending. CCI is at least 0.5, so from α = 2 on a chunk without any of its old neighbours is computed in full.
+ALPHAS = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1.0, 1.3, 1.6, 2.0)
+HARDLY_PAYS = 0.9  # above this share of recomputed chunk tokens, reuse saves too little: a judgement, not measured
+LEVEL = 0.90  # two-sided, so the lower end is a one-sided 95 % bound
+
+
+def _relative_f1(records: Sequence[Record]) -> Interval:
+    """F1 relative to full prefill's: by gold answers alone, a weak model could never reach the quality."""
+    ours = [record.f1 or 0.0 for record in records]
+    return ratio_interval(ours, [record.reference_f1 or 0.0 for record in records], level=LEVEL)
+
+
+METRICS: Mapping[str, Callable[[Sequence[Record]], Interval]] = MappingProxyType(
+    {
+        "rouge_l": lambda records: mean_interval([record.rouge_l for record in records], level=LEVEL),
+        "top1": lambda records: mean_interval([record.top1 for record in records], level=LEVEL),
+        "f1": _relative_f1,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSettings:
+    """The quality to keep, and how it is measured. Full prefill has quality 1 in every metric.
+
+    quality        the desired mean over questions, 0 to 1
+    metric         a name of `METRICS`: "rouge_l" of the answer against full prefill's; "top1", the share of positions
+                   in full prefill's answer with the same most likely token; "f1" against the gold answers, relative
+                   to full prefill's
+    origin         a name of `origins.CONDITIONS` except "stream": every α must find the same chunk-caches
+    answer_tokens  longest answer, in tokens
+    seed           of the origin prefixes and of `halves`
+    """
+
+    quality: float = 0.95
+    metric: str = "rouge_l"
+    origin: str = "unrelated"
+    answer_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ConfigError(f"unknown metric {self.metric!r}; choose one of {', '.join(METRICS)}")
+        if not 0 <= self.quality <= 1:
+            raise ConfigError(
+                f"quality must lie between 0 and 1, where 1 is that of full prefill, not {self.quality:g}; "
+                "write for example 0.95"
+            )
+        if condition_named(self.origin).behind is None:
+            fixed = [condition.name for condition in CONDITIONS.values() if condition.behind is not None]
+            raise ConfigError(
+                f"with the origin {self.origin!r} chunk-caches change from question to question, but every α must find "
+                f"the same ones; choose one of {', '.join(fixed)}"
+            )
+        if self.answer_tokens < 1:
+            raise ConfigError(f"answers need 1 token or more, not {self.answer_tokens}")
+
+    def require(self, dataset: Dataset) -> None:
+        """Raise ConfigError if there are no questions, or if the metric is f1 and a question has no gold answer."""
+        if not dataset.questions:
+            raise ConfigError("there are no questions to calibrate on; raise --limit")
+        without = sum(not question.answers for question in dataset.questions)
+        if self.metric == "f1" and without:
+            raise ConfigError(
+                f"f1 needs gold answers, and {without} of {len(dataset.questions)} questions have none; choose the "
+                "metric rouge_l or top1, which compare with full prefill's own answers"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The result of one α: the share of chunk tokens recomputed or computed, and the quality with its interval."""
+
+    alpha: float
+    recomputed: float
+    quality: Interval
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The chosen calibration, and every α that was tried, ascending."""
+
+    calibration: Calibration
+    curve: tuple[Point, ...]
+
+    @property
+    def held(self) -> bool:
+        """True if the chosen α reaches the quality. If none does, the largest is chosen."""
+        return self.calibration.low >= self.calibration.quality
+
+    @property
+    def pays(self) -> bool:
+        """True if reuse still saves work: at most `HARDLY_PAYS` of the chunk tokens are recomputed."""
+        return self.calibration.recomputed <= HARDLY_PAYS
+
+
+def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool]) -> float:
+    """The smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
+
+    Assumes that α holds wherever a smaller one does. If noise breaks the assumption, every α that was tried above the
+    answer still holds.
+
+    >>> smallest_that_holds((0.1, 0.2, 0.5, 1.0), lambda alpha: alpha >= 0.3)
+    0.5
+    """
+    fails, found = -1, len(alphas) - 1
+    while found - fails > 1:
+        middle = (fails + found) // 2
+        if holds(alphas[middle]):
+            found = middle
+        else:
+            fails = middle
+    return alphas[found]
+
+
+def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
+    """The questions in two parts, drawn by the seed. Both keep all documents, so that origin prefixes stay the same.
+
+    Raises:
+        ConfigError: there are fewer than two questions.
+    """
+    questions = list(dataset.questions)
+    if len(questions) < 2:
+        raise ConfigError("checking on a second half needs 2 questions or more: raise --limit")
+    random.Random(seed).shuffle(questions)
+    middle = (len(questions) + 1) // 2
+    first, second = (tuple(part) for part in (questions[:middle], questions[middle:]))
+    return replace(dataset, questions=first), replace(dataset, questions=second)
+
+
+def calibrate(
+    engine: Engine,
+    dataset: Dataset,
+    settings: CalibrationSettings,
+    *,
+    folder: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Calibrated:
+    """Find the smallest of `ALPHAS` whose mean quality reaches the desired one with 95 % confidence.
+
+    The bound is the lower end of a bootstrap interval over questions. It holds for the mean over questions like those
+    of the validation set; single answers vary more. Trying several α costs some of the confidence. Quality grows with
+    α, so a bisection tries about four of the ten. Full prefill answers each question once.
+
+    Args:
+        engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected, and a learned
+            correction is used if it has one.
+        folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
+
+    Raises:
+        ConfigError: see `CalibrationSettings.require`; or this data cannot provide the origin condition; or full
+            prefill's F1 is 0.
+    """
+    tries = math.ceil(math.log2(len(ALPHAS))) + 1
+    with Validation(engine, dataset, settings, passes=tries, folder=folder, progress=progress) as validation:
+        chosen = smallest_that_holds(ALPHAS, lambda alpha: validation.at(alpha).quality.low >= settings.quality)
+        found = validation.at(chosen)
+        validation.finish()
+    config = engine.config
+    calibration = Calibration(
+        alpha=chosen,
+        metric=settings.metric,
+        quality=settings.quality,
+        reached=found.quality.mean,
+        low=found.quality.low,
+        recomputed=found.recomputed,
+        dataset=dataset.name,
+        questions=len(dataset.questions),
+        origin=settings.origin,
+        selector=config.selector,
+        budget_scope=config.budget_scope,
+        drift=config.drift,
+        corrected=engine.correction is not None and config.correction == "learned",
+    )
+    return Calibrated(calibration, validation.curve)
+
+
+def check(
+    engine: Engine,
+    dataset: Dataset,
+    settings: CalibrationSettings,
+    alpha: float,
+    *,
+    folder: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Point:
+    """Measure an α on questions it was not calibrated on; arguments and errors as `calibrate`."""
+    with Validation(engine, dataset, settings, passes=1, folder=folder, progress=progress) as validation:
+        found = validation.at(alpha)
+        validation.finish()
+        return found
+
+
+class Validation(Closeable):
+    """Measures one α after another over the same chunk-caches and against the same answers of full prefill.
+
+    Args:
+        passes: the number of α expected, for the total of the progress.
+        folder: see `calibrate`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        dataset: Dataset,
+        settings: CalibrationSettings,
+        *,
+        passes: int,
+        folder: Path | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        settings.require(dataset)
+        self._engine, self._questions, self._metric = engine, dataset.questions, settings.metric
+        self._points: dict[float, Point] = {}
+        run = Settings(
+            tuple(self._trial(alpha) for alpha in ALPHAS),
+            condition_named(settings.origin),
+            answer_tokens=settings.answer_tokens,
+            seed=settings.seed,
+        )
+        self._log = None if folder is None else RecordLog(folder, run.describe(engine, dataset), discard_others=True)
+        self._run = Run(engine, dataset, run, log=self._log, progress=progress, keep_references=True)
+        self._run.total = len(dataset.questions) * passes
+
+    def close(self) -> None:
+        """Close the file of measurements."""
+        if self._log is not None:
+            self._log.close()
+
+    @property
+    def curve(self) -> tuple[Point, ...]:
+        """Everything that was measured, by α."""
+        return tuple(self._points[alpha] for alpha in sorted(self._points))
+
+    def at(self, alpha: float) -> Point:
+        """The result of this α, measured on the first call."""
+        if alpha not in self._points:
+            self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))
+            trial = self._trial(alpha)
+            records = [record for question in self._questions for record in self._run.ask(question, [trial])]
+            if self._metric == "f1" and not any(record.reference_f1 for record in records):
+                raise ConfigError(
+                    "full prefill answers none of these questions, so there is no F1 to keep; choose the metric "
+                    "rouge_l, a longer answer, or another model"
+                )
+            recomputed = sum(record.recomputed for record in records) / len(records)
+            self._points[alpha] = Point(alpha, recomputed, METRICS[self._metric](records))
+        return self._points[alpha]
+
+    def finish(self) -> None:
+        """Report to `progress` that no further α will be tried."""
+        self._run.total = len(self._questions) * len(self._points)
+        self._run.show("")
+
+    def _trial(self, alpha: float) -> Trial:
+        # Not "cake": it computes more where the disk is slow, and the quality would hold for this disk only.
+        config = replace(
+            self._engine.config, reuse=True, capture=False, alpha=alpha, recompute_ratio=None, loading="layerwise"
+        )
+        return Trial(Method(f"alpha_{alpha:g}", "Cache-Craft eq. 13", lambda _: config))

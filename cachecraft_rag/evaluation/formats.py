@@ -1,0 +1,334 @@
+"""Files of questions: SQuAD's format and our own, and what every reader gives: documents of passages, and questions.
+
+A format is two functions and a line in `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.errors import ConfigError, DocumentError
+
+Place = tuple[int, int]  # (document, passage), both counted from 0
+
+_NOT_JSON = (ValueError, RecursionError)  # the second for brackets nested too deeply
+PASSAGE_TOKENS = 512  # most passages of the question sets are shorter and stay as published
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDocument:
+    """A document's passages in order, as published, of any length."""
+
+    name: str
+    passages: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuestion:
+    """A question and the passages to choose from.
+
+    needed   the passages that hold the answer
+    near     passages that a retriever might find, including the needed ones
+    fill     whether passages of other documents are added if `near` has too few
+    ordered  `near` is a retriever's own list: its order is kept, and it is only shortened
+    """
+
+    question_id: str
+    text: str
+    answers: tuple[str, ...]
+    needed: tuple[Place, ...]
+    near: tuple[Place, ...]
+    fill: bool = True
+    ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A whole file, before questions are drawn and passages of more than `passage_tokens` are split."""
+
+    documents: tuple[SourceDocument, ...]
+    questions: tuple[SourceQuestion, ...]
+    passage_tokens: int = PASSAGE_TOKENS
+
+
+class SourceBuilder:
+    """Collects the documents of a file; a passage that several questions share is kept once."""
+
+    def __init__(self) -> None:
+        self._documents: dict[str, tuple[int, dict[str, int]]] = {}  # name → its number, and each text's place
+        self._questions: list[SourceQuestion] = []
+
+    def place(self, document: str, text: str) -> Place:
+        """The place of the passage with this text; a new passage is appended to the document."""
+        number, passages = self._documents.setdefault(document, (len(self._documents), {}))
+        return number, passages.setdefault(text, len(passages))
+
+    def ask(self, question: SourceQuestion) -> None:
+        """Add a question."""
+        self._questions.append(question)
+
+    def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> Source:
+        """All documents and questions so far."""
+        documents = tuple(SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items())
+        return Source(documents, tuple(self._questions), passage_tokens)
+
+
+def texts_of(values: Sequence[str]) -> tuple[str, ...]:
+    """The texts, stripped, in order, without blanks and repetitions."""
+    return tuple(dict.fromkeys(text.strip() for text in values if text.strip()))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One JSON object, line or row; `where` locates it, in words, for error messages.
+
+    Every method raises DocumentError with the place and the field if the field is missing or of another type.
+    """
+
+    where: str
+    fields: Mapping[str, Any]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.fields
+
+    def _field(self, name: str, kind: type, wanted: str) -> Any:
+        value = self.fields.get(name)
+        if not isinstance(value, kind):
+            found = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
+            raise DocumentError(f'{self.where}: "{name}" {found}; it must be {wanted}. Fix or remove that entry.')
+        return value
+
+    def text(self, name: str) -> str:
+        """A text that is not blank, stripped."""
+        text: str = self._field(name, str, "a text").strip()
+        if not text:
+            raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
+        return text
+
+    def label(self, name: str, default: str) -> str:
+        """An identifier: a text or a number, or the default if there is none."""
+        value = self.fields.get(name)
+        return str(value) if isinstance(value, str | int) and str(value).strip() else default
+
+    def texts(self, name: str, *, optional: bool = False) -> list[str]:
+        """A list of texts; empty if it is optional and missing."""
+        if optional and self.fields.get(name) is None:
+            return []
+        values: list[Any] = self._field(name, list, "a list of texts")
+        for place, value in enumerate(values, start=1):
+            if not isinstance(value, str):
+                raise DocumentError(
+                    f'{self.where}: item {place} of "{name}" is {json.dumps(value, default=str)[:40]}; it must be a '
+                    "text. Fix or remove that entry."
+                )
+        return values
+
+    def records(self, name: str) -> list[Record]:
+        """A list of objects."""
+        values: list[Any] = self._field(name, list, "a list of objects")
+        return [as_record(value, f"{self.where}, {name} {place}") for place, value in enumerate(values, start=1)]
+
+    def record(self, name: str) -> Record:
+        """An object."""
+        return Record(f"{self.where}, {name}", self._field(name, dict, "an object"))
+
+
+def as_record(value: Any, where: str) -> Record:
+    """The value as a record. Raises DocumentError if it is not an object."""
+    if not isinstance(value, dict):
+        raise DocumentError(
+            f"{where}: expected an object with named fields, not {json.dumps(value, default=str)[:40]}. Fix or "
+            "remove that entry."
+        )
+    return Record(where, value)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
+
+    Raises:
+        DocumentError: the file cannot be read, is empty, or is malformed; the message names the line if there is one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DocumentError(f"cannot read {path}: {error.strerror or error}. Name a file of questions.") from error
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
+        ) from error
+    if not text.strip():
+        raise DocumentError(f"{path} is empty. Name a file of questions.")
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        return list(_lines(path, text))
+    return _json(path, text)
+
+
+def _json(path: Path, text: str) -> list[Record]:
+    try:
+        whole = json.loads(text)
+    except _NOT_JSON as error:
+        first = next(line for line in text.splitlines() if line.strip())
+        try:
+            json.loads(first)
+        except _NOT_JSON:
+            raise DocumentError(f"{path} is not JSON: {error}. Fix that place, or name another file.") from error
+        return list(_lines(path, text))  # the first line alone is valid: JSON lines with another suffix
+    if isinstance(whole, list):
+        return [as_record(value, f"{path}, entry {place}") for place, value in enumerate(whole, start=1)]
+    return [as_record(whole, str(path))]
+
+
+def _lines(path: Path, text: str) -> Iterator[Record]:
+    # Not splitlines(): JSON strings may contain U+2028 and similar characters unescaped.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except _NOT_JSON as error:
+            raise DocumentError(f"{path}, line {number} is not JSON: {error}. Fix or remove that line.") from error
+        yield as_record(value, f"{path}, line {number}")
+
+
+# --- SQuAD 1.1 and 2.0, and sets of the same form (XQuAD, MLQA, NewsQA conversions); also Hugging Face's columns ---
+
+
+def is_squad(record: Record) -> bool:
+    """`data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`."""
+    data = record.fields.get("data")
+    if isinstance(data, list):
+        return bool(data) and isinstance(data[0], dict) and "paragraphs" in data[0]
+    return isinstance(record.fields.get("context"), str) and {"question", "answers"} <= record.fields.keys()
+
+
+def read_squad(records: Sequence[Record]) -> Source:
+    """The passages of a question are the paragraphs of its own article; unanswerable questions have no answers."""
+    builder = SourceBuilder()
+    found: list[tuple[str, Place, Record, list[str]]] = []  # article, paragraph, question, answers
+    paragraphs: dict[str, dict[Place, None]] = {}
+    for record in records:
+        for article, context, asked, answers in _asked(record) if "data" in record else _row(record):
+            place = builder.place(article, context)
+            paragraphs.setdefault(article, {})[place] = None
+            if asked is not None:
+                found.append((article, place, asked, answers))
+    for number, (article, place, asked, answers) in enumerate(found, start=1):
+        near = tuple(paragraphs[article])
+        builder.ask(
+            SourceQuestion(
+                asked.label("id", str(number)), asked.text("question"), texts_of(answers), needed=(place,), near=near
+            )
+        )
+    return builder.source()
+
+
+def _asked(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
+    """(Article, paragraph, question, answers) of the nested form, and each paragraph once with None as its question."""
+    found: list[tuple[str, str, Record | None, list[str]]] = []
+    for number, article in enumerate(record.records("data"), start=1):
+        title = article.label("title", f"article {number}")
+        for paragraph in article.records("paragraphs"):
+            context = paragraph.text("context")
+            found.append((title, context, None, []))
+            for asked in paragraph.records("qas"):
+                golds = [answer.text("text") for answer in asked.records("answers")] if "answers" in asked else []
+                found.append((title, context, asked, golds))
+    return found
+
+
+def _row(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
+    """The same for one row of Hugging Face's form, whose answers are `{"text": [...], "answer_start": [...]}`."""
+    context = record.text("context")
+    return [(record.label("title", context), context, record, record.record("answers").texts("text"))]
+
+
+# --- your own questions with the passages that your retriever found, one JSON object per line ---
+
+EXAMPLE = '{"question": "…?", "passages": ["…", "…"], "answers": ["…"], "document": "…"}'
+
+
+def is_own(record: Record) -> bool:
+    """`question` beside `passages`."""
+    return {"question", "passages"} <= record.fields.keys()
+
+
+def read_own(records: Sequence[Record]) -> Source:
+    """The passages keep their order. `answers`, `id` and `document` are optional.
+
+    `document` names the document of all passages of the line, in the document's order. Without it each passage counts
+    as a document of its own, because passages next to each other in a retriever's list are rarely so in a document.
+    """
+    builder = SourceBuilder()
+    for number, record in enumerate(records, start=1):
+        passages = texts_of(record.texts("passages"))
+        if not passages:
+            raise DocumentError(f'{record.where}: "passages" is empty. Give at least one, as in {EXAMPLE}')
+        document = record.label("document", "")
+        near = tuple(builder.place(document or text, text) for text in passages)
+        answers = texts_of(record.texts("answers", optional=True))
+        question_id = record.label("id", str(number))
+        builder.ask(
+            SourceQuestion(
+                question_id, record.text("question"), answers, needed=(), near=near, fill=False, ordered=True
+            )
+        )
+    return builder.source()
+
+
+# --- the formats ---
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A file format of question sets.
+
+    recognises  whether a file's first record has this format; true for at most one format
+    read        reads all records of a file; raises DocumentError that names a malformed record
+    """
+
+    name: str
+    description: str
+    recognises: Callable[[Record], bool]
+    read: Callable[[Sequence[Record]], Source]
+
+
+FORMATS: tuple[Format, ...] = (
+    Format("squad", "SQuAD 1.1 and 2.0, XQuAD", is_squad, read_squad),
+    Format("jsonl", "questions of your own, one per line", is_own, read_own),
+)
+
+
+def read_source(
+    path: Path,
+    format: str | None = None,
+    *,
+    formats: Sequence[Format] = FORMATS,
+    read: Callable[[Path], list[Record]] = read_records,
+) -> Source:
+    """Read a file of questions. If no format is named, it is recognised from the first record.
+
+    Raises:
+        ConfigError: no format has that name.
+        DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
+    """
+    known = "; ".join(f"{entry.name} ({entry.description})" for entry in formats)
+    if format is not None and format not in {entry.name for entry in formats}:
+        raise ConfigError(f"no format of questions is called {format!r}; choose one of: {known}")
+    records = read(path)
+    if not records:
+        raise DocumentError(f"{path} holds no records. Name a file of questions.")
+    for entry in formats:
+        if entry.name == format or (format is None and entry.recognises(records[0])):
+            source = entry.read(records)
+            if not source.questions:
+                raise DocumentError(f"{path} is in the format {entry.name} but holds no questions. Name another file.")
+            return source
+    raise DocumentError(
+        f"{path} is in no known format: {known}. Rewrite it as JSON lines: a file "
+        f"questions.jsonl with one question per line, like {EXAMPLE}"
+    )

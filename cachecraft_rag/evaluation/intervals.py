@@ -1,0 +1,95 @@
+"""Percentile bootstrap intervals over questions (Efron, 1979), with a fixed seed.
+
+A resample draws as many questions as there are, with replacement; the values of one question stay together. With few
+questions the intervals are too narrow: 95 % intervals hold the true mean in 92 % of draws of 20 questions, 94 % of 100.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+RESAMPLES = 10_000
+_DRAWS_AT_ONCE = 4_000_000  # 32 MB of random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The mean over all questions, and the interval that its resamples fall into."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95) -> Interval:
+    """The mean over questions, from one value per question.
+
+    Raises:
+        ValueError: there are no values, or one is not a finite number.
+
+    >>> mean_interval([2.0, 2.0, 2.0])
+    Interval(mean=2.0, low=2.0, high=2.0)
+    """
+    columns = _columns(values)
+    return _interval(float(columns.mean()), _resampled(columns, resamples, seed)[0], level)
+
+
+def paired_interval(
+    a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
+) -> Interval:
+    """The mean of a − b over questions that both methods answered. Errors as `mean_interval`, and unequal lengths.
+
+    >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # the questions differ, the methods' difference does not
+    Interval(mean=1.0, low=1.0, high=1.0)
+    """
+    first, second = _columns(a, b)
+    return mean_interval(first - second, resamples=resamples, seed=seed, level=level)
+
+
+def ratio_interval(
+    a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
+) -> Interval:
+    """mean(a) / mean(b) over questions that both methods answered; the two are resampled together.
+
+    Resamples whose mean of b is 0 have no ratio and are left out. Errors as `paired_interval`, and a mean of b of 0.
+
+    >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
+    Interval(mean=0.5, low=0.5, high=0.5)
+    """
+    columns = _columns(a, b)
+    whole, base = columns.mean(axis=1)
+    if base == 0:
+        raise ValueError("a ratio to a mean of 0 has no value")
+    tops, bases = _resampled(columns, resamples, seed)
+    return _interval(float(whole / base), tops[bases != 0] / bases[bases != 0], level)
+
+
+def _columns(*values: ArrayLike) -> NDArray[np.float64]:
+    """`[methods, questions]`."""
+    rows = [np.asarray(row, dtype=np.float64) for row in values]
+    if any(row.ndim != 1 or row.shape != rows[0].shape for row in rows):
+        raise ValueError(f"each method needs one value per question, not shapes {[row.shape for row in rows]}")
+    columns = np.stack(rows)
+    if columns.size == 0 or not np.isfinite(columns).all():
+        raise ValueError("an interval needs at least one question, and a finite number for each")
+    return columns
+
+
+def _resampled(columns: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:
+    """Means of the resamples, `[methods, resamples]`; one draw of questions serves all methods."""
+    draw, count = np.random.default_rng(seed), columns.shape[1]
+    batch = max(1, _DRAWS_AT_ONCE // count)
+    sizes = [min(batch, resamples - done) for done in range(0, resamples, batch)]
+    return np.concatenate([columns[:, draw.integers(count, size=(size, count))].mean(-1) for size in sizes], axis=1)
+
+
+def _interval(mean: float, resampled: NDArray[np.float64], level: float) -> Interval:
+    outside = (1 - level) / 2
+    low, high = np.quantile(resampled, [outside, 1 - outside])
+    return Interval(mean, float(low), float(high))

@@ -1,0 +1,207 @@
+"""One measurement: full prefill answers a question, and a method is scored against the tokens of that answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.metrics import divergence, rouge_l, squad_f1
+from cachecraft_rag.planning.config import ReuseConfig
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.engine import Engine, ScoredAnswer
+    from cachecraft_rag.evaluation.dataset import Question
+    from cachecraft_rag.types import Chunk
+
+Preparation = Callable[["Engine", "Question", float], AbstractContextManager[Sequence["Chunk"]]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to answer.
+
+    name         in tables and in `cachecraft eval --methods`
+    source       the paper or package that it comes from
+    config       recompute ratio r → settings of the engine; methods without a ratio get 0.0
+    takes_ratio  True: the method runs at each r
+    prepare      made before a request; entering it counts as part of the time to the first token, and gives the
+                 passages to answer over. For baselines that shorten passages or bring scores of their own
+    """
+
+    name: str
+    source: str
+    config: Callable[[float], ReuseConfig]
+    takes_ratio: bool = False
+    prepare: Preparation | None = None
+
+
+# Captures nothing, and loads every stored layer even where computing it would be faster.
+PLAIN = ReuseConfig(capture=False, loading="layerwise")
+_FULL, _PREFIX = replace(PLAIN, reuse=False), replace(PLAIN, scope="prefix")
+_NOTHING = replace(PLAIN, recompute_ratio=0.0, drift=0.0, correction="off")
+FULL_PREFILL = Method("full_recompute", "any engine", lambda _: _FULL)
+
+# What a user chooses between; the papers' baselines are in `benchmarks/methods.py` of the repository.
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            FULL_PREFILL,
+            Method("prefix_cache", "any engine", lambda _: _PREFIX),
+            Method("full_cache", "this package, nothing recomputed", lambda _: _NOTHING),
+            Method("default", "this package", lambda r: replace(PLAIN, recompute_ratio=r), takes_ratio=True),
+            Method(
+                "no_correction",
+                "this package",
+                lambda r: replace(PLAIN, recompute_ratio=r, correction="off"),
+                takes_ratio=True,
+            ),
+        )
+    }
+)
+
+
+def methods_named(names: Sequence[str], known: Mapping[str, Method] = METHODS) -> list[Method]:
+    """The methods with these names, in the given order, each once.
+
+    Raises:
+        ConfigError: a name is unknown; the message lists the known ones.
+    """
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"unknown method {', '.join(unknown)}; choose among {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def label(method: str, ratio: float | None) -> str:
+    """The name of a method at a ratio in reports.
+
+    >>> label("default", 0.15), label("full_cache", None)
+    ('default@0.15', 'full_cache')
+    """
+    return method if ratio is None else f"{method}@{ratio:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A method at a recompute ratio; the ratio is None for methods that take none."""
+
+    method: Method
+    ratio: float | None = None
+
+    @property
+    def label(self) -> str:
+        """`NAME@R`, or `NAME` without a ratio."""
+        return label(self.method.name, self.ratio)
+
+    @property
+    def config(self) -> ReuseConfig:
+        """Settings of the engine."""
+        return self.method.config(self.ratio or 0.0)
+
+
+def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial, ...]:
+    """Each method at each ratio, or once if it takes no ratio.
+
+    Raises:
+        ConfigError: a method needs a ratio and none is given, or a ratio is out of range.
+    """
+    if any(not 0 < ratio <= 1 for ratio in ratios):
+        raise ConfigError("a ratio must lie above 0 and at most at 1 (for 0 use the method full_cache)")
+    needing = [method.name for method in methods if method.takes_ratio]
+    if needing and not ratios:
+        raise ConfigError(f"{', '.join(needing)} need a recompute ratio; name one, for example 0.15")
+    distinct = sorted(set(ratios))
+    return tuple(Trial(method, ratio) for method in methods for ratio in (distinct if method.takes_ratio else [None]))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The result of one method on one question.
+
+    kl, top1            `metrics.divergence` from full prefill, over the tokens of full prefill's answer
+    rouge_l             of the method's own greedy answer against full prefill's
+    f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none
+    ttft_s              seconds to the first token, with the method's preparation and a selector's probes
+    reference_ttft_s    the same of full prefill
+    recomputed          chunk tokens recomputed or computed / all chunk tokens of the full prompt
+    text                the method's answer
+    """
+
+    question_id: str
+    method: str
+    ratio: float | None
+    kl: float
+    top1: float
+    rouge_l: float
+    f1: float | None
+    reference_f1: float | None
+    ttft_s: float
+    reference_ttft_s: float
+    recomputed: float
+    text: str
+
+    @property
+    def label(self) -> str:
+        """Label of the trial, see `Trial.label`."""
+        return label(self.method, self.ratio)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full prefill's answer to a question, of at most `answer_tokens` tokens."""
+
+    question: Question
+    answer: ScoredAnswer
+    answer_tokens: int
+
+
+def reference_of(engine: Engine, question: Question, *, answer_tokens: int) -> Reference:
+    """Answer with full prefill (FULL-RECOMP) and capture nothing.
+
+    Args:
+        engine: opened with `best_last=False`, because a question's passages are in prompt order already.
+    """
+    answer = engine.score_answer(question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL)
+    return Reference(question, answer, answer_tokens)
+
+
+def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
+    """Answer with one method over the store as it is, and compare with the reference.
+
+    Args:
+        engine: the one that made the reference.
+    """
+    question, full = reference.question, reference.answer
+    passages, prepare_s = question.passages, 0.0
+    with ExitStack() as prepared:
+        if trial.method.prepare is not None:
+            preparation = trial.method.prepare(engine, question, trial.ratio or 0.0)
+            started = time.perf_counter()
+            passages = tuple(prepared.enter_context(preparation))
+            prepare_s = time.perf_counter() - started
+        found = engine.score_answer(
+            question.text, passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=trial.config
+        )
+    kl, top1 = divergence(full.logits, found.logits)
+    golds = question.answers
+    chunk_tokens = sum(chunk.tokens for chunk in full.stats.chunks)
+    spent = sum(chunk.recomputed + chunk.computed for chunk in found.stats.chunks)
+    return Record(
+        question_id=question.question_id,
+        method=trial.method.name,
+        ratio=trial.ratio,
+        kl=kl,
+        top1=top1,
+        rouge_l=rouge_l(full.text, found.text),
+        f1=squad_f1(found.text, golds) if golds else None,
+        reference_f1=squad_f1(full.text, golds) if golds else None,
+        ttft_s=prepare_s + found.stats.ttft_s,
+        reference_ttft_s=full.stats.ttft_s,
+        recomputed=spent / max(chunk_tokens, 1),
+        text=found.text,
+    )

@@ -1,0 +1,87 @@
+"""Metrics: answers against gold answers, and next-token distributions against full prefill's."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cachecraft_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def normalised_words(text: str) -> list[str]:
+    """The words of an answer as SQuAD's evaluation script compares them (Rajpurkar et al., 2016).
+
+    Lower case, without ASCII punctuation, without a, an and the, split at white space, in this order.
+
+    >>> normalised_words("The Rhine's  (upper) end, a lake.")
+    ['rhines', 'upper', 'end', 'lake']
+    """
+    lowered = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", lowered).split()
+
+
+def squad_f1(prediction: str, golds: Sequence[str]) -> float:
+    """F1 of the two bags of words, the best over the gold answers (SQuAD's evaluation script, 2.0).
+
+    Two answers without words score 1; one with words and one without score 0. Raises ValueError without a gold answer.
+
+    >>> squad_f1("the tall red fox", ["a red fox"])  # precision 2/3, recall 2/2
+    0.8
+    >>> squad_f1("in 1815", ["1815", "in June 1815"])  # 2/3 against the first, 4/5 against the second
+    0.8
+    """
+    return max(_f1(normalised_words(prediction), normalised_words(gold)) for gold in golds)
+
+
+def _f1(found: list[str], gold: list[str]) -> float:
+    if not found or not gold:
+        return float(found == gold)
+    same = sum((Counter(found) & Counter(gold)).values())
+    return 2 * same / (len(found) + len(gold))
+
+
+def rouge_l(reference: str, prediction: str) -> float:
+    """ROUGE-L F1 of one answer against another, with stems (Lin, 2004; the package rouge_score).
+
+    Equal answers score 1, empty ones too. The package's tokenizer knows only a–z and 0–9, so answers in other scripts
+    that differ score 0. Raises ConfigError if the package is not installed.
+
+    >>> rouge_l("The cat sat on the mat", "the cats sat there")  # the cat sat: 3 of 6 words, and 3 of 4
+    0.6
+    """
+    if reference.split() == prediction.split():
+        return 1.0
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ConfigError("ROUGE-L needs the package rouge-score: pip install 'cachecraft-rag[eval]'.") from error
+    return float(RougeScorer(["rougeL"], use_stemmer=True).score(reference, prediction)["rougeL"].fmeasure)
+
+
+def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
+    """KL(reference ‖ method) of the next-token distributions in nats, and the share of equal most likely tokens.
+
+    Both logits are `[positions, vocabulary]` in any float type. Both results are means over positions; the log-softmax
+    is in float64. A token that the reference rules out (logit −∞) adds nothing.
+
+    >>> import math, torch
+    >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)
+    >>> kl, _ = divergence(uneven, even)  # ¾ ln(¾ / ½) + ¼ ln(¼ / ½)
+    >>> round(kl, 4), round(divergence(even, uneven)[0], 4)  # ½ ln(½ / ¾) + ½ ln(½ / ¼)
+    (0.1308, 0.1438)
+    """
+    import torch
+
+    if reference_logits.shape != logits.shape or logits.dim() != 2 or not len(logits):
+        raise ValueError(f"cannot compare logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)}")
+    reference, found = reference_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
+    share = reference.exp()
+    kl = torch.where(share > 0, share * (reference - found), 0.0).sum(-1).mean()
+    agreement = (reference.argmax(-1) == found.argmax(-1)).double().mean()
+    return float(kl), float(agreement)

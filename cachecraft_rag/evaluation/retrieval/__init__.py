@@ -1,1 +1,0 @@
-"""Whether retrieval finds what it should: hit rates on follow-up questions."""

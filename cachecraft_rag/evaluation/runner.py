@@ -1,0 +1,297 @@
+"""An evaluation: every method answers every question over the same store; each measurement is written at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.measuring import Record, Reference, Trial, measure, reference_of
+from cachecraft_rag.evaluation.origins import CONDITIONS, OriginCondition, Origins
+from cachecraft_rag.evaluation.records import RecordLog
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Progress, digest
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.config import NewVariants, When
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.store import ChunkCacheStore
+
+# Nothing is evicted: the chunk-caches a method finds must not depend on how often other methods have used them.
+VARIANTS_PER_CHUNK = 10_000
+_CACHES = ".caches-"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of an evaluation.
+
+    warmup         with the origin "stream": the first N questions are asked but not measured (Cache-Craft §5.1.2)
+    answer_tokens  longest answer, in tokens
+    seed           of the origin prefixes and of the order of methods
+    """
+
+    trials: tuple[Trial, ...]
+    origin: OriginCondition = CONDITIONS["unrelated"]
+    warmup: int = 20
+    answer_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.trials or self.answer_tokens < 1 or self.warmup < 0:
+            raise ConfigError("an evaluation needs a method, answers of 1 token or more, and a warm-up of 0 or more")
+
+    def measured(self, dataset: Dataset) -> tuple[Question, ...]:
+        """The questions without those of the warm-up; ConfigError if none is left."""
+        warmup = self._warmup
+        if warmup >= len(dataset.questions):
+            raise ConfigError(
+                f"the warm-up takes {warmup} of {len(dataset.questions)} questions and leaves none to measure; raise "
+                "--limit or lower --warmup"
+            )
+        return dataset.questions[warmup:]
+
+    @property
+    def _warmup(self) -> int:
+        return self.warmup if self.origin.behind is None else 0
+
+    def describe(self, engine: Engine, dataset: Dataset) -> dict[str, Any]:
+        """Everything that the measurements depend on, as plain values."""
+        import torch
+
+        asked = [
+            part
+            for question in dataset.questions
+            for part in (question.question_id, question.text, *_ids(question), *question.answers)
+        ]
+        return {
+            "model": engine.decoder.name,
+            "fingerprint": engine.decoder.fingerprint,
+            "dtype": engine.decoder.layout.dtype,
+            "device": str(engine.decoder.device),
+            "correction": None if engine.correction is None else engine.correction.checksum,
+            "threads": torch.get_num_threads(),
+            "dataset": dataset.name,
+            "data_digest": digest(*asked, *(chunk.chunk_id for one in dataset.documents for chunk in one)),
+            "questions": len(dataset.questions),
+            "origin": self.origin.name,
+            "warmup": self._warmup,
+            "answer_tokens": self.answer_tokens,
+            "seed": self.seed,
+            "methods": {trial.label: _plain(trial.config) for trial in self.trials},
+        }
+
+
+@contextmanager
+def open_engine(
+    model: str,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    new_variants: NewVariants | When = "off",
+    kind: type[ChunkCacheStore] | None = None,
+) -> Iterator[Engine]:
+    """An engine with the model and an empty store in a hidden folder inside `folder`, which is removed afterwards.
+
+    Args:
+        kind: of the store, for experiments that change what it answers.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
+    """
+    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.engine.self_check import self_check
+    from cachecraft_rag.store import ChunkCacheStore as Usual
+
+    decoder = Decoder.load(model, dtype=dtype, device=device)
+    self_check(decoder)
+    own_device = None if decoder.device.type == "cpu" else str(decoder.device)
+    with (
+        scratch_folder(folder) as caches,
+        (kind or Usual).open(caches, variants_per_chunk=VARIANTS_PER_CHUNK, device=own_device) as store,
+        Engine(decoder, store, best_last=False, new_variants=new_variants) as engine,
+    ):
+        yield engine
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """A new folder inside `folder`, removed afterwards. Folders that killed processes left there are removed too."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_CACHES}*"):
+            if not _lives(left.name.removeprefix(_CACHES).partition("-")[0]):
+                shutil.rmtree(left, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{_CACHES}{os.getpid()}-", dir=folder))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error}); choose another folder with --out, or --store of calibrate"
+        ) from error
+    try:
+        with _signals_as_exits():
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit in the main thread, so that folders are removed and progress is saved."""
+    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        kinds = []
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+    replaced = [kind for kind, handler in before.items() if handler is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for kind in replaced:
+        signal.signal(kind, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for kind in replaced:
+            signal.signal(kind, before[kind])
+
+
+def _lives(pid: str) -> bool:
+    """True if a process with this id runs on this machine."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    return True
+
+
+def evaluate(
+    engine: Engine,
+    dataset: Dataset,
+    settings: Settings,
+    *,
+    log: RecordLog,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> list[Record]:
+    """Measure every question with every trial, except for the measurements in the log; return all its records.
+
+    Args:
+        engine: from `open_engine`, with an empty store. Every run captures chunk-caches anew; with the origin "stream"
+            that includes those of questions that an earlier run has measured.
+
+    Raises:
+        ConfigError: the warm-up leaves no question to measure, or this data cannot provide the origin condition.
+    """
+    measured = settings.measured(dataset)
+    run = Run(engine, dataset, settings, log=log, progress=progress)
+    run.total = len(measured) * len(settings.trials)
+    run.show("")
+    if len(log.records) >= run.total:
+        return log.records
+    for question in dataset.questions[: -len(measured)]:
+        run.show("warm-up")
+        run.origins.after(question)
+    for question in measured:
+        # A different order for each question, so that no method always profits from what another has warmed up.
+        order = list(settings.trials)
+        random.Random(f"{settings.seed}/{question.question_id}").shuffle(order)
+        run.ask(question, order)
+        run.origins.after(question)
+    run.show("")
+    return log.records
+
+
+class Run:
+    """Measures questions over one store, one trial after another; a measurement in the log is not repeated.
+
+    Args:
+        log: every measurement is appended to it; None keeps them in memory only.
+        keep_references: keep full prefill's answers for further trials of the same questions, with their logits
+            `[answer, vocabulary]` in float32: 3 MB per question for the demo model.
+
+    Attributes:
+        total: the number of measurements, for `progress`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        dataset: Dataset,
+        settings: Settings,
+        *,
+        log: RecordLog | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        keep_references: bool = False,
+    ) -> None:
+        self.origins = Origins(settings.origin, engine, dataset, settings.seed, settings.answer_tokens)
+        self.total = 0
+        self._engine, self._log, self._progress = engine, log, progress
+        self._tokens = settings.answer_tokens
+        self._records = {(one.question_id, one.label): one for one in (log.records if log else ())}
+        self._references: dict[str, Reference] | None = {} if keep_references else None
+        self._warm = False
+
+    def show(self, what: str) -> None:
+        """Report the progress so far."""
+        if self._progress is not None:
+            self._progress(Progress(min(len(self._records), self.total), self.total, what))
+
+    def ask(self, question: Question, trials: Sequence[Trial]) -> list[Record]:
+        """The records of one question, one per trial, in that order; measures those that are missing."""
+        missing = [trial for trial in trials if (question.question_id, trial.label) not in self._records]
+        reference = self._reference(question) if missing else None
+        for trial in missing:
+            assert reference is not None
+            self.show(trial.label)
+            record = measure(self._engine, reference, trial)
+            self._records[question.question_id, trial.label] = record
+            if self._log is not None:
+                self._log.append(record)
+        return [self._records[question.question_id, trial.label] for trial in trials]
+
+    def _reference(self, question: Question) -> Reference:
+        """Full prefill's answer, over chunk-caches that are ready for trials."""
+        if self._references is not None and (kept := self._references.get(question.question_id)):
+            return kept
+        self._warm_up(question)
+        self.show("computing chunk-caches")
+        self.origins.before(question)
+        self.show("full prefill")
+        found = reference_of(self._engine, question, answer_tokens=self._tokens)
+        if self._references is not None:
+            self._references[question.question_id] = found
+        return found
+
+    def _warm_up(self, question: Question) -> None:
+        """Answer once before anything counts, because the first requests of a process take longer."""
+        if self._warm:
+            return
+        self._warm = True
+        self.show("warming up")
+        reference_of(self._engine, question, answer_tokens=self._tokens)
+        started = time.perf_counter()
+        self._engine.score_answer(
+            question.text, question.passages, max_new_tokens=self._tokens, config=ReuseConfig(capture=False)
+        )
+        seconds = (time.perf_counter() - started) * (self.total - len(self._records))
+        self.show(f"expected to take {timedelta(seconds=round(seconds))}")
+
+
+def _ids(question: Question) -> list[str]:
+    return [chunk.chunk_id for chunk in question.passages]
+
+
+def _plain(config: ReuseConfig) -> dict[str, Any]:
+    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(config).items()}

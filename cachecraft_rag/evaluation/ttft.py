@@ -1,0 +1,279 @@
+"""Time to the first token: reuse against the model's own prefill, in one run, in the dtype of the fastest own prefill.
+
+All chunks of the prompt were captured behind *other* neighbours, so each of them is moved and partly recomputed. The
+sides run alternately and are compared by medians, because the speed of a machine drifts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from cachecraft_rag.compute.timing import UNTIMED, Part, PartTimer
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.demo_model import handbook_folder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.prompt import PromptBuilder
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk, Progress
+
+QUESTION = "Which of these parts wear out, and how often should each be replaced?"
+_AROUND = 54  # tokens of a prompt that are in no chunk: the instruction, the question, the template
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The chunks of a prompt: how many, and how long each is in tokens."""
+
+    chunks: int = 5
+    chunk_tokens: int = 400
+
+    @classmethod
+    def of_prompt(cls, tokens: int, *, longest: int = 400) -> Self:
+        """Chunks of at most `longest` tokens, two at least, that make a prompt of about `tokens` tokens.
+
+        >>> Shape.of_prompt(2054), Shape.of_prompt(1000)
+        (Shape(chunks=5, chunk_tokens=400), Shape(chunks=3, chunk_tokens=315))
+        """
+        room = max(tokens - _AROUND, 2)
+        chunks = max(2, -(-room // longest))
+        return cls(chunks, room // chunks)
+
+
+@dataclass(frozen=True)
+class TtftReport:
+    """Medians over the pairs, in seconds, and ratios to the model's own prefill (transformers' sdpa, logits of the last
+    token only).
+
+    ratio_host, ratio_disk   reuse with the chunk-caches in memory, and on disk (page cache dropped if possible)
+    ratio_early_termination  as ratio_host, with early termination (rule "gap")
+    ratio_all_recomputed     this package's engine without reuse
+    token_ratio              rows computed / prompt tokens: the time ratio if time were proportional to rows
+    parts                    with profile: seconds of each part (`timing.Timer`) of the fastest request with reuse from
+                             memory, from question to answer
+    parts_all_recomputed     the same of the fastest that computes everything
+    """
+
+    ratio_host: float
+    ratio_disk: float
+    ratio_early_termination: float
+    ratio_all_recomputed: float
+    token_ratio: float
+    own_prefill_s: float
+    host_s: float
+    disk_s: float
+    early_termination_s: float
+    all_recomputed_s: float
+    pairs: int
+    prompt_tokens: int
+    chunks: int
+    recompute_ratio: float
+    model: str
+    dtype: str
+    threads: int
+    parts: Mapping[Part, float] | None = None
+    parts_all_recomputed: Mapping[Part, float] | None = None
+
+
+def run(
+    model: str,
+    shapes: Sequence[Shape],
+    *,
+    dtype: str = "auto",
+    ratio: float = 0.15,
+    pairs: int = 7,
+    profile: bool = False,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> list[TtftReport]:
+    """Measure prompts of each shape.
+
+    `dtype="auto"` first finds the dtype in which the model's own prefill of the first one is fastest on this machine.
+    With `profile`, as many requests again are timed part by part, apart from those that are compared.
+
+    Raises:
+        ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
+    """
+    if any(shape.chunks < 2 for shape in shapes) or pairs < 1:
+        raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
+    total = pairs * len(shapes)
+    first = shapes[0]
+    decoder = _fastest(
+        model, dtype, first.chunks * first.chunk_tokens, lambda name: progress(Progress(0, total, f"prefill in {name}"))
+    )
+    reports = []
+    for number, shape in enumerate(shapes):
+
+        def begun(pair: int, done: int = number * pairs) -> None:
+            progress(Progress(done + pair, total, ""))
+
+        with (
+            tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
+            closing(_Bench(decoder, Path(folder), shape, ratio=ratio)) as bench,
+        ):
+            report = bench.report(pairs, begun)
+            reports.append(bench.with_parts(report, pairs) if profile else report)
+    return reports
+
+
+class _Bench:
+    """One prepared prompt and the ways to prefill it."""
+
+    def __init__(self, decoder: Decoder, folder: Path, shape: Shape, *, ratio: float) -> None:
+        self.decoder, self.folder = decoder, folder
+        self.config = ReuseConfig(recompute_ratio=ratio, capture=False)
+        self.chunks = chunks_of(decoder, count=shape.chunks, tokens=shape.chunk_tokens)
+        prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
+        prompt = prompts.build(QUESTION, self.chunks, reserve=1)
+        if prompt.trimmed:
+            raise ConfigError(
+                f"{shape.chunks} chunks of {shape.chunk_tokens} tokens do not fit the model's context of "
+                f"{decoder.context_length}; choose fewer (--chunks) or shorter ones (--chunk-tokens)"
+            )
+        self.ids = prompt.token_ids
+        self.store = ChunkCacheStore.open(folder / "caches")
+        self.engine = Engine(decoder, self.store, config=self.config, best_last=False, new_variants="off")
+        primer = Primer(self.engine, window=decoder.context_length)
+        primer.prime(
+            [*self.chunks[1:], self.chunks[0]]
+        )  # in another order than the prompt, so no chunk keeps its prefix
+        self.store.flush()
+
+    def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
+        """Run all sides alternately and compare their medians; `begun` is called with the number of each pair."""
+        full, early = ReuseConfig(reuse=False, capture=False), replace(self.config, early_termination="gap")
+        sides: dict[str, Callable[[], float]] = {
+            "own_prefill": self._own,
+            "host": lambda: self._ask(self.engine, self.config).ttft_s,
+            "early_termination": lambda: self._ask(self.engine, early).ttft_s,
+            "disk": self._from_disk,
+            "all_recomputed": lambda: self._ask(self.engine, full).ttft_s,
+        }
+        stats = self._ask(self.engine, self.config)  # warms up and fills the memory tier
+        assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
+        self._own()
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for pair in range(pairs):
+            begun(pair)
+            for name, side in sides.items():
+                times[name].append(side())
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        own = medians["own_prefill"]
+        found: dict[str, Any] = {f"{name}_s": seconds for name, seconds in medians.items()}
+        found |= {f"ratio_{name}": seconds / own for name, seconds in medians.items() if name != "own_prefill"}
+        stats = self._ask(self.engine, self.config)
+        return TtftReport(
+            **found,
+            token_ratio=(stats.tokens_recomputed + stats.tokens_computed) / stats.tokens_prompt,
+            pairs=pairs,
+            prompt_tokens=stats.tokens_prompt,
+            chunks=len(self.chunks),
+            recompute_ratio=self.config.recompute_ratio or 0.0,
+            model=self.decoder.name,
+            dtype=self.decoder.layout.dtype,
+            threads=torch.get_num_threads(),
+        )
+
+    def with_parts(self, report: TtftReport, rounds: int) -> TtftReport:
+        """The report, and where the time goes in the fastest of some requests of each side."""
+        reused, full = [], []
+        for _ in range(rounds):
+            reused.append(self._timed(self.config))
+            full.append(self._timed(ReuseConfig(reuse=False, capture=False)))
+
+        def fastest(timers: list[PartTimer]) -> Mapping[Part, float]:
+            return min(timers, key=lambda timer: timer.total).seconds
+
+        return replace(report, parts=fastest(reused), parts_all_recomputed=fastest(full))
+
+    def _timed(self, config: ReuseConfig) -> PartTimer:
+        """The parts of one request."""
+        timer = self.engine.timer = PartTimer()
+        try:
+            with timer("other"):
+                self._ask(self.engine, config)
+        finally:
+            self.engine.timer = UNTIMED
+        return timer
+
+    def close(self) -> None:
+        """Close the engine and the store."""
+        self.engine.close()
+        self.store.close()
+
+    def _ask(self, engine: Engine, config: ReuseConfig) -> RequestStats:
+        generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=1))
+        for _ in generation:
+            pass
+        return generation.stats
+
+    def _own(self) -> float:
+        started = time.perf_counter()
+        self.decoder.own_logits(self.ids).argmax().item()
+        return time.perf_counter() - started
+
+    def _from_disk(self) -> float:
+        """TTFT with a freshly opened store and files that are not in the page cache."""
+        drop_page_cache(self.folder)
+        with (
+            ChunkCacheStore.open(self.folder / "caches") as store,
+            Engine(self.decoder, store, config=self.config, best_last=False, new_variants="off") as engine,
+        ):
+            stats = self._ask(engine, self.config)
+        assert all(chunk.tier == "disk" for chunk in stats.chunks), "the caches did not come from the disk"
+        return stats.ttft_s
+
+
+def _fastest(model: str, dtype: str, tokens: int, trying: Callable[[str], None]) -> Decoder:
+    """The model in the given dtype; for "auto" in the one whose own prefill of `tokens` tokens is fastest."""
+    if dtype != "auto":
+        return Decoder.load(model, dtype=dtype)
+    best: tuple[float, Decoder] | None = None
+    for name in ("bfloat16", "float32"):
+        trying(name)
+        decoder = Decoder.load(model, dtype=name)
+        ids = [token % 1000 + 10 for token in range(tokens)]
+        decoder.own_logits(ids)
+        started = time.perf_counter()
+        decoder.own_logits(ids)
+        seconds = time.perf_counter() - started
+        if best is None or seconds < best[0]:
+            best = seconds, decoder
+    assert best is not None
+    return best[1]
+
+
+def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
+    """`count` chunks of `tokens` tokens each, cut from the sample handbook. Raises ConfigError if it is too short."""
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.md")))
+    ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) < count * tokens:
+        raise ConfigError(f"the sample text has {len(ids)} tokens; choose fewer or shorter chunks")
+    step = len(ids) // count
+    return [Chunk(decoder.tokenizer.decode(ids[i * step : i * step + tokens - 1])) for i in range(count)]
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Drop all files in a folder from the page cache; does nothing on systems that cannot (macOS, Windows)."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)

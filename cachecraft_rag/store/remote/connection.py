@@ -1,0 +1,157 @@
+"""The connection to one remote: an event loop in a thread of its own, with a circuit breaker before it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.remote.base import Backend
+from cachecraft_rag.store.remote.breaker import Breaker
+from cachecraft_rag.store.remote.config import REDIS_SCHEMES, RemoteConfig
+
+logger = logging.getLogger("cachecraft_rag.store")
+T = TypeVar("T")
+
+
+class Connection(Closeable):
+    """Runs coroutines of a backend, each within a time limit. Any thread may call any method but `close`.
+
+    In an event loop every wait can be given up at any moment, whatever the library or the server does. Blocking calls
+    in a pool of threads were rejected: a server that hangs would fill the pool.
+    """
+
+    def __init__(self, config: RemoteConfig, *, clock: Callable[[], float]) -> None:
+        """Connect in the background. Raises ConfigError."""
+        self.config, self.backend = config, _backend_of(config)
+        self.breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
+        self._closing = self._warned = False
+        self._loop = asyncio.new_event_loop()
+        # A daemon: the end of the interpreter does not wait for a server that hangs.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-remote", daemon=True)
+        self._thread.start()
+        self.in_background(self.backend.probe())  # so that the first request finds a connection
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Hand a coroutine to the loop. Raises RuntimeError when that is closed."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+
+    def ask(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Wait `timeout_s` seconds at most for the answer, whatever happens. Raises OSError, TimeoutError."""
+        try:
+            future = self.submit(coroutine)
+        except RuntimeError:
+            raise OSError("the remote tier is closed") from None
+        try:
+            return future.result(timeout_s)
+        except CancelledError:
+            raise OSError("the remote tier was closed meanwhile") from None
+        finally:
+            future.cancel()
+
+    def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine without waiting for it, if the remote may be asked now."""
+        if self._closing or not self.allows():
+            coroutine.close()
+            return
+        try:
+            self.submit(self._quietly(coroutine))
+        except RuntimeError:
+            logger.info("The remote %s is closed, and what was to be done there is left", self.config.shown)
+
+    def allows(self) -> bool:
+        """Return True if the remote may be asked; when a probe is due, start it in the background.
+
+        While the connection is being closed, sending goes on.
+        """
+        if not self._closing and self.breaker.take_probe():
+            try:
+                self.submit(self._probe())
+            except RuntimeError:
+                return False
+        return self.breaker.allows()
+
+    def failed(self, kind: str, error: object) -> None:
+        """Count a failed or slow request, see `Breaker.failed`; the first one is logged, and each that opens it."""
+        what = self.config.hide(error) or "too slow"
+        if self.breaker.failed(kind):
+            logger.warning("The remote %s failed and is not asked for a while: %s", self.config.shown, what)
+        elif not self._warned:  # a single question would otherwise end before the breaker reports anything
+            logger.warning("The remote %s failed; going on without it: %s", self.config.shown, what)
+        self._warned = True
+
+    def begin_close(self) -> None:
+        """Start nothing new except sending what is queued."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Cancel whatever is in flight."""
+        self._closing = True
+        asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _probe(self) -> None:
+        """Try once; what counts is the time on a connection that stands."""
+        try:
+            async with asyncio.timeout(self.config.connect_timeout_s + self.config.lookup_limit_s):
+                await self.backend.probe()
+            async with asyncio.timeout(self.config.lookup_limit_s):
+                await self.backend.probe()
+        except OSError:
+            self.breaker.failed("probe")
+        else:
+            self.breaker.succeeded("probe")
+            logger.warning("The remote %s answers again", self.config.shown)
+
+    async def _quietly(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with asyncio.timeout(self.config.put_timeout_s):
+                await coroutine
+        except OSError as error:
+            logger.info("The remote %s: %s", self.config.shown, error)
+
+    async def _wind_up(self) -> None:
+        """Cancel everything, let go of the connections, stop the loop."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=1.0) if others else None
+        try:
+            async with asyncio.timeout(0.5):
+                await self.backend.close()
+        except OSError as error:
+            logger.info("Closing the remote %s failed: %s", self.config.shown, error)
+        self._loop.stop()
+
+
+def _backend_of(config: RemoteConfig) -> Backend:
+    """The backend for the URL. Raises ConfigError."""
+    try:
+        if config.scheme in REDIS_SCHEMES:
+            from cachecraft_rag.store.remote.redis_backend import RedisBackend
+
+            return RedisBackend(config)
+        from cachecraft_rag.store.remote.object_backend import ObjectBackend
+
+        return ObjectBackend(config)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"A remote needs the package {error.name!r}; type: pip install 'cachecraft-rag[remote]'"
+        ) from error
+    except ConfigError:  # our own words, with no secret in them
+        raise
+    except (ValueError, TypeError) as error:
+        why = config.hide(error)
+    # Outside the handler: the library's message stays out of the chain of causes.
+    raise ConfigError(f"The remote {config.shown} cannot be used: {why}")

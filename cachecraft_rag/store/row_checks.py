@@ -1,0 +1,113 @@
+"""Checks of a stored row before use: rows come from files and servers that others may write.
+
+`unsound` looks at the row alone, `RowBounds` compares it with model and prompt. Both return the first flaw in words, or
+"". A checksum proves that a row is as somebody wrote it, not that it is true. So every field that decides how much is
+allocated, or which positions count as filled, is compared with the model and the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cachecraft_rag.types import KVLayout, TokenScores, Variant
+
+MOST_VARIANTS = 64  # of one chunk that a look-up believes; stores keep 5, remotes 8
+_MOST_COUNT = 1 << 62  # tokens or bytes
+_LATEST = 1e11  # seconds since the epoch: the year 5138
+_MOST_USES = 1e15  # what f_r may be: one use adds at most the chunk's number of tokens
+_ROUNDING = 1.001  # sums of attention, which is 1 per token at most
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a look-up.
+
+    variants  by chunk id; every asked id is a key
+    refused   by chunk id: why a stored variant is not among them
+    remote    outcome of the remote look-up: "answered", or why not; None if it was not asked
+    """
+
+    variants: dict[str, list[Variant]]
+    refused: dict[str, str] = field(default_factory=dict)
+    remote: str | None = None
+
+    def outcomes(self) -> dict[str, int]:
+        """Number of chunks by outcome: "found", "not_stored" and, if there are any, "refused"."""
+        hits = sum(map(bool, self.variants.values()))
+        refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
+        counts = {"found": hits, "not_stored": len(self.variants) - hits - refused}
+        return counts | ({"refused": refused} if refused else {})
+
+
+@dataclass(frozen=True, slots=True)
+class RowBounds:
+    """Limits that model and prompt set on the rows of a look-up.
+
+    layout          of the model's chunk-caches
+    context_length  most tokens of a prompt; no prompt has more segments
+    segments        chunk id → number of its tokens, and the digest of their ids
+    """
+
+    layout: KVLayout
+    context_length: int
+    segments: Mapping[str, tuple[int, str]]
+
+    def flaw(self, variant: Variant) -> str:
+        """Reason why this variant cannot be of this model, or "".
+
+        Another tokenisation is no flaw: the planner passes over such a variant.
+        """
+        tokens, tokens_digest = self.segments[variant.key.chunk_id]
+        prefix = variant.key.origin_prefix
+        if variant.tokens_digest == tokens_digest and variant.tokens != tokens:
+            return f"it says it has {variant.tokens} tokens, and the chunk has {tokens}"
+        if variant.tokens + len(prefix) > self.context_length:
+            return "it is longer than the model's context"
+        if len(set(prefix)) != len(prefix):  # a prompt holds no segment twice
+            return "a segment stands twice in its origin prefix"
+        if variant.nbytes != self.layout.nbytes(variant.tokens):
+            return f"it says it has {variant.nbytes} bytes, and the model's have {self.layout.nbytes(variant.tokens)}"
+        if variant.variant_id != variant.key.variant_id_in(variant.session):
+            return "its id is not that of its identity"
+        return ""
+
+    def with_layout(self, variant: Variant) -> Variant:
+        """The variant with the model's layout, which its payload must have."""
+        return replace(variant, payload=replace(variant.payload, layout=self.layout))
+
+
+def unsound(variant: Variant) -> str:
+    """Reason why no model writes a row like this, or "". Short, because every look-up checks every row."""
+    key, tokens, nbytes, inter = variant.key, variant.tokens, variant.nbytes, variant.inter
+    most = _MOST_COUNT
+    try:
+        names = (key.namespace, key.fingerprint, key.chunk_id, variant.variant_id, variant.tokens_digest, variant.codec)
+        "".join((*names, variant.session or "", *key.origin_prefix)).encode()
+        if not (type(tokens) is type(nbytes) is int and 0 < tokens < most and 0 < nbytes < most):
+            return "its sizes are not valid"
+        if type(variant.primed) is not bool or len(inter) != len(key.origin_prefix):
+            return "its scores do not fit its origin prefix"
+        attention = tokens * _ROUNDING
+        # The sum, because it is NaN where one of them is.
+        if inter and not (min(inter) >= 0.0 and sum(inter) <= attention * len(inter)):
+            return "its scores are out of range"
+        if not (
+            0.0 <= variant.cci <= _ROUNDING
+            and 0.0 <= variant.exact_share <= 1.0
+            and 0.0 <= variant.intra <= attention
+            and 0.0 <= variant.reuse_frequency <= _MOST_USES
+            and 0.0 <= variant.created <= _LATEST
+        ):
+            return "a number of it is out of range"
+    except (TypeError, ValueError):  # of another type; half a surrogate pair, which cannot be written down
+        return "it has fields of the wrong kind"
+    return ""
+
+
+def unsound_scores(scores: TokenScores, tokens: int) -> bool:
+    """Return True if token scores are of another number of tokens, or no attention."""
+    inter = scores.inter
+    if inter is None:
+        return False
+    return inter.shape != (tokens,) or not (float(inter.min()) >= 0.0 and float(inter.max()) <= tokens * _ROUNDING)

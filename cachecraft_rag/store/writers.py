@@ -1,0 +1,81 @@
+"""Living writers of a store, across processes.
+
+Every open store holds an exclusive lock on a small file named by a random token; the system releases the lock when the
+process ends, however it ends. A process id in the file's name was rejected: ids are used again, and mean nothing to
+another container that shares the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Writers:
+    """Tokens of the writers on a folder, this store's own among them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Choose a token; others see it as alive after `enter`."""
+        self.folder = folder
+        self.token = uuid.uuid4().hex
+        self._descriptor = -1
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """Count as alive from now on. Called before the first write: readers need no file. Raises OSError."""
+        with self._lock:
+            if self._descriptor >= 0:
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                descriptor = os.open(self._path(self.token), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # Between the two calls another process may have taken the file for a dead writer's and deleted it.
+                if self._path(self.token).exists():
+                    self._descriptor = descriptor
+                    return
+                os.close(descriptor)
+
+    def _path(self, token: str) -> Path:
+        return self.folder / f"{token}.lock"
+
+    def is_alive(self, token: str) -> bool:
+        """Return True if the writer of this token still runs. False is final: tokens are never used twice."""
+        if token == self.token:
+            return True
+        if not (isinstance(token, str) and token.isalnum()):  # of a damaged row: no token of ours
+            return False
+        try:
+            descriptor = os.open(self._path(token), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            # Shared: two who ask do not take each other for the owner.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def dead(self) -> Iterator[str]:
+        """Tokens of writers that were killed."""
+        for path in self.folder.glob("*.lock"):
+            if not self.is_alive(path.stem):
+                yield path.stem
+
+    def bury(self, token: str) -> None:
+        """Delete the lock file of a dead writer; call it after its files are removed."""
+        self._path(token).unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """Count as gone from now on."""
+        with self._lock:
+            if self._descriptor >= 0:
+                self.bury(self.token)
+                os.close(self._descriptor)
+                self._descriptor = -1

@@ -1,0 +1,95 @@
+"""A model that vLLM runs in other processes, or on another machine, as a front end knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.engine.chunk_bound import ModelTokens
+from cachecraft_rag.engine.decoder import config_of, context_length_of, end_tokens_of, layout_of
+from cachecraft_rag.engine.demo_model import demo_model_folder
+from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, snapshot_folder
+from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.types import KVLayout
+
+PROTOCOL = 1  # version of the messages between `client.HTTPEngine` and the endpoint
+TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Fingerprint, layout (all heads) and context length of a model, see `engine.decoder.Decoder`."""
+
+    fingerprint: str
+    layout: KVLayout
+    context_length: int
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Facts about a model that runs in vLLM's processes; see `engine.facts.ModelFacts`.
+
+    folder      of its files; None where they are on another machine
+    end_tokens  ids that end an answer
+    """
+
+    name: str
+    folder: Path | None
+    tokenizer: Any
+    fingerprint: str
+    layout: KVLayout
+    context_length: int
+    end_tokens: frozenset[int]
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str = "auto") -> ServedModel:
+        """Read config and tokenizer, and the digests of the weights.
+
+        Raises ModelNotFoundError for an unknown name, UnsupportedModelError without weight files.
+        """
+        from transformers import AutoTokenizer, GenerationConfig
+
+        source, config = str(demo_model_folder()) if name == "demo" else name, config_of(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(f"cannot load the model {name!r}: {error}") from error
+        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
+        fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
+        if folder is None or fingerprint is None:
+            raise UnsupportedModelError(
+                f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."
+            )
+        try:
+            generation: Any = GenerationConfig.from_pretrained(folder)
+        except OSError:  # it has none
+            generation = None
+        return cls(
+            name,
+            folder,
+            tokenizer,
+            fingerprint,
+            layout_of(config, used),
+            context_length_of(config),
+            end_tokens_of(generation, config, tokenizer),
+        )
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Its identity in the store."""
+        return ModelIdentity(self.fingerprint, self.layout, self.context_length)
+
+    @cached_property
+    def chunk_bound(self) -> ModelTokens:
+        """Bound of a document's chunks for this model."""
+        return ModelTokens.of(self.tokenizer, context_length=self.context_length)

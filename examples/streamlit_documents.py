@@ -1,0 +1,118 @@
+"""The documents of `streamlit_app.py`: upload, the sample handbook, removal."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import streamlit as st
+from streamlit_conversations import Conversations
+from streamlit_picture import plain
+
+from cachecraft_rag import CacheCraft
+
+HANDBOOK = Path(__file__).parent / "handbook"
+SAMPLE = "the sample handbook"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """State shared by all visitors; `indexing` keeps two uploads from indexing each other's files."""
+
+    rag: CacheCraft
+    uploads: Path
+    indexing: threading.Lock
+    conversations: Conversations
+
+
+def documents_section(shared: Shared) -> list[str]:
+    """Upload, load the sample, remove, in one box of the page; returns the ids of all documents."""
+    state = st.session_state
+    stored = shared.rag.documents()
+    names = [document.doc_id for document in stored]
+    for text in state.pop("notices", []):
+        st.warning(text)
+    if os.environ.get("CACHECRAFT_READ_ONLY") == "1":
+        return names
+    changes = state.setdefault("changes", 0)  # in the keys: a new key empties the uploader and closes the box
+    label = f"Documents: {len(names)}" if names else "Add documents"
+    with st.expander(label, expanded=not names, icon=":material/upload_file:", key=f"documents-{changes}"):
+        files = st.file_uploader(
+            "Text, Markdown, HTML, PDF, Word, CSV, JSON", accept_multiple_files=True, key=f"upload-{changes}"
+        )
+        if files:
+            with st.spinner("Reading …"):
+                state.notices = add_uploads(shared, [(file.name, file.getvalue()) for file in files])
+            changed()
+        handbook = os.path.abspath(HANDBOOK)
+        choices: dict[str, list[str]] = {}
+        for document in stored:
+            choices.setdefault(SAMPLE if document.root == handbook else document.doc_id, []).append(document.doc_id)
+        if SAMPLE not in choices and st.button("Add the sample handbook", icon=":material/menu_book:", key="sample"):
+            with st.spinner("Reading the handbook …"), shared.indexing:
+                shared.rag.add_documents(HANDBOOK)
+            changed()
+        if choices:
+            gone = st.multiselect("Remove for everyone", list(choices), key=f"remove-{changes}", placeholder="nothing")
+            if st.button("Remove", disabled=not gone, key="remove"):
+                remove(shared, [name for choice in gone for name in choices[choice]])
+                changed()
+    return names
+
+
+def changed() -> None:
+    """Run the page again with the documents that there are now."""
+    st.session_state.changes += 1
+    st.rerun()
+
+
+def remove(shared: Shared, names: list[str]) -> None:
+    """Remove documents with their chunk-caches, and uploaded files."""
+    root = os.path.abspath(shared.uploads)
+    with shared.indexing:
+        present = [one for one in shared.rag.documents() if one.doc_id in names]  # someone else may have removed one
+        for document in present:
+            if document.root == root:
+                (shared.uploads / document.doc_id.partition("/")[2]).unlink(missing_ok=True)
+        shared.rag.remove_documents([document.doc_id for document in present])
+    st.toast(f"{len(present)} removed")
+
+
+def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
+    """Store and index uploaded files; returns the problems as Markdown.
+
+    A file that yields no document is deleted again, and all of them if indexing fails: otherwise the next upload would
+    fail too. An older file of the same name is replaced.
+    """
+    problems = []
+    stored: list[Path] = []
+    with shared.indexing:
+        for given, data in files:
+            path = shared.uploads / file_name(given)
+            try:
+                path.write_bytes(data)
+                stored.append(path)
+            except OSError as error:
+                problems.append(f"**{plain(path.name)}** cannot be stored: {error.strerror}.")
+        try:
+            report = shared.rag.add_documents(shared.uploads)
+        except BaseException:
+            for path in stored:
+                path.unlink(missing_ok=True)
+            raise
+        for problem in report.problems:
+            name = problem.doc_id.partition("/")[2]
+            (shared.uploads / name).unlink(missing_ok=True)
+            reason = plain(problem.reason.rpartition(f"/{name}: ")[2])
+            problems.append(f"**{plain(name)}** was not added: {reason}")
+    if count := len(report.added) + len(report.updated):
+        st.toast(f"{count} added")
+    return problems
+
+
+def file_name(given: str) -> str:
+    """The file name for an upload: no folder, not hidden (the indexer skips those), only printable characters."""
+    name = "".join(letter if letter.isprintable() else "_" for letter in given.replace("\\", "/").rpartition("/")[2])
+    return name.strip().lstrip(".") or "unnamed"

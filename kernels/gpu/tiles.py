@@ -1,0 +1,174 @@
+"""Parts that the attention kernels share: the size of their tiles, what a tile loads and scores, and their checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cachecraft_rag.kernels.gpu.choice import DTYPES, interpreted
+from cachecraft_rag.kernels.visibility import Visibility
+
+LARGEST_HEAD = 256
+_PROGRAMS_PER_PROCESSOR = 2
+_LEAST_KEYS = 256  # of a split: with fewer, putting the parts together costs more than it saves
+_MOST_SPLITS = 64
+_LARGE_SHARED = 160 << 10  # bytes that a program may have on a data centre's GPU; on others it is 99 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tile of an attention kernel: rows times query heads of a group, keys, warps, stages of prefetched keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, q: Tensor, *, pairs: int) -> Self:
+        """Tile that fits the head_dim and dtype of `q` `[rows, heads, head_dim]`.
+
+        Args:
+            pairs: rows times query heads of a group: a decode step fills the smallest tile only.
+        """
+        wide = q.dtype == torch.float32
+        head_dim = q.shape[-1]
+        if head_dim <= 64:
+            largest, keys, warps, stages = (64, 32, 4, 2) if wide else (128, 64, 4, 3)
+        elif head_dim <= 128:
+            largest, keys, warps, stages = (32, 32, 4, 2) if wide else (128, 64, 8, 3)
+        else:
+            largest, keys, warps, stages = (16, 32, 4, 1) if wide else (64, 32, 4, 2)
+        if _shared_bytes(q.device) < _LARGE_SHARED:
+            keys, stages = min(keys, 32), min(stages, 2)
+        rows = min(largest, max(16, triton.next_power_of_2(pairs)))
+        return cls(rows, keys, warps if rows == largest else 4, stages)
+
+    def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
+        """Among how many programs a tile's keys are split, so that this many tiles fill the device."""
+        wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
+        fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
+        splits: int = max(1, min(wanted, fewest, _MOST_SPLITS))
+        return 1 << (splits.bit_length() - 1)  # each number is another compilation
+
+    def constants(
+        self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
+    ) -> dict[str, Any]:
+        """The constants that the kernels share, and how they are launched."""
+        return {
+            "HEAD_DIM": q.shape[-1],
+            "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])),
+            "BLOCK_M": self.rows,
+            "BLOCK_N": self.keys,
+            "ABSENT": absent is not None,
+            "WINDOW": visible.window is not None,
+            "SOFTCAP": softcap is not None,
+            "UPCAST": interpreted(),
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a few for the interpreter, so that it splits keys too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":
+        return _LARGE_SHARED
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _LARGE_SHARED))
+
+
+@dataclass(frozen=True)
+class _AbsentMask:
+    """Makes a `Visibility`'s absent keys a mask; equal ones share what they made."""
+
+    keys: int
+
+    def __call__(self, visible: Visibility) -> Tensor | None:
+        if visible.absent is None:
+            return None
+        mask = torch.zeros(self.keys, dtype=torch.uint8, device=visible.absent.device)
+        return mask.index_fill_(0, visible.absent, 1)
+
+
+def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
+    """The absent keys as a mask, uint8 `[keys]`; None = all are there."""
+    return visible.prepared(_AbsentMask(keys))
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility) -> int:
+    """Raise ValueError unless the arguments of an attention kernel fit together; returns kv_heads."""
+    rows, heads, head_dim = q.shape
+    kv_heads = k.shape[-2]
+    if q.dtype not in DTYPES or k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
+        raise ValueError(f"q, k and v must share one of float32, bfloat16 and float16, not {q.dtype} and {k.dtype}")
+    if head_dim > LARGEST_HEAD or k.shape[-1] != head_dim:
+        raise ValueError(f"heads of {head_dim} and {k.shape[-1]} dimensions; they must agree, and be 256 at most")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+    if v is not None and v.shape != k.shape:
+        raise ValueError(f"keys are {tuple(k.shape)}, values {tuple(v.shape)}")
+    if visible.positions.shape != (rows,):
+        raise ValueError(f"{rows} rows need as many positions, not {tuple(visible.positions.shape)}")
+    if any(x.stride(-1) != 1 for x in (q, k, k if v is None else v)):
+        raise ValueError("a head's dimensions must lie side by side")
+    return kv_heads
+
+
+@triton.jit
+def load_pairs(
+    q, positions, pair, live, head, q_row, q_head,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of pairs of a row and one of the query heads that share a key/value head.
+
+    Returns the row, the query head and the position of each pair, all `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]`.
+    """
+    row, query_head = pair // GROUP, head * GROUP + pair % GROUP
+    pos = tl.load(positions + row, mask=live, other=-1).to(tl.int32)
+    dims = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
+    qq = tl.load(q + at, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return row, query_head, pos, qq
+
+
+@triton.jit
+def load_keys(
+    x, keys, key_stride, head_offset, there,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, BLOCK_D]` of keys or values; without MASKED every key is in range."""
+    dims = tl.arange(0, BLOCK_D)
+    at = x + head_offset + keys.to(tl.int64)[:, None] * key_stride + dims[None, :]
+    if MASKED or HEAD_DIM != BLOCK_D:
+        return tl.load(at, mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def scores(
+    q, k, scale, softcap, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Scores times log2(e), float32 `[BLOCK_M, BLOCK_N]`, of `q` `[BLOCK_M, BLOCK_D]` and `k` `[BLOCK_N, BLOCK_D]`.
+
+    Without a soft cap `scale` holds the factor log2(e) already. UPCAST is for Triton's interpreter, which multiplies
+    the bits of bfloat16 as if they were integers.
+    """
+    if UPCAST:
+        q, k = q.to(tl.float32), k.to(tl.float32)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:  # tanh x = 1 - 2 / (1 + e^2x); where e^2x overflows, that is 1
+        s = (softcap - 2.0 * softcap / (1.0 + tl.exp2(s / softcap * 2.8853900817779268))) * 1.4426950408889634
+    return s
