@@ -31,8 +31,13 @@ LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False
 
 @pytest.mark.slow
 def test_a_second_replica_reuses_what_the_first_has_captured(
-    model_folder: Callable[[str], Path], make_redis: Callable[..., Server], tmp_path: Path
+    model_folder: Callable[[str], Path],
+    make_redis: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("LOOKUP", "CONNECT", "READ"):  # a busy machine is no failure
+        monkeypatch.setenv(f"CACHECRAFT_REMOTE_{name}_TIMEOUT_S", "30")
     url = f"redis://127.0.0.1:{make_redis().port}/0"
     options = ("--max-model-len", "2048", "--remote", url)
     servers = []
@@ -44,7 +49,7 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
         first, second = servers
         documents = [{"text": text} for text in TEXTS[:3]]
         cold = first.chat(documents).json()
-        await_sent(first, 3)
+        await_sent(first, 6)  # two of the self-check, the instruction, and these
         # The same prompt again, apart from vLLM's own prefix cache: other settings have another salt.
         warm = first.chat(documents, cachecraft=LOOSE).json()
         assert (outcomes(cold), outcomes(warm)) == (["computed"] * 3, ["exact"] * 3)
@@ -52,7 +57,7 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
         answers = [one.chat(documents[::-1], cachecraft=LOOSE).json() for one in servers]
         here, there = (one["kv_transfer_params"]["cachecraft"]["stats"] for one in answers)
         assert {chunk["tier"] for chunk in here["chunks"]} <= {"host", "disk"}
-        assert {chunk["tier"] for chunk in there["chunks"]} == {"remote"}
+        assert ({chunk["tier"] for chunk in there["chunks"]}, there["remote"]) == ({"remote"}, "answered")
         fields = ("chunk_id", "outcome", "variant_id", "recomputed")
         assert [[one[name] for name in fields] for one in there["chunks"]] == [
             [one[name] for name in fields] for one in here["chunks"]
