@@ -263,7 +263,7 @@ class Answering:
             begun: first tokens that are known and, but for the last, have their K/V.
         """
         text = AnswerText(request.sampling, self.decoder.tokenizer, self.decoder.end_tokens)
-        sampler, position = Sampler(request.sampling), request.prompt.bounds[-1]
+        sampler, position = Sampler(request.sampling, request.constraint), request.prompt.bounds[-1]
         token = begun[0] if begun else sampler.draw(output.logits)
         progress.first_token_s = progress.first_token_s or request.clock()
         while True:

@@ -40,6 +40,7 @@ from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQu
 from cachecraft_rag.engine.answering import Answering
 from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig, NewVariants
+from cachecraft_rag.engine.constraint import Constraints
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.joint_rows import DecodeCounts, JointRows
 from cachecraft_rag.engine.line import Line, QueueCounts
@@ -117,6 +118,7 @@ class Engine(StoreEngine):
         weakref.finalize(self, self.loop.end).atexit = False
         self._line = Line(own.max_waiting, own.wait_timeout_s)
         self._planners = ThreadPoolExecutor(_PLANNERS, thread_name_prefix="cachecraft-plans")
+        self._constraints = Constraints(decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens)
         self._opened = ExitStack()  # closed by `close`, besides the captures
         self.write_back = WriteBackQueue(
             store, namespace=own.namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, start=self._start
@@ -303,6 +305,12 @@ class Engine(StoreEngine):
     def decode_counts(self) -> DecodeCounts | None:
         """See `AnswerEngine.decode_counts`."""
         return self.loop.joint.counts()
+
+    def _request(self, *arguments: Any, sampling: SamplingParams, **options: Any) -> Request:
+        request = super()._request(*arguments, sampling=sampling, **options)
+        if sampling.json_schema is None:
+            return request
+        return replace(request, constraint=self._constraints.json(str(sampling.json_schema)))
 
     def _pieces(self, request: Request, progress: RequestProgress) -> Reader:
         self.write_back.follow(progress.removed)

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_text
+from cachecraft_rag.engine.constraint import Constraint
 from cachecraft_rag.engine.prompt import check_history
 from cachecraft_rag.engine.sampling import SamplingParams, TextStream
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
@@ -68,7 +69,7 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
 
 @dataclass(frozen=True)
 class Request:
-    """One question as it was asked."""
+    """One question as it was asked; `constraint`, of its answer, is for one drawing only."""
 
     prompt: Prompt
     config: ReuseConfig
@@ -76,6 +77,7 @@ class Request:
     session: str | None
     started: float
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    constraint: Constraint | None = None
 
     def clock(self) -> float:
         """Seconds since the call."""

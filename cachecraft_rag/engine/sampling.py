@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from cachecraft_rag.checks import FINITE, MOST, check_kind, check_number, check_text, check_whole, listed
+from cachecraft_rag.checks import FINITE, MOST, check_kind, check_number, check_text, check_whole, listed, shown
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cachecraft_rag.engine.constraint import Constraint
+
+JSONSchema = str | Mapping[str, Any] | type  # as text, as a dict, or of a pydantic model
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,8 @@ class SamplingParams:
     top_p           sample from the likeliest tokens with this probability together (nucleus)
     seed            seed of the draw, makes sampled answers repeatable; None = a new one each time
     stop            texts that end the answer and are not part of it
+    json_schema     JSON schema that the answer keeps to, also as a dict or a pydantic model; kept as JSON text. The
+                    answer is whole unless it ends at `max_new_tokens`. Needs the extra "structured"
     """
 
     max_new_tokens: int = 128
@@ -29,6 +36,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    json_schema: JSONSchema | None = None
 
     def __post_init__(self) -> None:
         """Check every field; raises ConfigError."""
@@ -39,6 +47,24 @@ class SamplingParams:
         check_whole("seed", self.seed, least=-MOST - 1, optional=True)
         for text in self.stop:
             check_text("each text of stop", text, empty=False)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as text. Raises ConfigError.
+
+    >>> _schema_text({"type": "integer"})
+    '{"type": "integer"}'
+    """
+    of_model = getattr(schema, "model_json_schema", None)
+    try:
+        found = of_model() if of_model is not None else json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            return json.dumps(dict(found), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"json_schema cannot be read as JSON: {error}") from error
+    raise ConfigError(f"json_schema must be a JSON schema (a dict, its text, or a pydantic model), not {shown(schema)}")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -50,6 +76,7 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     seed: int | None
     stop: str | Sequence[str]
+    json_schema: JSONSchema | None
 
 
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
@@ -79,12 +106,16 @@ def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Sampler:
-    """Draws tokens as `SamplingParams` says; the same seed draws the same tokens from the same logits."""
+    """Draws tokens as `SamplingParams` says; the same seed draws the same tokens from the same logits.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Args:
+        constraint: of this answer, if it keeps to a grammar.
+    """
+
+    def __init__(self, params: SamplingParams, constraint: Constraint | None = None) -> None:
         import torch
 
-        self._params = params
+        self._params, self._constraint = params, constraint
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -93,6 +124,13 @@ class Sampler:
 
     def draw(self, logits: Tensor) -> int:
         """One token id from `[vocabulary]` logits."""
+        if self._constraint is None:
+            return self._drawn(logits)
+        token = self._drawn(self._constraint.mask(logits))
+        self._constraint.take(token)
+        return token
+
+    def _drawn(self, logits: Tensor) -> int:
         import torch
 
         if self._params.temperature == 0.0:

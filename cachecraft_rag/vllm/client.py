@@ -155,6 +155,11 @@ class HTTPEngine(AnswerEngine):
             "repetition_penalty": 1.0,
             "stop_token_ids": sorted(self._model.end_tokens),
         }
+        if sampling.json_schema is not None:
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": json.loads(str(sampling.json_schema))},
+            }
         if config is not None:
             body[FIELD] = asdict(config)
         return SentRequest(request.prompt, request.config, sampling, session, request.started, body=body)

@@ -14,6 +14,7 @@ from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_t
 from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, answer_text
+from cachecraft_rag.engine.sampling import SamplingParams as Sampling
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -151,6 +152,7 @@ class VLLMEngine(StoreEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=sampling.seed,
+            structured_outputs=_structured(sampling),
         )
         try:
             with closing(self._serving.generate(self._prompt(ask), params)) as steps:
@@ -181,6 +183,15 @@ def _tokens(request: Request, progress: RequestProgress, steps: Iterable[Step]) 
         if step.report:
             take_report(progress, step.report.get(FIELD, {}))
         yield from step.tokens
+
+
+def _structured(sampling: Sampling) -> Any:
+    """The grammar of an answer in vLLM's words, None without one."""
+    if sampling.json_schema is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=str(sampling.json_schema), disable_any_whitespace=True)
 
 
 def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
