@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import _thread
+import json
 import os
 import shutil
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from cachecraft_rag.checks import check_kind, listed
@@ -22,6 +25,7 @@ from cachecraft_rag.engine.request_counts import RequestCounts
 from cachecraft_rag.engine.request_log import log_request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.engine.tools import Tool, checked_tools
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.engine.line import QueueCounts
 
 PathLike = str | os.PathLike[str]
+_TOOL_SETS = 16  # prompt builders that are kept, besides that without tools
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -47,6 +52,7 @@ class AnswerOptions(TypedDict, total=False):
     session: str | None
     sampling: SamplingParams | None
     config: ReuseConfig | None
+    tools: Sequence[Tool]
 
 
 class AnswerEngine(Closeable):
@@ -68,13 +74,17 @@ class AnswerEngine(Closeable):
         self.namespace, self.config = config.namespace, config.reuse
         self.calibration: Calibration | None = None
         self.correction: Correction | None = None
-        self.prompts = PromptBuilder(
+        make = partial(
+            PromptBuilder,
             decoder.tokenizer,
             context_length=decoder.context_length,
             system=config.system,
             private_system=config.private_system,
             best_last=config.best_last,
         )
+        self.prompts = make()
+        self._with_tools = lru_cache(_TOOL_SETS)(lambda tools: make(tools=json.loads(tools)))
+        self._making = threading.Lock()
         self.request_counts = RequestCounts()
         self._home = HomeProcess("engine")
 
@@ -87,6 +97,7 @@ class AnswerEngine(Closeable):
         session: str | None = None,
         sampling: SamplingParams | None = None,
         config: ReuseConfig | None = None,
+        tools: Sequence[Tool] = (),
     ) -> Generation:
         """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first
         piece.
@@ -94,6 +105,7 @@ class AnswerEngine(Closeable):
         Args:
             history: earlier turns of the conversation, user first; they stand behind the chunks.
             session: whose private chunk-caches may be used besides the shared ones.
+            tools: that the model may call, see `engine.tools`; `prompts_with` says in what form it does.
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
@@ -102,7 +114,13 @@ class AnswerEngine(Closeable):
         check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         try:
             request = self._request(
-                question, chunks, history=history, session=session, sampling=sampling or SamplingParams(), config=config
+                question,
+                chunks,
+                history=history,
+                session=session,
+                sampling=sampling or SamplingParams(),
+                config=config,
+                tools=tools,
             )
         except CacheCraftError:
             self.request_counts.refuse()
@@ -116,6 +134,13 @@ class AnswerEngine(Closeable):
             ended=self._ended,
             later=self._later,
         )
+
+    def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
+        """What lays out prompts with these tools. Raises ConfigError for what is none."""
+        if not tools:
+            return self.prompts
+        with self._making:  # the tokenizer is not thread-safe while a builder copies it
+            return self._with_tools(json.dumps(checked_tools(tools)))
 
     def queue_counts(self) -> QueueCounts | None:
         """Numbers of requests that wait for a turn or were refused; None where the engine has no queue."""
@@ -168,6 +193,7 @@ class AnswerEngine(Closeable):
         session: str | None,
         sampling: SamplingParams,
         config: ReuseConfig | None,
+        tools: Sequence[Tool],
     ) -> Request:
         started = time.perf_counter()
         self._home.require()
@@ -175,7 +201,7 @@ class AnswerEngine(Closeable):
         check_asked(question, history, session=session, config=config)
         if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-        prompt = self.prompts.build(question, chunks, history=history, reserve=sampling.max_new_tokens)
+        prompt = self.prompts_with(tools).build(question, chunks, history=history, reserve=sampling.max_new_tokens)
         return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:

@@ -95,6 +95,11 @@ class Constraints:
             return self._read
 
 
+def asking_for(schema: str) -> str:
+    """The end of a question whose answer keeps to a schema: drawing alone would not say what its fields mean."""
+    return f"\n\nAnswer in JSON of this schema: {schema}"
+
+
 def _closed(schema: Any) -> Any:
     """The schema with no properties but those it names, or a small model would go on to invent some.
 

@@ -234,7 +234,7 @@ class Engine(StoreEngine):
             check_whole("each token of target", token, most=self.decoder.model.config.vocab_size - 1)
         if target is not None and not 0 < len(target) <= max_new_tokens:
             raise ConfigError(f"target has {len(target)} tokens; it needs 1 to {max_new_tokens}")
-        request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
+        request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config, tools=())
         progress = RequestProgress()
         self.write_back.follow(progress.removed)
         scoring = partial(self._answering.score, request=request, progress=progress, target=target)

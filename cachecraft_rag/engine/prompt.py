@@ -9,11 +9,23 @@ all control tokens split (`plain_text`), so that it cannot close or open a turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from cachecraft_rag.checks import check_kind, shown
 from cachecraft_rag.engine.plain_text import PlainTokenizer
+from cachecraft_rag.engine.tools import (
+    CallFormat,
+    Tool,
+    call_message,
+    calls_in,
+    checked_tools,
+    format_of,
+    result_message,
+)
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
 
@@ -21,7 +33,15 @@ DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use
 _LINE_END, _WORD = "\n", "The"  # the assumed neighbours of a segment in tokenisation
 _CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
 
-Turn = tuple[Literal["user", "assistant"], str]
+# "calls": of tools, as JSON: [{"name": …, "arguments": {…}}]; "result": of each of them, in their order.
+Turn = tuple[Literal["user", "assistant", "calls", "result"], str]
+_FOLLOWS: dict[str | None, set[str]] = {
+    None: {"user"},
+    "user": {"assistant", "calls"},
+    "assistant": {"user", "calls"},
+    "calls": {"result"},
+    "result": {"result", "assistant", "calls"},
+}
 
 
 def check_history(history: object) -> None:
@@ -42,6 +62,8 @@ class PromptBuilder:
         private_system: True if `system` holds one user's text; captures behind it are then private to the session.
         best_last: put the best chunk (they come best first) nearest to the question, where small models use it best:
             of 18 questions about the sample handbook 15 answers were right, 12 with the best one first.
+        tools: that the model may call, see `tools`. The template writes them before the chunks, so they are part of the
+            instruction: chunk-caches captured behind other tools do not match.
     """
 
     def __init__(
@@ -52,6 +74,7 @@ class PromptBuilder:
         system: str = DEFAULT_SYSTEM,
         private_system: bool = False,
         best_last: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> None:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
             raise ConfigError("the system prompt contains a mark that this package uses itself; change its wording")
@@ -59,6 +82,7 @@ class PromptBuilder:
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
+        self.tools = checked_tools(tools)
         # It copies the tokenizer: transformers stores in it whether special tokens are split, so two threads that share
         # one would change each other's setting.
         self._plain = PlainTokenizer(tokenizer, self._template_text())
@@ -66,10 +90,18 @@ class PromptBuilder:
             raise ConfigError(
                 "a private instruction holds special tokens of the model, or others that control it; leave them out"
             )
+        if self.tools and not self.calls.native:
+            self._system_text += "\n\n" + self.calls.instruction(self.tools)
         self._head: str | None = None
         self._head, _ = self._cut([])
         ids = self._encode(self._head, special=True, after=_WORD)
         self.system = Segment("system", digest("system", " ".join(map(str, ids))), ids, private=private_system)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return format_of(partial(_rendered, self._tokenizer), self._tokenizer) if template else CallFormat()
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """The chunk as the model sees it: its text and an empty line.
@@ -98,9 +130,9 @@ class PromptBuilder:
 
         Raises:
             ContextLengthError: system, question and the reserve alone do not fit.
-            ConfigError: the question is empty.
+            ConfigError: the question is empty, and the history does not end with a tool's result.
         """
-        if not question.strip():
+        if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
         tail = self._question_segment(question, history)
         room = self._context_length - reserve - len(self.system.token_ids) - len(tail.token_ids)
@@ -138,11 +170,11 @@ class PromptBuilder:
         return kept, tuple(trimmed), tuple(too_long)
 
     def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
-        turns = [*history, ("user", question)]
-        if any(role != ("user", "assistant")[place % 2] for place, (role, _) in enumerate(turns)):
+        turns: list[Turn] = [*history, *([("user", question)] if question.strip() else [])]
+        roles: list[str | None] = [None, *(role for role, _ in turns)]
+        if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
             raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
-        texts = [text for _, text in turns]
-        _, pieces = self._cut([f"Question: {texts[0]}", *texts[1:]])
+        _, pieces = self._cut([("user", f"Question: {turns[0][1]}"), *turns[1:]])
         ids: list[int] = []
         behind_line_end = True
         for piece, special in pieces:
@@ -153,14 +185,14 @@ class PromptBuilder:
         name = digest("question", " ".join(map(str, ids)))
         return Segment("question", name, tuple(ids), private=True, closing=len(closing))
 
-    def _cut(self, turns: Sequence[str]) -> tuple[str, list[tuple[str, bool]]]:
+    def _cut(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[str, bool]]]:
         """Render the template with marks; returns the text before the chunks and the pieces after them.
 
         A piece is its text and whether its special tokens are control tokens (the template's own text).
         """
-        texts = list(turns) or [""]
-        marks = [f"{_QUESTION_MARK}{place}\u27e7" for place in range(len(texts))]
-        renderings = self._renderings([f"Context:\n{_CONTEXT_MARK}{marks[0]}", *marks[1:]])
+        messages, texts = self._marked(turns or [("user", "")])
+        messages[0]["content"] = f"Context:\n{_CONTEXT_MARK}{messages[0]['content']}"
+        renderings = self._renderings(messages)
         cuts = (rendered.partition(_CONTEXT_MARK) for rendered in renderings)
         best = next(cuts)
         if self._head not in (None, best[0]):
@@ -168,7 +200,7 @@ class PromptBuilder:
         head, _, rest = best
         pieces: list[tuple[str, bool]] = []
         whole = bool(head)
-        for mark, text in zip(marks, texts, strict=True):
+        for mark, text in texts:
             before, found, rest = rest.partition(mark)
             whole = whole and bool(found)
             pieces += [(before, True), (text, False)]
@@ -179,14 +211,55 @@ class PromptBuilder:
             )
         return head, pieces
 
-    def _renderings(self, turns: Sequence[str]) -> Iterator[str]:
+    def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+        """The messages with marks in place of texts, and each mark with its text."""
+        messages: list[dict[str, Any]] = []
+        texts: list[tuple[str, str]] = []
+        waiting: list[tuple[str, int]] = []
+
+        def mark(text: str) -> str:
+            texts.append((f"{_QUESTION_MARK}{len(texts)}\u27e7", text))
+            return texts[-1][0]
+
+        native = any(role == "calls" for role, _ in turns) and self.calls.native
+        for role, text in turns if native else self._without_calls(turns):
+            if role == "result" and not waiting:
+                raise ConfigError("history has more results than calls of tools")
+            if role == "result":
+                messages.append(result_message(*waiting[0][:1], mark(text), waiting.pop(0)[1]))
+            elif role != "calls":
+                messages.append({"role": role, "content": mark(text)})
+            else:
+                made = []
+                for call in calls_in(text):
+                    waiting.append((call["name"], len(texts)))
+                    arguments = {mark(json.dumps(call["arguments"], ensure_ascii=False)): ""}
+                    texts[-1] = (json.dumps(arguments, ensure_ascii=False), texts[-1][1])
+                    made.append(call_message(call["name"], arguments, waiting[-1][1]))
+                if messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1]["tool_calls"] = made
+        return messages, texts
+
+    def _without_calls(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns with calls and results as plain text; neighbours of one role are joined."""
+        found: list[Turn] = []
+        for role, text in turns:
+            if role == "calls":
+                calls = (self.calls.text(one["name"], json.dumps(one["arguments"])) for one in calls_in(text))
+                role, text = "assistant", "\n".join(calls)
+            elif role == "result":
+                role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+            before = f"{found.pop()[1]}\n" if found and found[-1][0] == role else ""
+            found.append((role, before + text))
+        return found
+
+    def _renderings(self, messages: list[dict[str, Any]]) -> Iterator[str]:
         """The prompt's text with the instruction as a system turn, then with it in front of the first user turn.
 
         The second is the only one if the template has no system role (Gemma-2 raises, others ignore it). It is also
         needed if a template puts the instruction in front of the *last* user turn (Mistral), after the chunks.
         """
-        roles = ["user", "assistant"] * (len(turns) // 2 + 1)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
         if not getattr(self._tokenizer, "chat_template", None):
             start = self._tokenizer.bos_token or ""
             names = {"user": "", "assistant": "Answer: "}
@@ -222,9 +295,8 @@ class PromptBuilder:
                 continue
         return "\n".join(texts)
 
-    def _apply(self, messages: list[dict[str, str]]) -> str:
-        rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return rendered
+    def _apply(self, messages: list[dict[str, Any]]) -> str:
+        return _rendered(self._tokenizer, messages, tools=self.tools if self.tools and self.calls.native else None)
 
     def _encode(self, text: str, *, special: bool, before: str = "", after: str = "") -> tuple[int, ...]:
         """The ids of `text` between `before` and `after`; its ids alone if the tokenizer merges it with them."""
@@ -245,3 +317,9 @@ class PromptBuilder:
             return self._plain.ids(text)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
         return ids
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    given: dict[str, Any] = {} if tools is None else {"tools": tools}
+    rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+    return rendered

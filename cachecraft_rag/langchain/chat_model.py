@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage, convert_to_messages
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    ToolMessage,
+    convert_to_messages,
+)
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.constraint import asking_for
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.errors import ConfigError, UnsupportedCallError
+from cachecraft_rag.engine.tools import CallReader
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.unreused import LongPromptWarning
 from cachecraft_rag.store.closeable import Closeable
@@ -116,21 +131,48 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
-        """Not supported: raises UnsupportedCallError, which says what to do instead."""
-        raise UnsupportedCallError(
-            "ChatCacheCraft calls no tools, so it cannot be the model of create_agent with tools. Retrieve before the "
-            "call (create_retrieval_chain(retriever, CacheCraftGenerator(llm=chat))), or let another model be the "
-            "agent and give it that chain as a tool (chain.as_tool(…))."
-        )
+    def bind_tools(
+        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: Any
+    ) -> Runnable[Any, AIMessage]:
+        """The model with tools, which it calls in the form of its own chat template.
 
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
-        """Not supported: raises UnsupportedCallError, which says what to do instead."""
-        raise UnsupportedCallError(
-            "ChatCacheCraft does not force its output into a schema. Ask for JSON in the question and parse the "
-            "answer: put PydanticOutputParser(pydantic_object=…).get_format_instructions() into the question, then "
-            "write chat | parser."
-        )
+        Args:
+            tools: in any form that LangChain takes.
+            tool_choice: "auto" or None, "none", "any" (a call of one of them) or the name of one; a call that is asked
+                for is sure to come, with arguments of its schema, unless `max_tokens` ends it. Needs the extra
+                "structured" then.
+        """
+        made = [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any,
+        *,
+        include_raw: bool = False,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[Any, Any]:
+        """The model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
+
+        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say.
+        """
+        if method not in ("json_schema", "function_calling", "json_mode"):
+            raise ConfigError(
+                f"method is {method!r}; each of json_schema, function_calling and json_mode does the same"
+            )
+        json_schema = convert_to_json_schema(schema)
+        kept_to = {"kwargs": {"method": method}, "schema": json_schema}
+        model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
+        of_model = isinstance(schema, type) and issubclass(schema, BaseModel)
+        parser: Any = PydanticOutputParser(pydantic_object=schema) if of_model else JsonOutputParser()
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+        ).with_fallbacks([RunnablePassthrough.assign(parsed=lambda _: None)], exception_key="parsing_error")
+        return RunnableMap(raw=model) | parsed
 
     @property
     def model_name(self) -> str:
@@ -167,21 +209,35 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     def _open(
         self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> tuple[Generation, dict[str, Any]]:
-        """The generation for a conversation, not started yet, and what its statistics say of the documents.
+    ) -> tuple[Generation, dict[str, Any], CallReader | None]:
+        """The generation for a conversation, not started yet, what its statistics say of the documents, and what finds
+        the calls of tools in it.
 
         given  settings of this call
         """
         given = dict(given)
         documents = documents_of(given.pop("documents", None) or (), "documents")
         session = given.pop("session", self.session)
+        tools, choice, schema = given.pop("tools", ()), given.pop("tool_choice", None), given.pop("json_schema", None)
         if unknown := given.keys() - _SAMPLING:
-            known = ", ".join(sorted({"documents", "session", "stop"} | _SAMPLING))
+            known = ", ".join(
+                sorted({"documents", "json_schema", "session", "stop", "tools", "tool_choice"} | _SAMPLING)
+            )
             raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of this model; a call may bring {known}")
         values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | given
         chosen: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
-        sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, **values)
         history, question = conversation(messages)
+        if schema is not None and question:
+            question += asking_for(json.dumps(schema, ensure_ascii=False))
+        calls = None
+        if tools and choice != "none":
+            form, offered = self.engine.prompts_with(tools).calls, tools
+            if choice not in ("auto", None):
+                offered = [tool for tool in tools if choice in ("any", tool["function"]["name"])]
+                schema = form.schema(offered)
+            names = [tool["function"]["name"] for tool in offered]
+            calls = CallReader(form, names, forced=choice not in ("auto", None))
+        sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, json_schema=schema, **values)
         if not documents:
             self._long_prompt.check([question, *(text for role, text in history if role == "user")])
         chunks = [Chunk(document.page_content) for document in documents]
@@ -191,9 +247,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         # As `ConversationRetriever` notes it; a first question is its own search, as far as this model knows.
         searched = next((tuple(one.metadata[SEARCHED]) for one in documents if SEARCHED in one.metadata), ())
         generation = self.engine.stream(
-            question, chunks, history=history, session=session, sampling=sampling, config=self.reuse
+            question, chunks, history=history, session=session, sampling=sampling, config=self.reuse, tools=tools
         )
-        return generation, {"documents": read, "searched": searched}
+        return generation, {"documents": read, "searched": searched}, calls
 
     def _stream(
         self,
@@ -203,12 +259,15 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         """Stream the answer; the last chunk has no text, only the statistics. LangChain itself calls the callbacks."""
-        generation, read = self._open(messages, stop, kwargs)
+        generation, read, calls = self._open(messages, stop, kwargs)
         try:
             for piece in generation:
-                yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if text := piece if calls is None else calls.push(piece):
+                    yield ChatGenerationChunk(message=AIMessageChunk(content=text))
         finally:
             generation.close()
+        if calls is not None:
+            yield _rest_of(calls, generation)
         yield self._last(generation, read, session=kwargs.get("session", self.session))
 
     async def _astream(
@@ -219,12 +278,15 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         """`_stream` that never blocks the event loop; tokenisation of the prompt runs in a thread."""
-        generation, read = await asyncio.to_thread(self._open, messages, stop, kwargs)
+        generation, read, calls = await asyncio.to_thread(self._open, messages, stop, kwargs)
         try:
             async for piece in generation:
-                yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if text := piece if calls is None else calls.push(piece):
+                    yield ChatGenerationChunk(message=AIMessageChunk(content=text))
         finally:
             generation.close()
+        if calls is not None:
+            yield _rest_of(calls, generation)
         yield self._last(generation, read, session=kwargs.get("session", self.session))
 
     def _generate(
@@ -266,6 +328,29 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return ChatGenerationChunk(message=message)
 
 
+def _choice_of(choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    """ "auto", "none", "any" or the name of a tool. Raises ConfigError."""
+    if isinstance(choice, dict):
+        choice = choice.get("function", choice).get("name")
+    names = {None: "auto", False: "auto", True: "any", "required": "any"}
+    found = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice  # type: ignore[redundant-expr]
+    known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]
+    if found not in known:
+        raise ConfigError(f"tool_choice is {choice!r}; there are {', '.join(known)}")
+    return str(found)
+
+
+def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
+    """The calls of an answer that has ended, or the text that might have been one."""
+    text, found = calls.finish()
+    name = generation.stats.request_id
+    chunks = [
+        tool_call_chunk(name=call.name, args=call.arguments, id=f"call_{name}_{number}", index=number)
+        for number, call in enumerate(found)
+    ]
+    return ChatGenerationChunk(message=AIMessageChunk(content=text, tool_call_chunks=chunks))
+
+
 def check_settings(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
     """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
@@ -295,13 +380,17 @@ def history_of(input: Mapping[str, Any], key: str) -> list[BaseMessage]:
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
-    """The earlier turns and the question. System messages open the first turn; neighbours of one role are joined.
+    """The earlier turns and the question, which is empty behind a tool's result. System messages open the first turn;
+    neighbours of one role are joined.
 
-    Raises `ConfigError` for roles and contents that the model cannot read, and if the last message is not the user's.
+    Raises `ConfigError` for roles and contents that the model cannot read, and if the last message is the assistant's.
     """
-    *history, (role, question) = turns_of(messages)
+    turns = turns_of(messages)
+    if turns[-1][0] == "result":
+        return turns, ""
+    *history, (role, question) = turns
     if role != "user":
-        raise ConfigError("the conversation ends with the assistant; the last message must be the user's")
+        raise ConfigError("the conversation ends with the assistant; the last message must be the user's or a tool's")
     return history, question
 
 
@@ -309,21 +398,30 @@ def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
     """The messages as turns, as in `conversation`; the first is the user's, and is empty where the assistant began."""
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]
+    results = {one.tool_call_id: _text(one) for one in messages if isinstance(one, ToolMessage)}
     turns: list[tuple[Any, list[str]]] = [("user", instructions)]
     for message in messages:
-        role = _role(message)
-        if role == "system":
-            continue
-        if role != turns[-1][0]:
-            turns.append((role, []))
-        turns[-1][1].append(_text(message))
+        role, text = _role(message), _text(message)
+        calls = message.tool_calls if isinstance(message, AIMessage) else []
+        if role in ("system", "tool") or (calls and not text):
+            pass
+        elif role == turns[-1][0]:
+            turns[-1][1].append(text)
+        else:
+            turns.append((role, [text]))
+        if calls:
+            if missing := [str(call["id"]) for call in calls if call["id"] not in results]:
+                raise ConfigError(f"the conversation has no ToolMessage with the result of call {', '.join(missing)}")
+            made = [{"name": call["name"], "arguments": call["args"]} for call in calls]
+            turns.append(("calls", [json.dumps(made, ensure_ascii=False)]))
+            turns += [("result", [results[call["id"]]]) for call in calls]  # type: ignore[index]
     return [(role, "\n\n".join(texts)) for role, texts in turns]
 
 
 def _role(message: BaseMessage) -> str:
     name = message.role if isinstance(message, ChatMessage) else message.type
-    role = {"human": "user", "user": "user", "ai": "assistant", "assistant": "assistant", "system": "system"}.get(name)
-    if role is None:
+    role = {"human": "user", "ai": "assistant"}.get(name, name)
+    if role not in ("user", "assistant", "system", "tool"):
         raise ConfigError(f"the model knows no {name} messages; turn their text into a message of the user's")
     return role
 

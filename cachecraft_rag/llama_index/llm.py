@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from llama_index.core.base.llms.generic_utils import (
     astream_completion_response_to_chat_response,
@@ -28,9 +29,12 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.prompts import BasePromptTemplate
+from pydantic import BaseModel, ValidationError
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.constraint import asking_for
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.sampling import SamplingParams
@@ -41,6 +45,7 @@ from cachecraft_rag.retrievers.unreused import LongPromptWarning
 from cachecraft_rag.types import Chunk
 
 logger = logging.getLogger("cachecraft_rag.llama_index")
+Model = TypeVar("Model", bound=BaseModel)
 _ADVICE = "use CacheCraftQueryEngine or CacheCraftChatEngine, or pass them as documents=[…]"
 
 
@@ -153,6 +158,41 @@ class CacheCraftLLM(CustomLLM):
             question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )
 
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An answer that keeps to a pydantic model; `llm_kwargs` as in `begin`."""
+        messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
+        return validated(output_cls, self.chat(messages, **options).message.content)
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """`structured_predict`, the model in a thread."""
+        messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
+        return validated(output_cls, (await self.achat(messages, **options)).message.content)
+
+    def _structured(
+        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, given: dict[str, Any] | None, values: Any
+    ) -> tuple[list[ChatMessage], dict[str, Any]]:
+        sampling = self.keeping_to(output_cls, (given or {}).get("sampling"))
+        messages = prompt.format_messages(llm=self, **values)
+        last = messages[-1]
+        messages[-1] = ChatMessage(role=last.role, content=(last.content or "") + asking_for(str(sampling.json_schema)))
+        return messages, {**(given or {}), "sampling": sampling}
+
+    def keeping_to(self, output_cls: type[BaseModel], sampling: SamplingParams | None = None) -> SamplingParams:
+        """How tokens are drawn for an answer that keeps to a pydantic model."""
+        return replace(sampling or self._sampling, json_schema=output_cls)
+
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer; keyword arguments as in `begin`."""
@@ -224,6 +264,14 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
     if not turns or turns[-1][0] != "user":
         raise ConfigError("the last message must be the user's; there is nothing to answer")
     return turns[-1][1], turns[:-1]
+
+
+def validated(output_cls: type[Model], text: str | None) -> Model:
+    """The object in an answer. Raises ConfigError where the answer ended too early."""
+    try:
+        return output_cls.model_validate_json(text or "")
+    except ValidationError as error:
+        raise ConfigError(f"the answer is no {output_cls.__name__}; allow it more max_new_tokens: {error}") from error
 
 
 def _raw(stats: RequestStats) -> dict[str, Any]:

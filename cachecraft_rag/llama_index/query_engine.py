@@ -14,7 +14,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
-from cachecraft_rag.checks import check_kind, check_names
+from cachecraft_rag.checks import check_kind, check_names, shown
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
@@ -23,11 +23,12 @@ from cachecraft_rag.store.closeable import Closeable
 
 # Arguments of `index.as_query_engine` about LlamaIndex's own LLM and prompts; the engine has its own.
 _LLAMA_INDEX_ONLY = frozenset(
-    {"chat_content_qa_template", "chat_content_refine_template", "llm", "multimodal", "output_cls", "refine_template"}
-    | {"response_mode", "response_synthesizer", "simple_template", "summary_template", "text_qa_template", "use_async"}
+    {"chat_content_qa_template", "chat_content_refine_template", "llm", "multimodal", "refine_template"}
+    | {"response_synthesizer", "simple_template", "summary_template", "use_async"}
 )
+_MODES = ("compact", "simple_summarize")  # as one prompt with all chunks is called
 # What `from_index` passes to `from_defaults`, besides the options of `EngineConfig`.
-_OWN_OPTIONS = SETTINGS | {"config", "engine", "model", "node_postprocessors", "store"}
+_OWN_OPTIONS = SETTINGS | {"config", "engine", "model", "node_postprocessors", "response_mode", "store"}
 
 
 def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
@@ -98,6 +99,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         engine: AnswerEngine | None = None,
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
         callback_manager: CallbackManager | None = None,
+        response_mode: str = "compact",
         **options: Any,
     ) -> Self:
         """Over any LlamaIndex retriever.
@@ -105,6 +107,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         Args:
             engine: an open one, instead of `model`, `store`, `config` and `options`; you close it yourself.
             node_postprocessors, callback_manager: LlamaIndex's own.
+            response_mode: "compact" or "simple_summarize", which are the same here: every answer is one pass.
             options: `model`, `store`, `config` and others of `CacheCraftSynthesizer.from_pretrained`.
 
         Raises:
@@ -113,6 +116,11 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
         check_kind("retriever", retriever, BaseRetriever, advice="index.as_retriever() makes one")
+        if str(getattr(response_mode, "value", response_mode)) not in _MODES:
+            raise ConfigError(
+                f"response_mode is {shown(response_mode)}; every answer is one pass over all chunks: use "
+                f"{' or '.join(_MODES)}"
+            )
         check_kind("engine", engine, AnswerEngine, optional=True, advice="Engine.from_pretrained makes one")
         options = {name: value for name, value in options.items() if value is not None}
         options["callback_manager"] = callback_manager

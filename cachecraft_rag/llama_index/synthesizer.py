@@ -17,25 +17,31 @@ from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr
 from llama_index.core.instrumentation.events.base import BaseEvent  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
 from llama_index.core.llms.callbacks import llm_completion_callback
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.schema import QueryType as QueryTextType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
+from pydantic import BaseModel
 
-from cachecraft_rag.checks import check_flag, check_text
+from cachecraft_rag.checks import check_flag, check_kind, check_text, shown
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.constraint import asking_for
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of, validated
 from cachecraft_rag.retrievers.llama_index import without_paths
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
 
-SETTINGS = frozenset({"callback_manager", "empty_response", "sampling", "session", "streaming"})
+SETTINGS = frozenset(
+    {"callback_manager", "empty_response", "output_cls", "sampling", "session", "streaming", "text_qa_template"}
+)
+_CONTEXT = "\u27e6cachecraft-template\u27e7"
 dispatcher = get_dispatcher(__name__)
 
 # Statistics of this task's answer, between `get_response` and the response object: LlamaIndex passes only the text from
@@ -68,6 +74,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         streaming: return `StreamingResponse` and `AsyncStreamingResponse`.
         sampling, session: see `Engine.stream`.
         empty_response: the answer if there are no nodes, instead of LlamaIndex's "Empty Response".
+        output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
+        text_qa_template: LlamaIndex's, with {context_str} first and {query_str} behind it. What would stand before the
+            chunks is the engine's instruction (`system`).
     """
 
     def __init__(
@@ -78,9 +87,15 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         sampling: SamplingParams | None = None,
         session: str | None = None,
         empty_response: str | None = None,
+        output_cls: type[BaseModel] | None = None,
+        text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_flag("streaming", streaming)
+        if output_cls is not None and (streaming or not hasattr(output_cls, "model_validate_json")):
+            raise ConfigError(
+                "output_cls must be a pydantic model, and its answers come whole: leave out streaming=True"
+            )
         check_text("empty_response", empty_response, optional=True)
         llm = CacheCraftLLM(engine, sampling=sampling, session=session)
         sizes: dict[str, Any] = {"context_window": llm.context_window, "num_output": llm.num_output}
@@ -93,7 +108,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             chat_prompt_helper=ChatPromptHelper(tokenizer=count, **sizes),
             streaming=streaming,
             empty_response=empty_response,
+            output_cls=output_cls,
         )
+        self._template = _checked_template(text_qa_template)
         self.engine, self.llm = engine, llm
         self._opened = ExitStack()
 
@@ -134,7 +151,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
         text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        generation = self.llm.begin(query_str, documents=text_chunks, **response_kwargs)
+        generation = self._begin(query_str, text_chunks, response_kwargs)
         responses = responses_of(generation)
 
         @llm_completion_callback()  # LlamaIndex's events of an LLM call
@@ -147,7 +164,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         if self._streaming:
             answer = _deltas(called, responses, ended)
         else:
-            answer = called.text
+            answer = called.text if self._output_cls is None else validated(self._output_cls, called.text)
             ended()
         dispatcher.event(GetResponseEndEvent())
         return answer
@@ -158,7 +175,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """`get_response` with the model in threads; a stream is an asynchronous generator."""
         text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        generation = await asyncio.to_thread(self.llm.begin, query_str, documents=text_chunks, **response_kwargs)
+        generation = await asyncio.to_thread(self._begin, query_str, text_chunks, response_kwargs)
         responses = aresponses_of(generation)
 
         @llm_completion_callback()
@@ -171,7 +188,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         if self._streaming:
             answer = _adeltas(called, responses, ended)
         else:
-            answer = called.text
+            answer = called.text if self._output_cls is None else validated(self._output_cls, called.text)
             ended()
         dispatcher.event(GetResponseEndEvent())
         return answer
@@ -190,14 +207,47 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             response.metadata = {**(response.metadata or {}), "cachecraft": statistics}
         return response
 
+    def _begin(self, query: str, texts: Sequence[str], options: dict[str, Any]) -> Generation:
+        """The engine's answer to a query, as the template puts it."""
+        question = query if self._template is None else _question_in(self._template, query)
+        if self._output_cls is not None:
+            options["sampling"] = self.llm.keeping_to(self._output_cls, options.get("sampling"))
+            question += asking_for(str(options["sampling"].json_schema))
+        return self.llm.begin(question, documents=texts, **options)
+
     def _get_prompts(self) -> PromptDictType:
-        return {}
+        return {} if self._template is None else {"text_qa_template": self._template}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        if prompts:
+        if others := prompts.keys() - {"text_qa_template"}:
             raise ConfigError(
-                f"the prompt is the engine's, {', '.join(prompts)} cannot be set; give the engine another `system` text"
+                f"{', '.join(sorted(others))}: there is one prompt, text_qa_template, because every answer is "
+                "one pass over all chunks"
             )
+        if "text_qa_template" in prompts:
+            self._template = _checked_template(prompts["text_qa_template"])
+
+
+def _checked_template(template: BasePromptTemplate | None) -> BasePromptTemplate | None:
+    """The template. Raises ConfigError for one that does not fit the layout: instruction, chunks, question."""
+    check_kind("text_qa_template", template, BasePromptTemplate, optional=True, advice="write PromptTemplate('…')")
+    if template is not None:
+        _question_in(template, "?")
+    return template
+
+
+def _question_in(template: BasePromptTemplate, query: str) -> str:
+    """What a template puts behind the chunks."""
+    missing = {"context_str", "query_str"} - set(template.template_vars)
+    before, found, question = template.format(context_str=_CONTEXT, query_str=query).partition(_CONTEXT)
+    if missing or not found or _CONTEXT in question:
+        raise ConfigError("text_qa_template needs {context_str} once, and {query_str} behind it")
+    if before.strip():
+        raise ConfigError(
+            f"text_qa_template: {shown(before.strip()[:80])} would stand before every chunk; give it to the engine as "
+            "its instruction (system=…), and begin the template with {context_str}"
+        )
+    return question.strip()
 
 
 def _without_paths(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:

@@ -22,6 +22,7 @@ from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.request import Request, RequestProgress, answer_text
 from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.tools import Tool
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import RowFilter
@@ -133,9 +134,17 @@ class HTTPEngine(AnswerEngine):
         session: str | None,
         sampling: SamplingParams,
         config: ReuseConfig | None,
+        tools: Sequence[Tool],
     ) -> Request:
         chunks, history = listed("chunks", chunks), listed("history", history)
-        request = super()._request(question, chunks, history=history, session=session, sampling=sampling, config=config)
+        if tools or any(role in ("calls", "result") for role, _ in history):
+            raise UnsupportedCallError(
+                "a server calls no tools together with documents: use an engine in this process, or let another model "
+                "be the agent and give it this chain as a tool"
+            )
+        request = super()._request(
+            question, chunks, history=history, session=session, sampling=sampling, config=config, tools=()
+        )
         messages = [{"role": role, "content": text} for role, text in [*history, ("user", question)]]
         if self._system != self._facts["system"]:
             messages.insert(0, {"role": "system", "content": self._system})

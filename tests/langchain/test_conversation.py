@@ -18,10 +18,9 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, Prom
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_core.vectorstores import InMemoryVectorStore
-from pydantic import BaseModel
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import CacheCraftError, ConfigError, UnsupportedCallError
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, ConversationRetriever
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
@@ -254,23 +253,3 @@ def test_what_is_no_retriever_is_refused() -> None:
         ConversationRetriever("retriever")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keys"):
         ConversationRetriever(RunnableLambda(lambda text: []), keys="input")
-
-
-class Schema(BaseModel):
-    """Calls that an application might make."""
-
-    weeks: int
-
-
-@pytest.mark.parametrize(
-    ("call", "advice"),
-    [
-        (lambda chat: chat.bind_tools([]), "create_retrieval_chain"),
-        (lambda chat: chat.with_structured_output(Schema), "PydanticOutputParser"),
-    ],
-)
-def test_unsupported_calls_say_what_to_do_instead(engine: Engine, call: Callable[[Any], Any], advice: str) -> None:
-    with pytest.raises(UnsupportedCallError, match=advice) as raised:
-        call(ChatCacheCraft(engine=engine))
-    assert isinstance(raised.value, NotImplementedError)  # as LangChain's own classes raise
-    assert isinstance(raised.value, CacheCraftError)

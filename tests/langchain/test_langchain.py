@@ -57,6 +57,7 @@ TEXTS = [
     "The warranty of the Wren K2 runs for 3 years.",
     "The Wren K2 boils a litre in 130 seconds.",
 ]
+CALL = {"name": "add", "args": {"a": 1}, "id": "one"}
 DOCUMENTS = [Document(text) for text in TEXTS]
 SECRET = [HumanMessage("My PIN is 4711."), AIMessage("I shall keep it to myself.")]
 # As long as the secret: matrix products of other shapes round differently, and bits are compared below.
@@ -128,7 +129,8 @@ def test_messages_become_turns(messages: list[BaseMessage], turns: list[str]) ->
     ("messages", "complaint"),
     [
         ([HumanMessage("a"), AIMessage("b")], "last message must be the user's"),
-        ([HumanMessage("a"), ToolMessage("b", tool_call_id="1"), HumanMessage("c")], "no tool messages"),
+        ([HumanMessage("a"), ChatMessage("b", role="critic"), HumanMessage("c")], "no critic messages"),
+        ([HumanMessage("a"), AIMessage("", tool_calls=[CALL]), HumanMessage("c")], "no ToolMessage with the result"),
         (
             [HumanMessage([{"type": "image", "url": "https://example.org/a.png"}])],
             "text only, and a message holds image",
@@ -138,6 +140,20 @@ def test_messages_become_turns(messages: list[BaseMessage], turns: list[str]) ->
 def test_messages_that_the_model_cannot_read(messages: list[BaseMessage], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         conversation(messages)
+
+
+def test_calls_and_results_become_turns_in_the_order_of_the_calls() -> None:
+    calls = [CALL, {"name": "add", "args": {}, "id": "two"}]
+    messages = [
+        HumanMessage("a"),
+        AIMessage("Let me see.", tool_calls=calls),
+        ToolMessage("second", tool_call_id="two"),
+        ToolMessage("first", tool_call_id="one"),
+    ]
+    made = '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]'
+    turns = [("user", "a"), ("assistant", "Let me see."), ("calls", made), ("result", "first"), ("result", "second")]
+    assert conversation(messages) == (turns, "")
+    assert conversation([*messages, AIMessage("b"), HumanMessage("c")]) == ([*turns, ("assistant", "b")], "c")
 
 
 def test_an_assistant_that_begins_or_says_nothing_is_no_trouble(chat: ChatCacheCraft) -> None:
@@ -187,8 +203,6 @@ def test_what_langchain_does_with_models_in_general(chat: ChatCacheCraft, engine
     assert chat.get_num_tokens("seven b") == 7  # the tokenizer has a token for each byte
     long = [HumanMessage("x" * 50), AIMessage("y"), HumanMessage("z")]
     assert trim_messages(long, max_tokens=30, token_counter=chat, strategy="last") == long[1:]
-    with pytest.raises(NotImplementedError):
-        chat.bind_tools([])
 
 
 def test_langchains_own_chain_of_documents_reuses_nothing_and_warns_once(

@@ -44,14 +44,9 @@ class OnDemoModel:
     def _engine(self, engine: Engine) -> None:
         type(self).engine = engine
 
-    # Both methods are there only to say what to do instead.
     @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
+    def supports_json_mode(self) -> bool:
+        return True
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -59,7 +54,7 @@ class OnDemoModel:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": self.engine, "max_tokens": 8}
+        return {"engine": self.engine, "max_tokens": 64}
 
 
 class TestChatModelUnit(OnDemoModel, ChatModelUnitTests):

@@ -16,6 +16,7 @@ import torch
 from llama_index.core import (
     Document,
     MockEmbedding,
+    PromptTemplate,
     Settings,
     StorageContext,
     SummaryIndex,
@@ -383,8 +384,8 @@ def test_nothing_asks_for_openai(index: VectorStoreIndex, engine: Engine, monkey
 
 
 def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="response_mode, text_qa_template"):
-        query_engine_of(index, engine, text_qa_template=None, response_mode="refine")
+    with pytest.raises(ConfigError, match="llm, refine_template"):
+        query_engine_of(index, engine, refine_template=None, llm=None)
     with pytest.raises(ConfigError, match="open already"):
         query_engine_of(index, engine, namespace="other")
     with pytest.raises(ConfigError, match="model, store: the engine is open already"):
@@ -406,8 +407,8 @@ def test_options_for_another_llm_or_prompt_are_refused(index: VectorStoreIndex, 
         CacheCraftEmbedding(embed_batch_sise=3)
     with pytest.raises(ConfigError, match="from_index"):
         CacheCraftQueryEngine(index.as_retriever(), None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="system"):
-        CacheCraftSynthesizer(engine)._update_prompts({"text_qa_template": None})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="refine_template: there is one prompt"):
+        CacheCraftSynthesizer(engine)._update_prompts({"refine_template": PromptTemplate("{query_str}")})
 
 
 def test_an_index_and_a_retriever_are_not_confused(index: VectorStoreIndex, engine: Engine) -> None:

@@ -57,7 +57,7 @@ PrimedCases = Callable[[str, Path], tuple[dict[str, Expected], int]]  # a fixtur
 def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConfig) -> Expected:
     """The plan, rows and answer of the Hugging Face engine."""
     sampling = SamplingParams(max_new_tokens=TOKENS)
-    request = engine._request(question, chunks, history=(), session=None, sampling=sampling, config=config)
+    request = engine._request(question, chunks, history=(), session=None, sampling=sampling, config=config, tools=())
     progress = RequestProgress()
     output = engine.loop.run(lambda run: engine._answering.prefill(run, request, progress, FutureCaptures()))
     logits, position = output.logits, request.prompt.bounds[-1]

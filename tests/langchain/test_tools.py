@@ -1,0 +1,137 @@
+"""Tools and structured output through LangChain: what is asked for is kept to, whatever the model would write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.langchain import ChatCacheCraft
+from cachecraft_rag.store import ChunkCacheStore
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.decoder import Decoder
+
+DOCUMENTS = [Document("The Wren K2 holds 1.7 litres."), Document("Descale the Wren K2 every 8 weeks.")]
+
+
+@tool
+def litres(kettle: str = "") -> str:
+    """How much a kettle holds."""
+    return f"{kettle} holds 1.7 litres"
+
+
+@tool
+def weeks() -> int:
+    """Weeks until descaling."""
+    return 8
+
+
+class Answer(BaseModel):
+    """An answer with its source."""
+
+    litres: int = Field(le=99)
+    sure: bool
+
+
+class Typed(TypedDict):
+    """The same as a dict."""
+
+    sure: bool
+
+
+@pytest.fixture
+def chat(tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore) -> Iterator[ChatCacheCraft]:
+    """A random model: what is right in its answers was forced."""
+    with Engine(tiny_decoder("Llama", seed=4), store, new_variants="off") as engine:
+        yield ChatCacheCraft(engine=engine, max_tokens=400)
+
+
+def merged(chunks: Any) -> AIMessage:
+    whole: Any = None
+    for chunk in chunks:
+        whole = chunk if whole is None else whole + chunk
+    assert isinstance(whole, AIMessage)
+    return whole
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
+def test_a_call_that_is_asked_for_comes(chat: ChatCacheCraft, way: str) -> None:
+    model: Any = chat.bind_tools([litres, weeks], tool_choice="weeks")
+
+    async def streamed() -> list[Any]:
+        return [chunk async for chunk in model.astream("Hello!", documents=DOCUMENTS)]
+
+    answer = {
+        "invoke": lambda: model.invoke("Hello!", documents=DOCUMENTS),
+        "ainvoke": lambda: asyncio.run(model.ainvoke("Hello!", documents=DOCUMENTS)),
+        "stream": lambda: merged(model.stream("Hello!", documents=DOCUMENTS)),
+        "astream": lambda: merged(asyncio.run(streamed())),
+    }[way]()
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("weeks", {})]
+    assert answer.tool_calls[0]["id"]
+    assert answer.text == ""
+    assert answer.response_metadata["cachecraft"]["tokens_prompt"] > 0
+
+
+def test_the_loop_of_an_agent_goes_on_behind_results(chat: ChatCacheCraft) -> None:
+    model = chat.bind_tools([litres, weeks], tool_choice="any")
+    asked = HumanMessage("When is it descaled?")
+    first = model.invoke([asked], documents=DOCUMENTS)
+    assert len(first.tool_calls) == 1
+    results = [ToolMessage("8", tool_call_id=call["id"]) for call in first.tool_calls]
+    second = chat.bind_tools([litres, weeks]).invoke([asked, first, *results], documents=DOCUMENTS, max_tokens=5)
+    stats = second.response_metadata["cachecraft"]
+    assert stats["tokens_generated"] == 5
+    assert {chunk["outcome"] for chunk in stats["chunks"]} == {"exact"}, "behind the same tools chunks are reused"
+
+
+def test_without_a_choice_the_model_may_answer_in_text(chat: ChatCacheCraft) -> None:
+    plain = chat.invoke("Hello!", max_tokens=20)
+    for choice in (None, "auto", "none"):
+        answer = chat.bind_tools([weeks], tool_choice=choice).invoke("Hello!", max_tokens=20)
+        assert answer.tool_calls == []
+        assert answer.text
+        assert answer.usage_metadata is not None
+        assert plain.usage_metadata is not None
+        assert answer.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"]
+
+
+@pytest.mark.parametrize("choice", ["other", {"type": "function", "function": {"name": "other"}}, 5])
+def test_a_choice_must_be_one_of_the_tools(chat: ChatCacheCraft, choice: Any) -> None:
+    with pytest.raises(ConfigError, match="litres, weeks"):
+        chat.bind_tools([litres, weeks], tool_choice=choice)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_answers_keep_to_a_schema(chat: ChatCacheCraft, method: Any) -> None:
+    found = chat.with_structured_output(Answer, method=method).invoke("How much?", documents=DOCUMENTS)
+    assert isinstance(found, Answer)
+    assert found.litres <= 99
+    for schema in (Typed, {"title": "Typed", **Answer.model_json_schema()}):
+        known = chat.with_structured_output(schema, method=method).invoke("How much?", documents=DOCUMENTS)
+        assert isinstance(known["sure"], bool)
+
+
+def test_what_was_written_comes_along_and_so_does_its_error(chat: ChatCacheCraft) -> None:
+    whole = chat.with_structured_output(Answer, include_raw=True).invoke("How much?")
+    assert whole["parsed"] == Answer(**json.loads(whole["raw"].text))
+    assert whole["parsing_error"] is None
+    short = chat.with_structured_output(Answer, include_raw=True, max_tokens=3).invoke("How much?")
+    assert short["parsed"] is None
+    assert short["parsing_error"] is not None
+    assert short["raw"].response_metadata["finish_reason"] == "length"
+
+
+def test_another_method_is_refused(chat: ChatCacheCraft) -> None:
+    with pytest.raises(ConfigError, match="json_mode"):
+        chat.with_structured_output(Answer, method="xml")  # type: ignore[arg-type]
