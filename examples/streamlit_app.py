@@ -23,7 +23,7 @@ from typing import Any
 import streamlit as st
 from streamlit_conversations import Conversations, Turn, first_sentence
 from streamlit_documents import HANDBOOK, Shared, documents_section
-from streamlit_picture import headline, markdown_safe, plain, prompt_bar, sources
+from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, sources
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
 
@@ -109,8 +109,7 @@ def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> Non
         del st.query_params["c"]
         st.rerun()
     stats = shared.rag.engine.store.stats()
-    used, budget = stats.disk_bytes / 1e6, stats.disk_budget / 1e6
-    st.caption(f"{stats.variants} chunk-caches: {used:.0f} of {budget:.0f} MB on disk")
+    st.caption(f"{stats.variants} chunk-caches: {size(stats.disk_bytes)} of {size(stats.disk_budget)} on disk")
 
 
 def conversation(shared: Shared, turns: list[Turn], documents: list[str], question: str) -> None:

@@ -66,10 +66,10 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
             f"{''.join(_colour(*run) for run in runs)}</div>{tag}"
             f'<div class="cc-tip cc-{side}"><strong>{escape(title)}</strong><br>{words}</div></div>'
         )
-    known = [kind for kind in KINDS if totals[kind]]
-    legend = "".join(f'<span><i class="cc-{kind}"></i>{KINDS[kind]} <em>{totals[kind]}</em></span>' for kind in known)
+    known = [(kind, words) for kind, words in (KINDS | {"kept": "instruction, reused"}).items() if totals[kind]]
+    legend = "".join(f'<span><i class="cc-{kind}"></i>{words} <em>{totals[kind]}</em></span>' for kind, words in known)
     if trimmed := sum(chunk.outcome == "trimmed" for chunk in answer.stats.chunks):
-        legend += f"<span>{trimmed} passages did not fit into the prompt</span>"
+        legend += f"<span>{trimmed} {'passage' if trimmed == 1 else 'passages'} did not fit into the prompt</span>"
     caption = f'<p class="cc-quiet">{CAPTION}</p><div class="cc-legend">{legend}</div>'
     return f'<div class="cc-prompt"><div class="cc-bar">{cells}</div>{caption}</div>'
 
@@ -112,6 +112,11 @@ def sources(answer: Answer, *, unfolded: bool = False) -> str:
 def seconds(value: float) -> str:
     """A time with its unit: `85 ms`, `1.72 s`."""
     return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s"
+
+
+def size(nbytes: float) -> str:
+    """A size with its unit: `42 MB`, `21.5 GB`."""
+    return f"{nbytes / 1e6:.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:.1f} GB"
 
 
 def plain(text: str) -> str:

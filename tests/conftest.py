@@ -80,6 +80,14 @@ class Clock:
             self.alarm()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _any_cpu() -> Iterator[None]:
+    """`dtype="auto"` is the checkpoint's own on whatever CPU the tests run; tests of that choice set their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cachecraft_rag.engine.decoder.computes_bfloat16", lambda: False)
+        yield
+
+
 @pytest.fixture
 def clock() -> Clock:
     """Put it in place with `monkeypatch.setattr("package.module.time", clock)`."""

@@ -35,6 +35,7 @@ ATTENTION_NAME = "cachecraft"
 _BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
 _ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
+_FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -113,7 +114,8 @@ class Decoder:
         """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
 
         Args:
-            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own.
+            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own, but bfloat16 instead of float32 on
+                a CPU that computes it faster, see `auto_dtype`.
             device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
 
         Raises:
@@ -127,9 +129,9 @@ class Decoder:
         place = _device(device)
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
-        kind: Any = _DTYPES.get(dtype, "auto")
         try:
             config = config_of(name)
+            kind: Any = _DTYPES.get(auto_dtype(config, place) if dtype == "auto" else dtype, "auto")
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -288,6 +290,20 @@ def _device(name: str) -> torch.device:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"cannot use the device {name!r} ({reason}); choose cpu, cuda, cuda:1 … or auto") from error
     return place
+
+
+def auto_dtype(config: Any, place: torch.device) -> str:
+    """The dtype that `auto` stands for: the checkpoint's own, but bfloat16 instead of float32 on a CPU that has
+    instructions for it. There it takes less than half the time, and chunk-caches take half the space.
+    """
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
+
+
+def computes_bfloat16() -> bool:
+    """True for a CPU that computes bfloat16 faster than float32, and does not emulate it."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in _FAST_BFLOAT16)
 
 
 def layout_of(config: Any, dtype: str) -> KVLayout:

@@ -19,7 +19,7 @@ import torch
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.decoder import Decoder, computes_bfloat16
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sizes import cache_bytes
 from cachecraft_rag.store import RowFilter, StoreStats
@@ -27,7 +27,6 @@ from cachecraft_rag.store import RowFilter, StoreStats
 MEASURED_TOKENS = 256
 DISK_BYTES = 64 << 20  # of the file that is written and read
 FULL = 0.95
-FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")  # what a CPU needs so that bfloat16 is also faster, not only smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
         device=str(decoder.device),
         threads=torch.get_num_threads(),
         cores=int(cpu.get("num_physical_cores") or os.cpu_count() or 1),
-        fast_bfloat16=any(cpu.get(name) for name in FAST_BFLOAT16),
+        fast_bfloat16=decoder.device.type == "cpu" and computes_bfloat16(),
         compute_speed=compute_speed(decoder),
         disk_bytes_per_s=rate,
         load_speed=None if rate is None else rate / token_bytes,
@@ -130,8 +129,11 @@ def findings(facts: Facts) -> Iterator[Finding]:
     speed = f"{facts.model}: {facts.compute_speed:.0f} tokens/s computed in {facts.dtype} on {facts.device}"
     yield Finding("model", "ok", f"{speed}, {facts.threads} threads")
     if facts.dtype == "float32" and facts.fast_bfloat16:
-        change = "--dtype bfloat16: faster, and chunk-caches of half the size; what is stored is computed again"
+        change = "--dtype auto or bfloat16: faster, and chunk-caches of half the size; what is stored is computed again"
         yield Finding("dtype", "advice", "this CPU computes bfloat16, and the model runs in float32", change)
+    if facts.dtype == "bfloat16" and facts.device == "cpu" and not facts.fast_bfloat16:
+        change = "--dtype float32: faster, but the model and chunk-caches take twice the memory"
+        yield Finding("dtype", "advice", "this CPU emulates bfloat16", change)
     if facts.device == "cpu" and facts.threads != facts.cores:
         threads = f"{facts.threads} threads on {facts.cores} cores"
         yield Finding("threads", "advice", threads, f"--threads {facts.cores}")

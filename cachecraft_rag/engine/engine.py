@@ -48,7 +48,7 @@ from cachecraft_rag.engine.new_variants import VariantMaker
 from cachecraft_rag.engine.outlet import Outlet, Piece, Reader
 from cachecraft_rag.engine.request import Request, RequestProgress, stats_of
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.self_check import self_check
+from cachecraft_rag.engine.self_check import load_checked
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.engine.step_loop import Level, Run, StepLoop, fulfilled
 from cachecraft_rag.errors import ConfigError
@@ -190,8 +190,7 @@ class Engine(StoreEngine):
         check_path("store", store)
         check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
         chosen = (config or EngineConfig()).with_options(**options)  # what is wrong is said before a model is loaded
-        decoder = Decoder.load(model, dtype=chosen.dtype, device=chosen.device)
-        self_check(decoder)
+        decoder = load_checked(model, dtype=chosen.dtype, device=chosen.device)
         device = None if decoder.device.type == "cpu" else str(decoder.device)
         with ExitStack() as opened:
             folder = Path(store) / CACHE_FOLDER

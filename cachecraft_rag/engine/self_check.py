@@ -7,6 +7,8 @@ its own forward is refused.
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -18,11 +20,30 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import UnsupportedModelError
 
+logger = logging.getLogger("cachecraft_rag")
 PROBE_TOKENS = 48
 # Largest relative errors (L2) taken for rounding: of the logits, and of one layer's attention given the same input. The
 # largest seen on sound models in bf16: 0.021 and 0.006.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
 LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
+
+
+def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
+    """Load a model that passes `self_check`; where `dtype="auto"` chose bfloat16 and it does not, in float32.
+
+    Raises:
+        UnsupportedModelError: it passes in neither; others as `Decoder.load`.
+    """
+    decoder = Decoder.load(name, dtype=dtype, device=device)
+    try:
+        self_check(decoder)
+    except UnsupportedModelError as error:
+        if dtype != "auto" or decoder.dtype != torch.bfloat16 or decoder.device.type != "cpu":
+            raise
+        logger.warning("%s Loaded in float32 instead.", error)
+        decoder = Decoder.load(name, dtype="float32", device=device)
+        self_check(decoder)
+    return decoder
 
 
 def self_check(decoder: Decoder) -> float:

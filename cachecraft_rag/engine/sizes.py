@@ -39,7 +39,7 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
 
     Args:
         model: Hugging Face name or folder, or "demo".
-        dtype: `float32`, `bfloat16`, `float16`, or `auto`: what the config says.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on a CPU.
 
     Raises:
         ModelNotFoundError, ConfigError: as `Decoder.load`.
@@ -47,11 +47,16 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
-    from cachecraft_rag.engine.decoder import config_of, layout_of  # torch and transformers: sizes need neither
+    import torch
+
+    from cachecraft_rag.engine.decoder import (  # torch and transformers: sizes need neither
+        auto_dtype,
+        config_of,
+        layout_of,
+    )
 
     config = config_of(model)
-    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     try:
-        return layout_of(config, own if dtype == "auto" else dtype)
+        return layout_of(config, auto_dtype(config, torch.device("cpu")) if dtype == "auto" else dtype)
     except AttributeError as error:
         raise UnsupportedModelError(f"{model!r} has no key/value heads that its config describes ({error})") from error

@@ -21,9 +21,13 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint
-from cachecraft_rag.engine.self_check import self_check
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.self_check import TOLERANCE, load_checked, self_check
+from cachecraft_rag.engine.sizes import layout_named
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.types import Chunk
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -199,6 +203,58 @@ def test_auto_is_the_checkpoints_own_dtype(own: str, tmp_path: Path, byte_tokeni
     decoder = Decoder.load(str(tmp_path), device="cpu")
     assert (decoder.dtype, decoder.layout.dtype) == (getattr(torch, own), own)
     assert Decoder.load(str(tmp_path), dtype="float16", device="cpu").layout.dtype == "float16"
+
+
+@pytest.mark.parametrize("own", ["float32", "bfloat16", "float16"])
+def test_auto_is_bfloat16_instead_of_float32_where_the_cpu_computes_it(
+    own: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.engine.decoder.computes_bfloat16", lambda: True)
+    small_model("Llama").to(getattr(torch, own)).save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    chosen = "bfloat16" if own == "float32" else own
+    assert load_checked(str(tmp_path), device="cpu").layout.dtype == layout_named(str(tmp_path)).dtype == chosen
+    assert Decoder.load(str(tmp_path), dtype="float32", device="cpu").layout.dtype == "float32"
+
+
+def test_auto_is_float32_where_the_self_check_refuses_bfloat16(
+    tmp_path: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.engine.decoder.computes_bfloat16", lambda: True)
+    monkeypatch.setitem(TOLERANCE, torch.bfloat16, -1.0)
+    small_model("Llama").save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", logger="cachecraft_rag"):
+        assert load_checked(str(tmp_path), device="cpu").layout.dtype == "float32"
+    assert "Loaded in float32 instead" in caplog.text
+    with pytest.raises(UnsupportedModelError):
+        load_checked(str(tmp_path), dtype="bfloat16", device="cpu")
+
+
+def test_what_another_dtype_stored_is_kept_for_it(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_model("Llama", max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    byte_tokenizer.save_pretrained(tmp_path / "model")
+
+    def outcome() -> str:
+        model, chunk = str(tmp_path / "model"), Chunk("The kettle is descaled every 8 weeks.")
+        sampling = SamplingParams(max_new_tokens=2)
+        with Engine.from_pretrained(model, store=tmp_path / "store", device="cpu", new_variants="off") as engine:
+            answer = engine.stream("When?", [chunk], sampling=sampling)
+            for _ in answer:
+                pass
+            return answer.stats.chunks[0].outcome
+
+    assert [outcome(), outcome()] == ["computed", "exact"]
+    monkeypatch.setattr("cachecraft_rag.engine.decoder.computes_bfloat16", lambda: True)  # as after an update
+    assert [outcome(), outcome()] == ["computed", "exact"]
+    monkeypatch.undo()
+    monkeypatch.setattr("cachecraft_rag.engine.decoder.computes_bfloat16", lambda: False)
+    assert outcome() == "exact", "what was stored before is still there"
 
 
 # -- fingerprint ------------------------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def test_threads_that_are_not_the_cores(facts: Facts) -> None:
 
 
 def test_float32_where_the_cpu_knows_better(facts: Facts) -> None:
-    for fast, dtype, wanted in ((True, "float32", True), (False, "float32", False), (True, "bfloat16", False)):
+    cases = (True, "float32", True), (False, "float32", False), (True, "bfloat16", False), (False, "bfloat16", True)
+    for fast, dtype, wanted in cases:
         subjects = {one.about for one in findings(replace(facts, fast_bfloat16=fast, dtype=dtype))}
         assert ("dtype" in subjects) == wanted
 

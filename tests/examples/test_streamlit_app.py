@@ -160,7 +160,7 @@ def test_the_bar_shows_how_each_token_was_obtained() -> None:
     elements.feed(bar)
     widths = [attrs["style"] for _, attrs in elements.found if attrs.get("class") == "cc-part"]
     assert widths == [f"flex:{tokens} 1 0" for tokens in (30, 100, 200, 100, 150, 20)]
-    for words in ("computed <em>184</em>", "reused from disk <em>160</em>", "1 passages did not fit", CAPTION):
+    for words in ("computed <em>184</em>", "reused from disk <em>160</em>", "1 passage did not fit", CAPTION):
         assert words in bar
     assert "<strong>2 · Part chunk2</strong><br>160 tokens reused from disk, 40 tokens recomputed" in bar
     assert not re.search("CFO|β|[0-9a-f]{12}|device", bar)

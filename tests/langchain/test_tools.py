@@ -39,7 +39,7 @@ def weeks() -> int:
 class Answer(BaseModel):
     """An answer with its source."""
 
-    litres: int = Field(le=99)
+    litres: int = Field(ge=0, le=99)
     sure: bool
 
 
