@@ -112,6 +112,7 @@ assert query_engine.query("How often?").source_nodes and chain.invoke({"input": 
 assert answer.usage_metadata["input_tokens"] > 0
 assert all(used["input_tokens"] > 0 for used in counter.usage_metadata.values()) and counter.usage_metadata
 assert second["answer"] and second["context"]
+assert 1 <= descaling.weeks <= 52 and call["name"] == "Order" and 1 <= call["args"]["count"] <= 9
 """,
     "docs/llama_index.md": """
 assert numbers["tokens_computed"] > 0 and numbers["chunk_ids"]

@@ -81,7 +81,8 @@ def _prepare(rag: CacheCraft) -> None:
     with progress_bar("Computing chunk-caches") as show:
         captured = rag.prime(progress=show)
     done = f"{captured} chunk-caches computed" if captured else "all chunk-caches are on disk from an earlier run"
-    err.print(f"{len(report.added)} pages added, {len(report.unchanged)} unchanged; {done}", highlight=False)
+    pages = f"{len(report.added)} pages added, {len(report.unchanged)} unchanged"
+    err.print(f"{pages}; {done}; the model runs in {rag.engine.decoder.layout.dtype}", highlight=False)
 
 
 def _warm_up(rag: CacheCraft, top_k: int) -> None:

@@ -56,7 +56,8 @@ class NewVariants:
 class EngineConfig:
     """Options of `from_pretrained` besides the model and the store's folder.
 
-    dtype           number format of the model: float32, bfloat16, float16 or auto; see `Decoder.load`
+    dtype           number format of the model: float32, bfloat16, float16 or auto (the checkpoint's own, or
+                    bfloat16 on a CPU that computes it); see `Decoder.load`
     device          device of the model: cpu, cuda, cuda:1 … or auto
     namespace       tenant, whose chunk-caches nobody else uses; the retrieval index is shared
     system          instruction before every prompt. Chunk-caches belong to it: prime and ask with the same one
