@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.store.config import StoreConfig
 from cachecraft_rag.store.remote import RemoteConfig
 
@@ -235,3 +238,22 @@ def test_showing_limits_sets_none(here: Path) -> None:
     (here / "caches" / "caches").mkdir(parents=True)
     (here / "cachecraft.toml").write_text('store = "caches"\nmax_variants = 11\nnamespace = "acme"\n')
     assert json.loads(run("store", "limits", "--json"))["max_variants"] == 100_000
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("temperature", "sampling=SamplingParams(temperature=…) with each question"),
+        ("max_tokens", "sampling=SamplingParams(max_new_tokens=…) with each question"),
+        ("max_new_tokens", "sampling=SamplingParams(max_new_tokens=…) with each question"),
+        ("stop", "sampling=SamplingParams(stop=…) with each question"),
+        ("system_prompt", "system?"),
+        ("instructions", "system?"),
+        ("host_byte", "host_bytes?"),
+    ],
+)
+def test_options_of_other_libraries_are_answered_with_ours_before_the_list(option: str, hint: str) -> None:
+    opens: list[Callable[..., object]] = [EngineConfig().with_options, partial(CacheCraft.from_pretrained, "no/model")]
+    for made in opens:
+        with pytest.raises(ConfigError, match=rf"{option}: no such option\. Did you mean {re.escape(hint)}.*There are"):
+            made(**{option: 1})
