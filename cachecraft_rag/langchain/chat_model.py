@@ -27,6 +27,7 @@ from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cachecraft_rag.checks import config_errors
@@ -165,8 +166,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         json_schema = convert_to_json_schema(schema)
         kept_to = {"kwargs": {"method": method}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
-        of_model = isinstance(schema, type) and issubclass(schema, BaseModel)
-        parser: Any = PydanticOutputParser(pydantic_object=schema) if of_model else JsonOutputParser()
+        is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
+        parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(

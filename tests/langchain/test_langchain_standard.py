@@ -68,6 +68,18 @@ class TestChatModelIntegration(OnDemoModel, ChatModelIntegrationTests):
     def supports_model_override(self) -> bool:
         return False  # one engine, one model: a call cannot ask for another
 
+    @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
+
+    @pytest.mark.xfail(reason="135 million parameters call no tool unless they must; tests/langchain/test_tools.py")
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="they also repeat themselves in a free text until max_tokens, so the call is not whole")
+    def test_unicode_tool_call_integration(self, model: BaseChatModel, **options: Any) -> None:
+        super().test_unicode_tool_call_integration(model)
+
     @cached_property
     def supported_usage_metadata_details(self) -> dict[Literal["invoke", "stream"], list[Any]]:
         both = ["cache_read_input", "cache_creation_input"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.store import RowFilter
@@ -196,3 +197,25 @@ def test_a_large_document_is_primed_in_several_requests(
             assert (sizes, captured) == (expected, expected)
             assert len(primer.missing(chunks)) == count
             sizes.clear()
+
+
+def test_a_schema_is_kept_to_by_the_server_and_tools_are_refused(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    bodies: list[Any] = []
+
+    def chat(body: Any) -> Answer:
+        bodies.append(body)
+        return 200, tokens(40, 256) + "data: [DONE]\n\n"
+
+    answers = answers_of(byte_tokenizer, tmp_path / "t") | {"/v1/chat/completions": chat}
+    tool = {"type": "function", "function": {"name": "add"}}
+    with serving(answers) as url, HTTPEngine.connect(url) as engine:
+        list(engine.stream("How?", [], sampling=SamplingParams(json_schema={"type": "integer"})))
+        list(engine.stream("How?", []))
+        with pytest.raises(UnsupportedCallError, match="calls no tools"):
+            engine.stream("How?", [], tools=[tool])
+        with pytest.raises(UnsupportedCallError, match="calls no tools"):
+            engine.stream("", [], history=[("user", "How?"), ("calls", "[]"), ("result", "b")])
+    assert bodies[0]["response_format"]["json_schema"]["schema"] == {"type": "integer"}
+    assert "response_format" not in bodies[1]

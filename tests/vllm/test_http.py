@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.vllm.http_server import ServerProcess
 pytestmark = pytest.mark.slow
 
 SHORT = SamplingParams(max_new_tokens=12)
+YES = {"type": "boolean"}
 # Loaded whole, so that no speed decides; the question's own settings keep it apart from vLLM's prefix cache.
 REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole", capture=False)
 LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
@@ -105,6 +107,8 @@ def test_the_rag_loop_with_every_client(
             assert texts[-1] == "".join(expected)
             assert_same_chunks(stream.stats, expected.stats)
             assert stored_share([stream.stats.as_dict()]) >= 0.9
+        kept = engine.stream(QUESTIONS[0], chunks([0, 1]), sampling=replace(SHORT, json_schema=YES), config=REUSE)
+        assert json.loads("".join(kept)) in (True, False)
 
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         model = client.models.list().data[0].id
