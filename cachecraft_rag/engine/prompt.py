@@ -170,7 +170,8 @@ class PromptBuilder:
         return kept, tuple(trimmed), tuple(too_long)
 
     def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
-        turns: list[Turn] = [*history, *([("user", question)] if question.strip() else [])]
+        asked: list[Turn] = [("user", question)] if question.strip() else []
+        turns = [*history, *asked]
         roles: list[str | None] = [None, *(role for role, _ in turns)]
         if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
             raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")

@@ -65,9 +65,9 @@ class CallFormat:
         return f"{self.begin}\n{call}\n</tool_call>"
 
 
-def checked_tools(tools: object) -> list[Tool]:
+def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
     """A list of tools. Raises ConfigError."""
-    found = listed("tools", tools)
+    found: list[Tool] = listed("tools", tools)
     for tool in found:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _NAME.fullmatch(str(function.get("name"))):

@@ -169,7 +169,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
         parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
         if not include_raw:
-            return model | parser
+            answers: Runnable[Any, Any] = model | parser
+            return answers
         parsed = RunnablePassthrough.assign(
             parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
         ).with_fallbacks([RunnablePassthrough.assign(parsed=lambda _: None)], exception_key="parsing_error")
@@ -330,11 +331,11 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
 
 def _choice_of(choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """ "auto", "none", "any" or the name of a tool. Raises ConfigError."""
+    """One of "auto", "none", "any" and the tools' names. Raises ConfigError."""
     if isinstance(choice, dict):
         choice = choice.get("function", choice).get("name")
     names = {None: "auto", False: "auto", True: "any", "required": "any"}
-    found = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice  # type: ignore[redundant-expr]
+    found = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
     known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]
     if found not in known:
         raise ConfigError(f"tool_choice is {choice!r}; there are {', '.join(known)}")

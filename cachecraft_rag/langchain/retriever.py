@@ -103,7 +103,11 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         if not isinstance(question, str):
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
         history = history_of(input, self.history_key)
-        said = [message for message in history if message.type in ("human", "ai", "chat")]
+        said = [
+            message
+            for message in history
+            if message.type in ("human", "ai", "chat") and not getattr(message, "tool_calls", None)
+        ]
         return question, turns_of(said)
 
 
