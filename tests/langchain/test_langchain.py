@@ -225,7 +225,7 @@ def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="temprature"):
         ChatCacheCraft(engine=engine, temprature=0.1)
     chat = ChatCacheCraft(engine=engine, timeout=30, max_retries=2, api_key="none")  # of servers: no meaning here
-    with pytest.raises(ConfigError, match=r"document: no setting .* documents, max_tokens"):
+    with pytest.raises(ConfigError, match=r"document: no setting .* documents, json_schema, max_tokens"):
         chat.invoke("q", document=DOCUMENTS)
     with pytest.raises(ConfigError, match="stop must be a list"):
         chat.invoke("q", stop="END")  # would be three stop strings
