@@ -220,6 +220,7 @@ def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path,
     """Progress comes as lines; SIGTERM leaves no scratch folder; a second run begins where the first stopped."""
     store = home / f"stopped{len(more)}"
     given = ["--data", towns, "--model", home / "model", "--threads", "1", "--store", store, "--limit", "24", *more]
+    given += ["--dtype", "float32"]  # another process looks at the CPU itself
     command = [str(Path(sys.executable).with_name("cachecraft")), "calibrate", *map(str, given)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
