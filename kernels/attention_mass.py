@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cachecraft_rag.kernels.cpu import calls
+from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
@@ -49,6 +51,8 @@ def attention_mass(
         found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, bounds=bounds)
         assert found.mass is not None, "bounds were given"
         return found.mass, received_on_gpu(q, k, found.lse, visible, scale=scale, softcap=softcap)
+    if (run := kernels_for(q, k)) is not None and calls.attends(q) and len(q):
+        return calls.mass(run, q, k, visible, bounds, scale=scale, softcap=softcap)
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
     received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
     for block, weights in _mean_weights(q, k, visible, scale=scale, softcap=softcap):

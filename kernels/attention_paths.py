@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cachecraft_rag.kernels.cpu import calls
+from cachecraft_rag.kernels.cpu.library import kernels, kernels_for
 from cachecraft_rag.kernels.row_blocks import BLOCK_ROWS, RowBlock, additive, grouped, masked_scores, row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
 
-Kind = Literal["fused", "folded", "explicit", "causal"]
+Kind = Literal["fused", "folded", "explicit", "causal", "compiled"]
 ShapeClass = Literal["few", "some", "front"]
 MANY_ROWS = 1 << 30
 _FEW = 64
@@ -33,6 +35,7 @@ class AttentionPath:
                 folded    the same with a group's queries as rows of their common key/value head
                 explicit  two matrix products around a softmax, in float32
                 causal    torch's kernel with its own mask: for a prompt's first tokens only
+    compiled  the kernel in C (`kernels/cpu`); where it cannot serve, as "fused"
     block_rows  rows at once, folded ones counted once for each query head of a group; a block skips the keys behind its
                 last row, and torch's kernel takes larger tiles from 192 rows on
     """
@@ -50,15 +53,17 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
         "folded blocks of 288": AttentionPath("folded", 288),
         "products": AttentionPath("explicit", 48),
         "causal": AttentionPath("causal", MANY_ROWS),
+        "compiled": AttentionPath("compiled"),
     }
 )
 
 
 def paths_for(shape: ShapeClass) -> list[str]:
     """Names of the paths that can serve a class of shapes; the first is taken where nothing is measured."""
+    own = ["compiled"] if kernels() is not None else []
     if shape == "front":
-        return ["causal", "blocks", "large blocks", "folded blocks of 288"]
-    return [name for name in PATHS if name != "causal"]
+        return ["causal", "blocks", "large blocks", "folded blocks of 288", *own]
+    return [name for name in PATHS if name not in ("causal", "compiled")] + own
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,9 @@ def shape_class(visible: Visibility) -> ShapeClass:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visibility, path: AttentionPath, *, scale: float, softcap: float | None
 ) -> Tensor:
-    """`attention` of more than one row by this path; soft-capped scores take products, whatever the path."""
+    """`attention` of more than one row by this path; soft-capped scores take products where torch's kernels would run."""
+    if path.kind == "compiled" and (run := kernels_for(q, k, v)) is not None and calls.attends(q):
+        return calls.attend(run, q, k, v, visible, scale=scale, softcap=softcap)
     out = torch.empty_like(q)
     queries, grouped_out = grouped(q, k.shape[1]), grouped(out, k.shape[1])
     if path.kind == "causal" and softcap is None:

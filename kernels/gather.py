@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cachecraft_rag.kernels.cpu import calls
+from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import rotate
 
@@ -26,6 +28,10 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin)
         return
     stop = start + chunk.shape[1]
+    run = kernels_for(merged, chunk, cos, sin)
+    if run is not None and merged.stride(2) == chunk.stride(2) == chunk.shape[3]:
+        calls.place(run, merged[:, start:stop], chunk, cos[start:stop], sin[start:stop])
+        return
     rotate(chunk[0], cos[start:stop], sin[start:stop], out=merged[0, start:stop])
     merged[1, start:stop] = chunk[1]
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cachecraft_rag.kernels.cpu import calls
+from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 
 
@@ -35,6 +37,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         return rotate_on_gpu(x, cos, sin, out=out)
     if out is None:
         out = torch.empty_like(x)
+    if (run := kernels_for(x, cos, sin, out)) is not None:
+        calls.rotate(run, x, cos, sin, out)
+        return out
     width = cos.shape[-1]
     half = width // 2
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, rotary_dim]

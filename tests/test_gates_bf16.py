@@ -23,6 +23,7 @@ from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.attention_paths import AttentionPaths, paths_for
+from cachecraft_rag.kernels.cpu.library import SETTING
 from cachecraft_rag.kernels.rope import rotate
 
 pytestmark = pytest.mark.gate
@@ -181,6 +182,7 @@ def test_the_gate_of_layers_notices_one_rounding_more(
     layers: list[Layers],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(SETTING, "torch")  # the compiled kernels would go past what is made worse
     monkeypatch.setattr(f"cachecraft_rag.{where}", worse)
     monkeypatch.setattr(precisions.half, "attention_paths", AttentionPaths({"front": "blocks"}))
     assert not layers_are_as_exact_as_the_models_own(precisions.half, layers[:2])

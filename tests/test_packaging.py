@@ -167,7 +167,9 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(clean_tree: Path, tmp_path:
         metadata = next(name for name in archive.namelist() if name.endswith("METADATA"))
         assert f"Version: {cachecraft_rag.__version__}" in archive.read(metadata).decode()
         archive.extractall(tmp_path / "installed")
-    assert names == expected_files()
+    compiled = {name for name in names if name.startswith("cachecraft_rag/kernels/cpu/native.")}
+    assert names - compiled == expected_files()
+    assert len(compiled) <= 1
     code = """
 import sys
 sys.path.insert(0, "installed")
@@ -177,6 +179,27 @@ assert "installed" in cachecraft_rag.kernels.__file__, cachecraft_rag.kernels.__
 print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
 """
     assert run_python(code, cwd=tmp_path) == "21 True"
+
+
+def test_a_compiler_that_fails_leaves_a_working_package(
+    clean_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    wheel = build("wheel", shutil.copytree(clean_tree, tmp_path / "tree"), tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "/native." in name]
+        archive.extractall(tmp_path / "installed")
+    code = """
+import sys
+sys.path.insert(0, "installed")
+import torch
+from cachecraft_rag.kernels.cpu.library import __file__, description, reason
+from cachecraft_rag.kernels.rope import rotate
+assert "installed" in __file__
+assert rotate(torch.ones(1, 1, 4), torch.ones(1, 4), torch.zeros(1, 4)).sum() == 4
+print(description(), "-", reason())
+"""
+    assert run_python(code, cwd=tmp_path) == "torch - not compiled when the package was installed"
 
 
 def test_constraints_pin_every_direct_dependency() -> None:

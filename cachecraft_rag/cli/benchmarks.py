@@ -85,7 +85,7 @@ def print_ttft(report: TtftReport) -> None:
     out.print(
         f"{report.prompt_tokens} tokens, {report.chunks} chunks, r = {report.recompute_ratio}, rows computed "
         f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, "
-        f"{report.pairs} pairs"
+        f"kernels: {report.kernels}, {report.pairs} pairs"
     )
     if report.parts is not None and report.parts_all_recomputed is not None:
         print_parts(report.parts, report.parts_all_recomputed)

@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.kernels.cpu import calls
+from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import add_rotated, rotate
 
 _LEAST_EVIDENCE = 2  # recomputed tokens of a chunk; fewer are no evidence
+_PIECE = 64  # tokens that a thread moves at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class DriftCorrection:
         self._cos, self._sin = cos, sin
         self._ranges: list[tuple[int, range]] = []
         self._owner: Tensor | None = None
+        self._compiled: calls.Drift | None = None
 
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
         """Go on with rows at these ascending positions `[rows]`.
@@ -65,6 +69,10 @@ class DriftCorrection:
             for number, span in self._ranges:
                 owner[span.start : span.stop] = number
             self._owner = torch.from_numpy(owner).to(self._cos.device)
+        if (run := kernels_for(self._cos)) is not None:
+            pieces = [(n, at, min(at + _PIECE, span.stop)) for n, span in self._ranges for at in span[::_PIECE]]
+            self._compiled = calls.Drift(run, [where for _, where in used], positions, pieces)
+            return
         device = self._cos.device
         counts = torch.tensor([len(where) for _, where in used], device=device)
         numbers = torch.arange(len(used), device=device)
@@ -86,6 +94,9 @@ class DriftCorrection:
             keys, values: `[rows, kv_heads, head_dim]`, of the rows, keys rotated.
         """
         if not self._ranges:
+            return
+        if self._compiled is not None:
+            self._compiled.correct(merged, (keys, values), (self._cos, self._sin), self._strength)
             return
         stored_k, stored_v = merged.index_select(1, self._at)  # four times as fast as indexing
         change_k = rotate(keys.index_select(0, self._rows) - stored_k, *self._back)  # raw: the same at every position

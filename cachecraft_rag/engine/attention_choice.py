@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cachecraft_rag.engine.demo_model import cache_folder
 from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, ShapeClass, attend, paths_for
+from cachecraft_rag.kernels.cpu.library import description
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.store.small_file import replace_file
 
@@ -57,7 +58,13 @@ def measured_paths(
 def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
     """All that a choice depends on."""
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
-    machine = [cpu_instructions(), torch.__version__, f"{torch.get_num_threads()} threads", *limits]
+    machine = [
+        cpu_instructions(),
+        torch.__version__,
+        f"{description()} kernels",
+        f"{torch.get_num_threads()} threads",
+        *limits,
+    ]
     return " / ".join([*machine, str(dtype).removeprefix("torch."), f"{heads} heads, {kv_heads} kv, {head_dim}"])
 
 

@@ -22,6 +22,7 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.decoder import Decoder, computes_bfloat16
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sizes import cache_bytes
+from cachecraft_rag.kernels.cpu.library import SETTING, description, reason
 from cachecraft_rag.store import RowFilter, StoreStats
 
 MEASURED_TOKENS = 256
@@ -43,6 +44,8 @@ class Finding:
 class Facts:
     """The model, the store, and the two speeds.
 
+    kernels         name of the CPU kernels in use (`kernels/cpu`), "torch" where there are none
+    torch_because   why it is torch; "" where it is not
     fast_bfloat16   True for a CPU that computes bfloat16 faster than float32
     compute_speed   tokens per second of a prefill of `MEASURED_TOKENS`, without reuse
     disk_bytes_per_s  read past the system's cache; None where the folder cannot be written
@@ -56,6 +59,8 @@ class Facts:
     device: str
     threads: int
     cores: int
+    kernels: str
+    torch_because: str
     fast_bfloat16: bool
     compute_speed: float
     disk_bytes_per_s: float | None
@@ -83,6 +88,8 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
         threads=torch.get_num_threads(),
         cores=int(cpu.get("num_physical_cores") or os.cpu_count() or 1),
         fast_bfloat16=decoder.device.type == "cpu" and computes_bfloat16(),
+        kernels=description(),
+        torch_because=reason(),
         compute_speed=compute_speed(decoder),
         disk_bytes_per_s=rate,
         load_speed=None if rate is None else rate / token_bytes,
@@ -134,6 +141,10 @@ def findings(facts: Facts) -> Iterator[Finding]:
     if facts.dtype == "bfloat16" and facts.device == "cpu" and not facts.fast_bfloat16:
         change = "--dtype float32: faster, but the model and chunk-caches take twice the memory"
         yield Finding("dtype", "advice", "this CPU emulates bfloat16", change)
+    if facts.device == "cpu":
+        because = f"torch's, slower: {facts.torch_because}" if facts.torch_because else facts.kernels
+        change = f"install again where there is a C compiler; unset {SETTING}" if facts.torch_because else ""
+        yield Finding("kernels", "advice" if facts.torch_because else "ok", because, change)
     if facts.device == "cpu" and facts.threads != facts.cores:
         threads = f"{facts.threads} threads on {facts.cores} cores"
         yield Finding("threads", "advice", threads, f"--threads {facts.cores}")

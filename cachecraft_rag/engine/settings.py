@@ -36,7 +36,14 @@ PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
 # Variables of the package that are no settings of an engine.
 _ELSEWHERE = frozenset(
-    {"CACHECRAFT_CACHE", "CACHECRAFT_READ_ONLY", "CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE", FILE_VARIABLE}
+    {
+        "CACHECRAFT_CACHE",
+        "CACHECRAFT_CPU_KERNELS",
+        "CACHECRAFT_READ_ONLY",
+        "CACHECRAFT_REMOTE_KEY",
+        "CACHECRAFT_REMOTE_KEY_FILE",
+        FILE_VARIABLE,
+    }
 )
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
 _SERVICE_LINK = re.compile(r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")

@@ -27,6 +27,7 @@ from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.kernels.cpu.library import description
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress
@@ -62,6 +63,7 @@ class TtftReport:
     ratio_host, ratio_disk   reuse with the chunk-caches in memory, and on disk (page cache dropped if possible)
     ratio_early_termination  as ratio_host, with early termination (rule "gap")
     ratio_all_recomputed     this package's engine without reuse
+    kernels                  instructions of the CPU kernels in use (`kernels/cpu`), or torch
     token_ratio              rows computed / prompt tokens: the time ratio if time were proportional to rows
     parts                    with profile: seconds of each part (`timing.Timer`) of the fastest request with reuse from
                              memory, from question to answer
@@ -85,6 +87,7 @@ class TtftReport:
     model: str
     dtype: str
     threads: int
+    kernels: str
     parts: Mapping[Part, float] | None = None
     parts_all_recomputed: Mapping[Part, float] | None = None
 
@@ -185,6 +188,7 @@ class _Bench:
             model=self.decoder.name,
             dtype=self.decoder.layout.dtype,
             threads=torch.get_num_threads(),
+            kernels=description().partition("_")[0],
         )
 
     def with_parts(self, report: TtftReport, rounds: int) -> TtftReport:

@@ -51,7 +51,7 @@ def ask(engine: Engine, **options: Any) -> None:
 
 def advised(facts: Facts, level: str = "advice") -> set[str]:
     """Subjects of advice, but for those that depend on the machine that runs the test."""
-    machine = {"threads", "dtype", "disk"} if level == "advice" else set()
+    machine = {"threads", "dtype", "disk", "kernels"} if level == "advice" else set()
     return {one.about for one in findings(facts) if one.level == level} - machine
 
 

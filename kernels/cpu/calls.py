@@ -1,0 +1,229 @@
+"""Calls of the compiled kernels with torch tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cachecraft_rag.kernels.cpu.library import Kernels
+from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.kernels.visibility import Visibility
+
+MOST_DIM = 256
+_BLOCK, _WIDE, _MASS_ROWS = 64, 128, 8  # of body.h
+_GRAIN = 32  # tokens of a job that moves
+_SMALL = 1 << 16  # bytes: less is moved by one thread, waking another takes longer
+_local = threading.local()
+
+_P, _N = ctypes.c_void_p, ctypes.c_long
+
+
+def _fields(text: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in text.split()]
+
+
+class _Attend(ctypes.Structure):
+    _fields_ = [
+        *_fields("q k v out packed positions bounds absent mass received", _P),
+        *_fields("rows heads kv_heads dim keys window segments threads bfloat", _N),
+        *_fields("q_row q_head k_row k_head v_row v_head", _N),
+        *_fields("scale softcap", ctypes.c_float),
+    ]
+
+
+class _Turn(ctypes.Structure):
+    _fields_ = [*_fields("x out", _P), *_fields("x_row x_head out_row out_head heads", _N)]
+
+
+class _Rotate(ctypes.Structure):
+    _fields_ = [("parts", _Turn * 2), *_fields("cos sin", _P), *_fields("rows dim width turn_row bfloat", _N)]
+
+
+class _Move(ctypes.Structure):
+    _fields_ = [
+        *_fields("k v raw_k raw_v cos sin", _P),
+        *_fields("row raw_row turn_row heads dim width bfloat", _N),
+        *_fields("evidence at edges pieces shift", _P),
+        ("strength", ctypes.c_float),
+        *_fields("tokens grain", _N),
+    ]
+
+
+def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """See `rope.rotate`."""
+    rows, heads, dim = x.shape
+    turn = _Turn(x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads)
+    call = _Rotate((_Turn * 2)(turn, _Turn()), cos.data_ptr(), sin.data_ptr(), rows, dim, cos.shape[1], cos.stride(0))
+    call.bfloat = x.dtype == torch.bfloat16
+    run("rotate", ctypes.byref(call), _N(_threads(x.numel() * x.element_size())))
+
+
+def place(run: Kernels, merged: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Keys and values `[2, tokens, heads, dim]` into the same tokens of the merged ones, keys rotated."""
+    call = _move(merged, cos, sin)
+    call.raw_k, call.raw_v, call.raw_row = chunk[0].data_ptr(), chunk[1].data_ptr(), chunk.stride(1)
+    call.tokens, call.grain = chunk.shape[1], _GRAIN
+    run("place", ctypes.byref(call), _N(_threads(chunk.numel() * chunk.element_size())))
+
+
+class Drift:
+    """Drift correction of one pass: its evidence and what it moves.
+
+    Args:
+        evidence: for each chunk, int64 row numbers of its recomputed tokens.
+        positions: int64 `[rows]`.
+        pieces: chunk, first position, the one behind the last; of what is moved.
+    """
+
+    def __init__(
+        self,
+        run: Kernels,
+        evidence: Sequence[NDArray[np.int64]],
+        positions: NDArray[np.int64],
+        pieces: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self._run, self._counts = run, (len(evidence), len(pieces))
+        rows = np.concatenate(evidence)
+        edges = np.cumsum([0, *map(len, evidence)], dtype=np.int64)
+        self._arrays = rows, positions[rows], edges, np.array(pieces, dtype=np.int64).reshape(-1, 3)
+        self._pointers = [one.ctypes.data for one in self._arrays]
+
+    def correct(
+        self, merged: Tensor, rows: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor], strength: float
+    ) -> None:
+        """See `DriftCorrection.correct`; `rows` are rotated keys and values, `turns` cos and sin of all positions."""
+        keys, values = (one.contiguous() for one in rows)
+        call = _move(merged, *turns)
+        call.raw_k, call.raw_v, call.raw_row = keys.data_ptr(), values.data_ptr(), keys.stride(0)
+        call.evidence, call.at, call.edges, call.pieces = self._pointers
+        call.strength = strength
+        chunks, pieces = self._counts
+        call.shift = _scratch(chunks * 8 * merged.shape[2] * merged.shape[3], "shift")
+        self._run("drift", ctypes.byref(call), _N(chunks), _N(pieces), _N(torch.get_num_threads()))
+
+
+def attends(q: Tensor) -> bool:
+    """True for heads that `attend` and `mass` can take."""
+    return q.shape[2] <= MOST_DIM and q.shape[2] % 2 == 0
+
+
+def attend(
+    run: Kernels, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+) -> Tensor:
+    """See `attention.attention`."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    call = _attention(q, k, visible, scale=scale, softcap=softcap)
+    call.v, call.v_row, call.v_head, call.out = v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr()
+    run("attend", ctypes.byref(call))
+    return out
+
+
+def mass(
+    run: Kernels, q: Tensor, k: Tensor, visible: Visibility, bounds: Tensor, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `attention_mass.attention_mass`."""
+    found = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
+    parts = -(-len(q) // _MASS_ROWS)
+    call = _attention(q, k, visible, scale=scale, softcap=softcap)
+    received = torch.empty(parts, -(-call.keys // _WIDE) * _WIDE, dtype=torch.float32)
+    bounds = bounds.contiguous()
+    call.bounds, call.segments, call.mass, call.received = (
+        bounds.data_ptr(),
+        len(bounds) - 1,
+        found.data_ptr(),
+        received.data_ptr(),
+    )
+    run("mass", ctypes.byref(call))
+    whole = torch.zeros(len(k), dtype=torch.float32)
+    whole[: call.keys] = received[0, : call.keys]
+    return found, whole
+
+
+def differs(run: Kernels) -> str:
+    """What the kernels get wrong on a few shapes, compared with float64; "" where nothing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    positions, edges = torch.tensor([0, 3, 70, 71, 199]), torch.tensor([0, 90, 200])
+    q, k, v = noise(5, 4, 48), noise(200, 2, 48), noise(200, 2, 48)
+    angle = noise(200, 24).repeat(1, 2)
+    scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(2, 1)) * 0.3
+    scores = scores.masked_fill(torch.arange(200) > positions[:, None], -torch.inf)
+    weights = scores.softmax(-1)
+    right = torch.einsum("hrk,khd->rhd", weights, v.repeat_interleave(2, 1))
+    weights = weights.mean(0).scatter(1, positions[:, None], 0.0)
+    turned = k * angle.cos()[:, None] + torch.cat((-k[..., 24:], k[..., :24]), -1) * angle.sin()[:, None]
+    visible = Visibility(positions)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
+        a, b, c, cos, sin = (x.to(dtype) for x in (q, k, v, angle.cos(), angle.sin()))
+        out, merged = torch.empty_like(b), torch.empty(2, 200, 2, 48, dtype=dtype)
+        rotate(run, b, cos, sin, out)
+        place(run, merged, torch.stack((b, c)), cos, sin)
+        found, received = mass(run, a, b, visible, edges, scale=0.3, softcap=None)
+        pairs = {
+            "attend": (attend(run, a, b, c, visible, scale=0.3, softcap=None), right),
+            "mass": (found, torch.stack((weights[:, :90].sum(1), weights[:, 90:].sum(1)), 1)),
+            "received": (received, weights.sum(0)),
+            "rotate": (out, turned),
+            "place": (merged, torch.stack((turned, v))),
+        }
+        for name, (ours, exact) in pairs.items():
+            if not (error := float((ours.double() - exact).abs().max())) <= tolerance * float(exact.abs().max()):
+                return f"{name} in {dtype} is off by {error:.1e}"
+    return ""
+
+
+def _attention(q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None) -> _Attend:
+    rows, heads, dim = q.shape
+    keys, absent = visible.prepared(_reach)
+    keys = min(keys, len(k))
+    call = _Attend(q=q.data_ptr(), k=k.data_ptr(), positions=visible.positions.data_ptr())
+    call.absent = absent.data_ptr() if absent is not None else None
+    call.rows, call.heads, call.kv_heads, call.dim, call.keys = rows, heads, k.shape[1], dim, keys
+    call.window, call.threads, call.bfloat = visible.window or 0, torch.get_num_threads(), q.dtype == torch.bfloat16
+    call.q_row, call.q_head, call.k_row, call.k_head = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
+    call.scale, call.softcap = scale, softcap or 0.0
+    blocks = -(-keys // _WIDE) * (_WIDE // _BLOCK)
+    padded = -(-dim // _BLOCK) * _BLOCK
+    call.packed = _scratch(k.shape[1] * blocks * _BLOCK * (dim + padded) * 4, "packed")
+    return call
+
+
+def _reach(visible: Visibility) -> tuple[int, Tensor | None]:
+    """Number of keys down to the last row's own, and which of them are absent, as bytes."""
+    keys = int(visible.positions[-1]) + 1
+    if visible.absent is None:
+        return keys, None
+    absent = torch.zeros(keys, dtype=torch.uint8)
+    absent[visible.absent[visible.absent < keys]] = 1
+    return keys, absent
+
+
+def _move(merged: Tensor, cos: Tensor, sin: Tensor) -> _Move:
+    call = _Move(merged[0].data_ptr(), merged[1].data_ptr(), None, None, cos.data_ptr(), sin.data_ptr())
+    call.row, call.turn_row = merged.stride(1), cos.stride(0)
+    call.heads, call.dim, call.width = merged.shape[2], merged.shape[3], cos.shape[1]
+    call.bfloat = merged.dtype == torch.bfloat16
+    return call
+
+
+def _threads(nbytes: int) -> int:
+    return 1 if nbytes < _SMALL else torch.get_num_threads()
+
+
+def _scratch(nbytes: int, use: str) -> int:
+    """Memory of this thread that calls use again; it grows and stays."""
+    kept: Tensor | None = getattr(_local, use, None)
+    if kept is None or kept.numel() < nbytes:
+        kept = empty((nbytes + 64,), torch.uint8)
+        setattr(_local, use, kept)
+    return kept.data_ptr()

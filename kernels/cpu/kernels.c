@@ -1,0 +1,154 @@
+/* Kernels for a CPU: moves of keys and values, and attention of scattered rows. Plain functions over pointers.
+
+`body.h` is compiled once for each set of instructions; `library.py` asks `cachecraft_runs` which of them this CPU has.
+Threads are those of the OpenMP library that the process has already (torch's own): a second pool would spin against it. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+#define NAME(x) JOIN(x, ISA)
+
+typedef uint16_t half_t; /* bfloat16 */
+typedef void (*job_t)(const void *context, long job);
+typedef struct { job_t job; const void *context; long jobs, next; } region_t;
+typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
+
+static parallel_t parallel; /* GOMP_parallel, or 0: one thread */
+
+static void work(void *data) {
+    region_t *region = data;
+    for (;;) {
+        long job = __atomic_fetch_add(&region->next, 1, __ATOMIC_RELAXED);
+        if (job >= region->jobs) return;
+        region->job(region->context, job);
+    }
+}
+
+static void run(job_t job, const void *context, long jobs, long threads) {
+    region_t region = {job, context, jobs, 0};
+    if (threads > jobs) threads = jobs;
+    if (threads > 1 && parallel) parallel(work, &region, (unsigned)threads, 0);
+    else work(&region);
+}
+
+EXPORT void cachecraft_start(void *gomp_parallel) { parallel = (parallel_t)gomp_parallel; }
+
+/* The instructions that this CPU and its system have: bit 0 portable, 1 AVX2 and FMA, 2 AVX-512, 3 AVX-512 with bfloat16. */
+EXPORT long cachecraft_runs(void) {
+    long found = 1;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= 2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
+        found |= 4;
+        if (__builtin_cpu_supports("avx512bf16")) found |= 8;
+    }
+#endif
+    return found;
+}
+
+enum { BLOCK = 64, TILE = 24, WIDE = 128, MOST_DIM = 256, MASS_ROWS = 8 };
+
+/* Of `attend` and `mass`; strides in elements. Rows ascend by position; keys from `keys` on are never read. */
+typedef struct {
+    const void *q, *k, *v;
+    void *out, *packed;
+    const int64_t *positions, *bounds;
+    const uint8_t *absent; /* [keys] or 0 */
+    float *mass, *received;
+    long rows, heads, kv_heads, dim, keys, window, segments, threads, bfloat;
+    long q_row, q_head, k_row, k_head, v_row, v_head;
+    float scale, softcap; /* 0: no cap */
+} attend_t;
+
+/* Of `rotate`: rows of `x` turned into rows of `out`. */
+typedef struct {
+    const void *x;
+    void *out;
+    long x_row, x_head, out_row, out_head, heads;
+} turn_t;
+
+typedef struct {
+    turn_t parts[2]; /* the second one may have 0 heads */
+    const void *cos, *sin;
+    long rows, dim, width, turn_row, bfloat;
+} rotate_t;
+
+/* Of `place` and `drift`: what is merged, and rows to write or to compare with; strides in elements. */
+typedef struct {
+    void *k, *v; /* merged: rows of [heads, dim], contiguous */
+    const void *raw_k, *raw_v, *cos, *sin;
+    long row, raw_row, turn_row, heads, dim, width, bfloat;
+    /* drift: row numbers and positions of the evidence, its edges for each chunk; pieces [chunk, start, stop] */
+    const int64_t *evidence, *at, *edges, *pieces;
+    float *shift; /* [chunks, 2, heads · dim] */
+    float strength;
+    long tokens, grain;
+} move_t;
+
+
+#define ISA portable
+#define VL 4
+#define NV 2
+#include "body.h"
+#undef ISA
+#undef VL
+#undef NV
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define ISA avx2
+#define VL 8
+#define NV 2
+#include "body.h"
+#undef ISA
+#undef VL
+#undef NV
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,evex512"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
+#endif
+#define ISA avx512
+#define VL 16
+#define NV 4
+#include "body.h"
+#undef ISA
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#endif
+#define ISA avx512_bf16
+#define PAIRS 1
+#include "body.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,105 @@
+"""The compiled kernels: found, chosen by what the CPU can do, and checked against float64 before the first use.
+
+They are built when the package is installed, if there is a compiler (`kernels/cpu/kernels.c`). Without them, or with
+`CACHECRAFT_CPU_KERNELS=torch`, torch does the same. The variable may also name one set of instructions, for measuring.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("cachecraft_rag")
+
+SETTING = "CACHECRAFT_CPU_KERNELS"
+INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16")  # in the order of the bits of `cachecraft_runs`
+_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_FUNCTIONS = ("rotate", "place", "drift", "attend", "mass")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of one set of instructions, by the names in `body.h`."""
+
+    instructions: str
+    functions: dict[str, ctypes._NamedFuncPointer]
+
+    def __call__(self, name: str, *args: object) -> None:
+        """Run one; it lets other Python threads run meanwhile."""
+        self.functions[name](*args)
+
+
+def kernels() -> Kernels | None:
+    """The kernels that this process uses; None = torch's."""
+    return _chosen(os.environ.get(SETTING, ""))[0]
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """The kernels, if they take these tensors: on a CPU, of one dtype that they know, the last dimension adjoining."""
+    first = tensors[0]
+    if first.dtype not in _DTYPES or not first.is_cpu:
+        return None
+    if any(one.dtype != first.dtype or one.stride(-1) != 1 or not one.is_cpu for one in tensors):
+        return None
+    return kernels()
+
+
+def description() -> str:
+    """Name of the kernels in use: one of `INSTRUCTIONS`, or `torch`."""
+    found = kernels()
+    return found.instructions if found is not None else "torch"
+
+
+def reason() -> str:
+    """Why torch's kernels are used, in a few words; "" where they are not."""
+    return _chosen(os.environ.get(SETTING, ""))[1]
+
+
+@cache
+def available(folder: Path = Path(__file__).parent) -> dict[str, Kernels]:
+    """The compiled kernels that this CPU can run, by their instructions, the fastest last; empty if none are built."""
+    for path in sorted([*folder.glob("native*.so"), *folder.glob("native*.pyd"), *folder.glob("native*.dylib")]):
+        try:
+            library = ctypes.CDLL(str(path))
+            library.cachecraft_start(_parallel())
+            library.cachecraft_runs.restype = ctypes.c_long
+            runs = library.cachecraft_runs()
+            names = [name for bit, name in enumerate(INSTRUCTIONS) if runs >> bit & 1]
+            return {name: Kernels(name, {part: library[f"{part}_{name}"] for part in _FUNCTIONS}) for name in names}
+        except (OSError, AttributeError) as error:  # of another machine or version
+            logger.debug("%s cannot be used: %s", path, error)
+    return {}
+
+
+def _parallel() -> ctypes.c_void_p:
+    """The entry of torch's own OpenMP threads; 0 where torch has others, and the kernels then run on one thread."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except (AttributeError, OSError, TypeError):
+        return ctypes.c_void_p(0)
+
+
+@cache
+def _chosen(setting: str) -> tuple[Kernels | None, str]:
+    """The kernels for a value of the setting, and the reason if there are none."""
+    if setting == "torch":
+        return None, f"{SETTING}=torch"
+    found = available()
+    if not found:
+        return None, "not compiled when the package was installed"
+    if setting and setting not in found:
+        logger.warning("%s=%s is not among %s", SETTING, setting, ", ".join(["torch", *found]))
+    chosen = found.get(setting) or list(found.values())[-1]
+    from cachecraft_rag.kernels.cpu.calls import differs
+
+    if what := differs(chosen):
+        logger.warning("The compiled kernels (%s) are not used: %s", chosen.instructions, what)
+        return None, what
+    return chosen, ""
