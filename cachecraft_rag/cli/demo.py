@@ -139,6 +139,8 @@ def _sentence(answer: Answer) -> str:
 
 
 def _print_summary(compared: list[Compared]) -> None:
+    from cachecraft_rag.kernels.cpu.library import description
+
     table = Table(box=SIMPLE_HEAD, title="Time to first token", title_justify="left")
     table.add_column("question", no_wrap=True, overflow="ellipsis", max_width=22)
     for name in ("full", "reuse", "faster", "reused/\nrecomputed/\ncomputed"):
@@ -171,7 +173,8 @@ def _print_summary(compared: list[Compared]) -> None:
         highlight=False,
     )
     out.print(
-        "reused/recomputed/computed: prompt tokens from chunk-caches, recomputed in them, and computed from scratch",
+        "reused/recomputed/computed: prompt tokens from chunk-caches, recomputed in them, and computed from scratch; "
+        f"CPU kernels: {description()}",
         style="dim",
         highlight=False,
     )

@@ -58,13 +58,8 @@ def measured_paths(
 def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
     """All that a choice depends on."""
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
-    machine = [
-        cpu_instructions(),
-        torch.__version__,
-        f"{description()} kernels",
-        f"{torch.get_num_threads()} threads",
-        *limits,
-    ]
+    used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]
+    machine = [cpu_instructions(), torch.__version__, *used, *limits]
     return " / ".join([*machine, str(dtype).removeprefix("torch."), f"{heads} heads, {kv_heads} kv, {head_dim}"])
 
 

@@ -1,1 +1,1 @@
-"""The kernels in C for a CPU: chosen by the CPU's instructions, checked before use; torch serves where there are none."""
+"""Kernels in C for a CPU, chosen by its instructions and checked before use; without them torch does the same."""
