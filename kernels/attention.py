@@ -42,7 +42,8 @@ def attention(
         return found
     rows, heads, head_dim = q.shape
     # A decode step: a group's queries are rows of their common key/value head.
-    if rows == 1 and softcap is None and visible.absent is None:
+    path = paths.of(visible)
+    if path.kind != "compiled" and rows == 1 and softcap is None and visible.absent is None:
         (block,) = visible.prepared(row_blocks)
         span = slice(block.first_key, block.last_key)
         one = q.view(1, k.shape[1], heads // k.shape[1], head_dim)
@@ -50,4 +51,4 @@ def attention(
             one, k[span].transpose(0, 1)[None], v[span].transpose(0, 1)[None], scale=scale
         )
         return found.reshape(1, heads, head_dim)
-    return attend(q, k, v, visible, paths.of(visible), scale=scale, softcap=softcap)
+    return attend(q, k, v, visible, path, scale=scale, softcap=softcap)

@@ -24,6 +24,7 @@ from cachecraft_rag.engine.attention_choice import measured_paths
 from cachecraft_rag.engine.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.engine.demo_model import demo_model_folder
 from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
+from cachecraft_rag.engine.fused_layers import fused_layers, product
 from cachecraft_rag.engine.hub_check import require_hub
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
@@ -104,6 +105,7 @@ class Decoder:
         self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._fused = fused_layers(self._layers, config.hidden_size, self.dtype) if self.device.type == "cpu" else None
         self.layout = layout_of(config, str(self.dtype).removeprefix("torch."))
         self.context_length = context_length_of(config)
         self.end_tokens = end_tokens_of(model.generation_config, model.config, tokenizer)
@@ -168,6 +170,8 @@ class Decoder:
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
         """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
+        if self._fused is not None and (found := self._fused[index](hidden, layer_pass)) is not None:
+            return found
         width = self.rotary_dim
         one = torch.ones(1, 1, width, dtype=self.dtype, device=self.device)
         identity = (one, torch.zeros_like(one))
@@ -193,10 +197,14 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
-        scores: Tensor = self.model.lm_head(self._base.norm(hidden))[0].float()
+        scores: Tensor = self._to_logits(self._base.norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
+
+    def _to_logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.lm_head
+        return product(head, hidden) if self._fused is not None else cast(Tensor, head(hidden))
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[vocabulary]` (float32) of the last row of `[1, rows, hidden]`."""

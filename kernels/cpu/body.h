@@ -270,6 +270,119 @@ EXPORT void NAME(drift)(const move_t *c, long chunks, long pieces, long threads)
     run(NAME(shift_job), c, pieces, threads);
 }
 
+/* -- parts of layers ----------------------------------------------------------------------------------------------- */
+
+/* Rounded where the models' own modules round: after the sum, after the division, after the product. */
+INLINE F NAME(rounded)(F x, long bf) {
+    if (!bf) return x;
+    half_t half[VL];
+    NAME(narrow)(half, x);
+    return NAME(widen)(half);
+}
+INLINE float NAME(rounded1)(float x, long bf) { return bf ? NAME(widen1)(NAME(narrow1)(x)) : x; }
+
+INLINE void NAME(norm_rows)(const rows_t *c, long job, long bf) {
+    long size = bf ? 2 : 4, stop = (job + 1) * 8 < c->rows ? (job + 1) * 8 : c->rows, width = c->width;
+    for (long row = job * 8; row < stop; row++) {
+        void *x = AT(c->x, row * width), *out = AT(c->out, row * width);
+        const void *add = c->add ? AT(c->add, row * width) : 0;
+        F squares = {};
+        float rest = 0;
+        long i = 0;
+        for (; i + VL <= width; i += VL) {
+            F y = NAME(get)(x, i, bf);
+            if (add) {
+                y = NAME(rounded)(y + NAME(get)(add, i, bf), bf);
+                NAME(put)(x, i, y, bf);
+            }
+            squares += y * y;
+        }
+        for (; i < width; i++) {
+            float y = NAME(get1)(x, i, bf);
+            if (add) {
+                y = NAME(rounded1)(y + NAME(get1)(add, i, bf), bf);
+                NAME(put1)(x, i, y, bf);
+            }
+            rest += y * y;
+        }
+        float share = 1.f / sqrtf((NAME(sum)(squares) + rest) / (float)width + c->eps);
+        for (i = 0; i + VL <= width; i += VL)
+            NAME(put)(out, i, NAME(rounded)(NAME(get)(x, i, bf) * share, bf) * NAME(get)(c->weight, i, bf), bf);
+        for (; i < width; i++)
+            NAME(put1)(out, i, NAME(rounded1)(NAME(get1)(x, i, bf) * share, bf) * NAME(get1)(c->weight, i, bf), bf);
+    }
+}
+static void NAME(norm_job)(const void *context, long job) {
+    const rows_t *c = context;
+    if (c->bfloat) NAME(norm_rows)(c, job, 1);
+    else NAME(norm_rows)(c, job, 0);
+}
+EXPORT void NAME(norm)(const rows_t *c, long threads) { run(NAME(norm_job), c, (c->rows + 7) / 8, threads); }
+
+INLINE void NAME(gated_rows)(const rows_t *c, long job, long bf) {
+    long i = job * 8 * c->width, stop = (job + 1) * 8 < c->rows ? (job + 1) * 8 * c->width : c->rows * c->width;
+    for (; i + VL <= stop; i += VL) {
+        F x = NAME(get)(c->x, i, bf), low = (F)((I)x | (I)NAME(all)(-0.f)); /* -|x| */
+        F e = NAME(power)(low * 1.44269504f), one = 1.f / (1.f + e);
+        I below = x < 0.f;
+        F gate = (F)(((I)(e * one) & below) | ((I)one & ~below));
+        NAME(put)(c->x, i, NAME(rounded)(x * gate, bf) * NAME(get)(c->add, i, bf), bf);
+    }
+    for (; i < stop; i++) {
+        float x = NAME(get1)(c->x, i, bf);
+        NAME(put1)(c->x, i, NAME(rounded1)(x / (1.f + expf(-x)), bf) * NAME(get1)(c->add, i, bf), bf);
+    }
+}
+static void NAME(gated_job)(const void *context, long job) {
+    const rows_t *c = context;
+    if (c->bfloat) NAME(gated_rows)(c, job, 1);
+    else NAME(gated_rows)(c, job, 0);
+}
+EXPORT void NAME(gated)(const rows_t *c, long threads) { run(NAME(gated_job), c, (c->rows + 7) / 8, threads); }
+
+/* A product of few rows: the weights are read once, at the memory's speed. */
+INLINE void NAME(linear_outs)(const linear_t *c, long job, long bf) {
+    long size = bf ? 2 : 4, width = c->width, stop = (job + 1) * 32 < c->outs ? (job + 1) * 32 : c->outs;
+    for (long n = job * 32; n < stop; n += 4) {
+        const void *w[4];
+        for (long j = 0; j < 4; j++) w[j] = AT(c->weight, (n + j < stop ? n + j : n) * width);
+        for (long row = 0; row < c->rows; row++) {
+            const void *x = AT(c->x, row * width);
+            F s[4] = {};
+            float found[4];
+            long k = 0;
+#if defined(PAIRS)
+            if (bf) {
+                __m512 t[4] = {};
+                for (; k + 32 <= width; k += 32) {
+                    __m512bh y = (__m512bh)_mm512_loadu_si512((const half_t *)x + k);
+#pragma GCC unroll 4
+                    for (long j = 0; j < 4; j++)
+                        t[j] = _mm512_dpbf16_ps(t[j], (__m512bh)_mm512_loadu_si512((const half_t *)w[j] + k), y);
+                }
+                for (long j = 0; j < 4; j++) s[j] = (F)t[j];
+            }
+#endif
+            for (; k + VL <= width; k += VL) {
+                F y = NAME(get)(x, k, bf);
+#pragma GCC unroll 4
+                for (long j = 0; j < 4; j++) s[j] += NAME(get)(w[j], k, bf) * y;
+            }
+            for (long j = 0; j < 4; j++) found[j] = NAME(sum)(s[j]);
+            for (; k < width; k++)
+                for (long j = 0; j < 4; j++) found[j] += NAME(get1)(w[j], k, bf) * NAME(get1)(x, k, bf);
+            for (long j = 0; j < 4 && n + j < stop; j++)
+                NAME(put1)(c->out, row * c->outs + n + j, found[j] + (c->bias ? NAME(get1)(c->bias, n + j, bf) : 0.f), bf);
+        }
+    }
+}
+static void NAME(linear_job)(const void *context, long job) {
+    const linear_t *c = context;
+    if (c->bfloat) NAME(linear_outs)(c, job, 1);
+    else NAME(linear_outs)(c, job, 0);
+}
+EXPORT void NAME(linear)(const linear_t *c, long threads) { run(NAME(linear_job), c, (c->outs + 31) / 32, threads); }
+
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
 /* c[6, STEP] (+)= a[6, n] · b[n, STEP]; a's rows are lda apart, b's ldb, c's ldc. */
@@ -422,7 +535,34 @@ INLINE void NAME(take)(const attend_t *c, tile_t *tile, long kv_head, long first
     }
 }
 
-/* Scores of a tile's rows with the keys from `key` on, capped and hidden, in units of log 2. */
+/* Products with keys become scores in units of log 2: scaled, capped, and those of keys that a row does not see gone. */
+INLINE void NAME(finish)(const attend_t *c, tile_t *tile, float *scores, long key, long wide) {
+    const float log2e = 1.44269504f;
+    long lowest = c->positions[tile->first_row], highest = c->positions[tile->last_row];
+    int hides = key + wide - 1 > lowest || (c->window > 0 && key <= highest - c->window) || c->absent;
+    float factor = c->softcap ? c->scale * 2.f * log2e / c->softcap : c->scale * log2e;
+    for (long i = 0; i < tile->count; i++) {
+        float *s = scores + i * wide;
+        for (long j = 0; j < wide; j += VL) {
+            F x = NAME(load)(s + j) * factor;
+            if (c->softcap) { /* tanh(y) = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|) */
+                I sign = (I)x & (I)NAME(all)(-0.f);
+                F e = NAME(power)((F)((I)x | (I)NAME(all)(-0.f)));
+                x = (F)((I)((1.f - e) / (1.f + e) * (c->softcap * log2e)) | sign);
+            }
+            NAME(store)(s + j, x);
+        }
+        if (!hides) continue;
+        long own = c->positions[tile->row[i]], from = c->window > 0 ? own - c->window + 1 : 0;
+        for (long j = 0; j < wide && from > key + j; j++) s[j] = -3e38f;
+        for (long j = own + 1 > key ? own + 1 - key : 0; j < wide; j++) s[j] = -3e38f;
+        if (c->absent)
+            for (long j = 0; j < wide && key + j < c->keys; j++)
+                if (c->absent[key + j]) s[j] = -3e38f;
+    }
+}
+
+/* Scores of a tile's rows with the keys from `key` on. */
 INLINE void NAME(scores)(const attend_t *c, tile_t *tile, long kv_head, long key) {
     const uint32_t *packed = NAME(keys_of)(c, kv_head) + key / BLOCK * NAME(key_words)(c);
     for (long b = 0; b < WIDE / BLOCK; b++, packed += NAME(key_words)(c))
@@ -438,29 +578,7 @@ INLINE void NAME(scores)(const attend_t *c, tile_t *tile, long kv_head, long key
 #endif
                 NAME(product)(tile->q + i * c->dim, c->dim, (const float *)packed + j, BLOCK, s, WIDE, c->dim, 0);
             }
-    const float log2e = 1.44269504f;
-    long lowest = c->positions[tile->first_row], highest = c->positions[tile->last_row];
-    int hides = key + WIDE - 1 > lowest || (c->window > 0 && key <= highest - c->window) || c->absent;
-    float factor = c->softcap ? c->scale * 2.f * log2e / c->softcap : c->scale * log2e;
-    for (long i = 0; i < tile->count; i++) {
-        float *s = tile->s + i * WIDE;
-        for (long j = 0; j < WIDE; j += VL) {
-            F x = NAME(load)(s + j) * factor;
-            if (c->softcap) { /* tanh(y) = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|) */
-                I sign = (I)x & (I)NAME(all)(-0.f);
-                F e = NAME(power)((F)((I)x | (I)NAME(all)(-0.f)));
-                x = (F)((I)((1.f - e) / (1.f + e) * (c->softcap * log2e)) | sign);
-            }
-            NAME(store)(s + j, x);
-        }
-        if (!hides) continue;
-        long own = c->positions[tile->row[i]], from = c->window > 0 ? own - c->window + 1 : 0;
-        for (long j = 0; j < WIDE && from > key + j; j++) s[j] = -3e38f;
-        for (long j = own + 1 > key ? own + 1 - key : 0; j < WIDE; j++) s[j] = -3e38f;
-        if (c->absent)
-            for (long j = 0; j < WIDE && key + j < c->keys; j++)
-                if (c->absent[key + j]) s[j] = -3e38f;
-    }
+    NAME(finish)(c, tile, tile->s, key, WIDE);
 }
 
 INLINE void NAME(attend_tile)(const attend_t *c, long job, long bf) {
@@ -528,8 +646,112 @@ static void NAME(attend_job)(const void *context, long job) {
     if (c->bfloat) NAME(attend_tile)(c, job, 1);
     else NAME(attend_tile)(c, job, 0);
 }
+
+/* Few rows, such as a decode step's: keys and values are read as they lie, in parts of fixed length.
+   `packed` takes of each part and row: its largest score, its sum, and [dim] weighted values. */
+INLINE void NAME(few_part)(const attend_t *c, long job, long bf) {
+    long size = bf ? 2 : 4, dim = c->dim, folded = c->rows * (c->heads / c->kv_heads);
+    long kv_head = job % c->kv_heads, part = job / c->kv_heads, key = part * PART;
+    long stop = key + PART < c->keys ? key + PART : c->keys;
+    float *out = (float *)c->packed + job * folded * (dim + 2), scores[FEW * PART] __attribute__((aligned(64)));
+    tile_t tile;
+    attend_t wide = *c;
+    wide.bfloat = 0; /* queries are taken as float32 below */
+    tile.count = folded, tile.first_row = 0, tile.last_row = c->rows - 1;
+    long group = c->heads / c->kv_heads;
+    for (long i = 0; i < folded; i++) {
+        const void *q = AT(c->q, i / group * c->q_row + (kv_head * group + i % group) * c->q_head);
+        tile.row[i] = i / group;
+        for (long d = 0; d < dim; d++) tile.q[i * dim + d] = NAME(get1)(q, d, bf);
+    }
+    for (long n = key; n < stop; n++) {
+        const void *k = AT(c->k, n * c->k_row + kv_head * c->k_head);
+        for (long i = 0; i < folded; i += 4) {
+            F s[4] = {};
+            const float *q[4];
+            for (long j = 0; j < 4; j++) q[j] = tile.q + (i + j < folded ? i + j : i) * dim;
+            long d = 0;
+            for (; d + VL <= dim; d += VL) {
+                F y = NAME(get)(k, d, bf);
+#pragma GCC unroll 4
+                for (long j = 0; j < 4; j++) s[j] += y * NAME(load)(q[j] + d);
+            }
+            for (long j = 0; j < 4 && i + j < folded; j++) {
+                float sum = NAME(sum)(s[j]);
+                for (long e = d; e < dim; e++) sum += NAME(get1)(k, e, bf) * q[j][e];
+                scores[(i + j) * PART + n - key] = sum;
+            }
+        }
+    }
+    for (long i = 0; i < folded; i++)
+        for (long j = stop - key; j < PART; j++) scores[i * PART + j] = 0;
+    NAME(finish)(&wide, &tile, scores, key, PART);
+    for (long i = 0; i < folded; i++) {
+        float *s = scores + i * PART, *o = out + i * (dim + 2);
+        F top = NAME(load)(s), all = {};
+        for (long j = VL; j < PART; j += VL) top = NAME(larger)(top, NAME(load)(s + j));
+        o[0] = NAME(largest)(top);
+        if (o[0] < -1e30f) o[0] = -1e30f;
+        for (long j = 0; j < PART; j += VL) {
+            F e = NAME(power)(NAME(load)(s + j) - o[0]);
+            all += e;
+            NAME(store)(s + j, e);
+        }
+        o[1] = NAME(sum)(all);
+        memset(o + 2, 0, (size_t)dim * 4);
+    }
+    long d = 0;
+    for (; d + VL <= dim; d += VL)
+        for (long i = 0; i < folded; i += 4) {
+            F o[4] = {};
+            const float *s[4];
+            for (long j = 0; j < 4; j++) s[j] = scores + (i + j < folded ? i + j : i) * PART;
+            for (long n = key; n < stop; n++) {
+                F v = NAME(get)(AT(c->v, n * c->v_row + kv_head * c->v_head), d, bf);
+#pragma GCC unroll 4
+                for (long j = 0; j < 4; j++) o[j] += v * s[j][n - key];
+            }
+            for (long j = 0; j < 4 && i + j < folded; j++) NAME(store)(out + (i + j) * (dim + 2) + 2 + d, o[j]);
+        }
+    for (; d < dim; d++)
+        for (long i = 0; i < folded; i++)
+            for (long n = key; n < stop; n++)
+                out[i * (dim + 2) + 2 + d] +=
+                    scores[i * PART + n - key] * NAME(get1)(AT(c->v, n * c->v_row + kv_head * c->v_head), d, bf);
+}
+static void NAME(few_job)(const void *context, long job) {
+    const attend_t *c = context;
+    if (c->bfloat) NAME(few_part)(c, job, 1);
+    else NAME(few_part)(c, job, 0);
+}
+static void NAME(few)(const attend_t *c) {
+    long group = c->heads / c->kv_heads, folded = c->rows * group, dim = c->dim, size = c->bfloat ? 2 : 4;
+    long parts = (c->keys + PART - 1) / PART;
+    run(NAME(few_job), c, parts * c->kv_heads, c->threads);
+    for (long head = 0; head < c->kv_heads; head++)
+        for (long i = 0; i < folded; i++) {
+            void *out = AT(c->out, (i / group * c->heads + head * group + i % group) * dim);
+            float most = -1e30f, total = 0, sum[MOST_DIM] = {};
+            for (long part = 0; part < parts; part++) {
+                const float *o = (const float *)c->packed + ((part * c->kv_heads + head) * folded + i) * (dim + 2);
+                most = o[0] > most ? o[0] : most;
+            }
+            for (long part = 0; part < parts; part++) {
+                const float *o = (const float *)c->packed + ((part * c->kv_heads + head) * folded + i) * (dim + 2);
+                float share = exp2f(o[0] - most);
+                total += share * o[1];
+                for (long d = 0; d < dim; d++) sum[d] += share * o[2 + d];
+            }
+            for (long d = 0; d < dim; d++) NAME(put1)(out, d, sum[d] / total, c->bfloat);
+        }
+}
+
 EXPORT void NAME(attend)(const attend_t *c) {
     long folded = c->rows * (c->heads / c->kv_heads);
+    if (folded <= FEW) {
+        NAME(few)(c);
+        return;
+    }
     run(NAME(pack_job), c, c->kv_heads * NAME(blocks)(c), c->threads);
     run(NAME(attend_job), c, c->kv_heads * ((folded + TILE - 1) / TILE), c->threads);
 }

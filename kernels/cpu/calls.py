@@ -56,6 +56,14 @@ class _Move(ctypes.Structure):
     ]
 
 
+class _Rows(ctypes.Structure):
+    _fields_ = [*_fields("x out add weight", _P), *_fields("rows width bfloat", _N), ("eps", ctypes.c_float)]
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [*_fields("x weight bias out", _P), *_fields("rows width outs bfloat", _N)]
+
+
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     """See `rope.rotate`."""
     rows, heads, dim = x.shape
@@ -107,6 +115,35 @@ class Drift:
         chunks, pieces = self._counts
         call.shift = _scratch(chunks * 8 * merged.shape[2] * merged.shape[3], "shift")
         self._run("drift", ctypes.byref(call), _N(chunks), _N(pieces), _N(torch.get_num_threads()))
+
+
+def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    """`x / rms(x) · weight` along the last dimension, contiguous; x is increased by `add` first, in place."""
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    call = _Rows(x=x.data_ptr(), out=out.data_ptr(), weight=weight.data_ptr(), rows=x.numel() // width, width=width)
+    call.add, call.eps, call.bfloat = None if add is None else add.data_ptr(), eps, x.dtype == torch.bfloat16
+    run("norm", ctypes.byref(call), _N(_threads(x.numel() * x.element_size())))
+    return out
+
+
+def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) · up`, contiguous, in place of `gate`."""
+    width = gate.shape[-1]
+    call = _Rows(x=gate.data_ptr(), add=up.data_ptr(), rows=gate.numel() // width, width=width)
+    call.bfloat = gate.dtype == torch.bfloat16
+    run("gated", ctypes.byref(call), _N(_threads(gate.numel() * gate.element_size())))
+    return gate
+
+
+def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weightᵀ + bias` of few rows `[…, width]`, contiguous: reads the weights once, at the memory's speed."""
+    out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
+    call = _Linear(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+    call.width, call.outs, call.bfloat = x.shape[-1], len(weight), x.dtype == torch.bfloat16
+    call.rows = x.numel() // call.width
+    run("linear", ctypes.byref(call), _N(_threads(weight.numel() * weight.element_size())))
+    return out
 
 
 def attends(q: Tensor) -> bool:
@@ -194,7 +231,7 @@ def _attention(q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softc
     call.scale, call.softcap = scale, softcap or 0.0
     blocks = -(-keys // _WIDE) * (_WIDE // _BLOCK)
     padded = -(-dim // _BLOCK) * _BLOCK
-    call.packed = _scratch(k.shape[1] * blocks * _BLOCK * (dim + padded) * 4, "packed")
+    call.packed = _scratch(8 * (heads + 16) * (dim + 2) + k.shape[1] * blocks * _BLOCK * (dim + padded) * 4, "packed")
     return call
 
 

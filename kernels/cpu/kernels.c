@@ -60,7 +60,7 @@ EXPORT long cachecraft_runs(void) {
     return found;
 }
 
-enum { BLOCK = 64, TILE = 24, WIDE = 128, MOST_DIM = 256, MASS_ROWS = 8 };
+enum { BLOCK = 64, TILE = 24, WIDE = 128, MOST_DIM = 256, MASS_ROWS = 8, FEW = 12, PART = 256 };
 
 /* Of `attend` and `mass`; strides in elements. Rows ascend by position; keys from `keys` on are never read. */
 typedef struct {
@@ -99,6 +99,21 @@ typedef struct {
     long tokens, grain;
 } move_t;
 
+
+/* Of `norm`: x += add (if given), out = x / rms(x) · weight; of `gated`: x = silu(x) · add. Contiguous rows. */
+typedef struct {
+    void *x, *out;
+    const void *add, *weight;
+    long rows, width, bfloat;
+    float eps;
+} rows_t;
+
+/* Of `linear`: out = x · weightᵀ + bias; contiguous, few rows. */
+typedef struct {
+    const void *x, *weight, *bias;
+    void *out;
+    long rows, width, outs, bfloat;
+} linear_t;
 
 #define ISA portable
 #define VL 4
