@@ -87,6 +87,8 @@ def print_ttft(report: TtftReport) -> None:
         f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, "
         f"kernels: {report.kernels}, {report.pairs} pairs"
     )
+    if report.decode_ms is not None:
+        out.print(f"{report.decode_ms:.1f} ms for each further token, 64 tokens after {report.to_64_tokens_s:.2f} s")
     if report.parts is not None and report.parts_all_recomputed is not None:
         print_parts(report.parts, report.parts_all_recomputed)
 

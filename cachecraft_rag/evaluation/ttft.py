@@ -33,6 +33,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress
 
 QUESTION = "Which of these parts wear out, and how often should each be replaced?"
+_DECODED = 25  # tokens of the answer that a decode step is timed on
 _AROUND = 54  # tokens of a prompt that are in no chunk: the instruction, the question, the template
 
 
@@ -64,6 +65,8 @@ class TtftReport:
     ratio_early_termination  as ratio_host, with early termination (rule "gap")
     ratio_all_recomputed     this package's engine without reuse
     kernels                  instructions of the CPU kernels in use (`kernels/cpu`), or torch
+    decode_ms                of one token of an answer behind a reused prompt; None where answers end with the first
+    to_64_tokens_s           host_s and 63 of these
     token_ratio              rows computed / prompt tokens: the time ratio if time were proportional to rows
     parts                    with profile: seconds of each part (`timing.Timer`) of the fastest request with reuse from
                              memory, from question to answer
@@ -88,6 +91,8 @@ class TtftReport:
     dtype: str
     threads: int
     kernels: str
+    decode_ms: float | None = None
+    to_64_tokens_s: float | None = None
     parts: Mapping[Part, float] | None = None
     parts_all_recomputed: Mapping[Part, float] | None = None
 
@@ -178,6 +183,8 @@ class _Bench:
         found: dict[str, Any] = {f"{name}_s": seconds for name, seconds in medians.items()}
         found |= {f"ratio_{name}": seconds / own for name, seconds in medians.items() if name != "own_prefill"}
         stats = self._ask(self.engine, self.config)
+        steps = [step for _ in range(min(pairs, 3)) if (step := self._decode_step()) is not None]
+        step = statistics.median(steps) if steps else None
         return TtftReport(
             **found,
             token_ratio=(stats.tokens_recomputed + stats.tokens_computed) / stats.tokens_prompt,
@@ -188,6 +195,8 @@ class _Bench:
             model=self.decoder.name,
             dtype=self.decoder.layout.dtype,
             threads=torch.get_num_threads(),
+            decode_ms=None if step is None else 1000 * step,
+            to_64_tokens_s=None if step is None else medians["host"] + 63 * step,
             kernels=description().partition("_")[0],
         )
 
@@ -218,8 +227,14 @@ class _Bench:
         self.engine.close()
         self.store.close()
 
-    def _ask(self, engine: Engine, config: ReuseConfig) -> RequestStats:
-        generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=1))
+    def _decode_step(self) -> float | None:
+        """Seconds of one token behind the first one."""
+        stats = self._ask(self.engine, self.config, tokens=_DECODED)
+        behind = stats.tokens_generated - 1
+        return (stats.total_s - stats.ttft_s) / behind if behind > 0 else None
+
+    def _ask(self, engine: Engine, config: ReuseConfig, *, tokens: int = 1) -> RequestStats:
+        generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=tokens))
         for _ in generation:
             pass
         return generation.stats
