@@ -20,7 +20,7 @@ from cachecraft_rag.kernels.cpu.library import kernels_for
 
 KNOWN = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _CHECKED_ROWS = 3
-_FEW_ROWS = 4  # of more rows torch's products are faster
+_FEW_ROWS = 8  # of more rows torch's products are faster
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of the norm of what the model's own layer gives
 
 

@@ -17,7 +17,7 @@ from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.visibility import Visibility
 
 MOST_DIM = 256
-_BLOCK, _WIDE, _MASS_ROWS = 64, 128, 8  # of body.h
+_BLOCK, _WIDE, _MASS_ROWS, _FEW, _PART = 64, 128, 8, 12, 256  # of body.h
 _GRAIN = 32  # tokens of a job that moves
 _SMALL = 1 << 16  # bytes: less is moved by one thread, waking another takes longer
 _local = threading.local()
@@ -156,7 +156,7 @@ def attend(
 ) -> Tensor:
     """See `attention.attention`."""
     out = torch.empty(q.shape, dtype=q.dtype)
-    call = _attention(q, k, visible, scale=scale, softcap=softcap)
+    call = _attention(run, q, k, visible, scale=scale, softcap=softcap)
     call.v, call.v_row, call.v_head, call.out = v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr()
     run("attend", ctypes.byref(call))
     return out
@@ -168,7 +168,7 @@ def mass(
     """See `attention_mass.attention_mass`."""
     found = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)
-    call = _attention(q, k, visible, scale=scale, softcap=softcap)
+    call = _attention(run, q, k, visible, scale=scale, softcap=softcap)
     received = torch.empty(parts, -(-call.keys // _WIDE) * _WIDE, dtype=torch.float32)
     bounds = bounds.contiguous()
     call.bounds, call.segments, call.mass, call.received = (
@@ -219,7 +219,9 @@ def differs(run: Kernels) -> str:
     return ""
 
 
-def _attention(q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None) -> _Attend:
+def _attention(
+    run: Kernels, q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+) -> _Attend:
     rows, heads, dim = q.shape
     keys, absent = visible.prepared(_reach)
     keys = min(keys, len(k))
@@ -231,7 +233,10 @@ def _attention(q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softc
     call.scale, call.softcap = scale, softcap or 0.0
     blocks = -(-keys // _WIDE) * (_WIDE // _BLOCK)
     padded = -(-dim // _BLOCK) * _BLOCK
-    call.packed = _scratch(8 * (heads + 16) * (dim + 2) + k.shape[1] * blocks * _BLOCK * (dim + padded) * 4, "packed")
+    size = 2 if run.instructions == "avx512_bf16" and call.bfloat else 4
+    packed = k.shape[1] * blocks * _BLOCK * (dim + padded) * size
+    parts = 4 * _FEW * k.shape[1] * -(-keys // _PART) * (dim + 2)  # of few rows, which are not packed
+    call.packed = _scratch(max(packed, parts), "packed")
     return call
 
 
