@@ -123,7 +123,7 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads: building in the checkout would pick up remains of earlier builds."""
     target = tmp_path_factory.mktemp("tree")
     for name in ("cachecraft_rag", "kernels", "retrievers", "benchmarks", "examples", "tests", "docs"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "native.*"))
     for name in (
         "pyproject.toml",
         "README.md",
