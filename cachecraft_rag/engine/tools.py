@@ -76,6 +76,10 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
                 f"letters, digits, _, . and -; not {shown(tool)}"
             )
         check_mapping(f"the parameters of {function['name']}", function.get("parameters") or {})
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"tools cannot be written as JSON: {error}") from error
     return found
 
 

@@ -151,6 +151,14 @@ def test_names_that_are_no_names_are_refused(byte_tokenizer: Any, name: str) -> 
         )
 
 
+@pytest.mark.parametrize("tools", [5, [5], [{}], [{"type": "function", "function": {"name": "a", "parameters": 5}}]])
+def test_what_is_no_tool_is_refused(byte_tokenizer: Any, tools: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tool|parameters"):
+        builder_of(byte_tokenizer, TEMPLATES["tagged"], tools)
+    with pytest.raises(ConfigError, match="as JSON"):
+        builder_of(byte_tokenizer, TEMPLATES["tagged"], [ADD | {"extra": {1, 2}}])
+
+
 TAGGED, BARE = CallFormat(native=True), CallFormat("name", "parameters", "", native=True)
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
