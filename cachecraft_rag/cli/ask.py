@@ -190,7 +190,7 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
         f"{len(report.unchanged)} unchanged; {report.chunks_embedded} chunks embedded in {report.seconds:.1f} s"
     )
     if primed.captured is not None:
-        out.print(f"{primed.captured} chunk-caches computed")
+        out.print(f"{primed.captured} chunk-caches computed (the instruction has one too)")
     for problem in report.problems:
         err.print(f"left out {problem.reason}", style="yellow", highlight=False)
     if not any((report.added, report.updated, report.removed, report.unchanged)):

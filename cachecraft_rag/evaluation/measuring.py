@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from cachecraft_rag.checks import check_names
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.metrics import divergence, rouge_l, squad_f1
 from cachecraft_rag.planning.config import ReuseConfig
@@ -40,6 +41,8 @@ class Method:
     prepare: Preparation | None = None
 
 
+_FULL_MEANS = "full_recompute (prefill of the whole prompt) or full_cache (all reused, nothing recomputed)"
+_OFTEN_TRIED = MappingProxyType(dict.fromkeys(("full", "none", "all", "baseline"), _FULL_MEANS))
 # Captures nothing, and loads every stored layer even where computing it would be faster.
 PLAIN = ReuseConfig(capture=False, loading="layerwise")
 _FULL, _PREFIX = replace(PLAIN, reuse=False), replace(PLAIN, scope="prefix")
@@ -72,8 +75,7 @@ def methods_named(names: Sequence[str], known: Mapping[str, Method] = METHODS) -
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
     """
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"unknown method {', '.join(unknown)}; choose among {', '.join(known)}")
+    check_names(names, known, what="method", hints=_OFTEN_TRIED)
     return [known[name] for name in dict.fromkeys(names)]
 
 

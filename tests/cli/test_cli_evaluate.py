@@ -149,7 +149,7 @@ def test_smaller_chunks_are_other_data(home: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--methods", "magic"), "unknown method magic; choose among"),
+        (("--methods", "magic"), "magic: no such method; there are"),
         (("--ratios", "much"), "is not a list of numbers"),
         (("--ratios", "0,0.1"), "a ratio must lie above 0"),
         (("--origin", "somehow"), "unknown origin condition"),
