@@ -25,7 +25,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 ROOT = Path(__file__).resolve().parents[2]
-QUESTIONS = ("How often is the filter of the Willow A3 replaced?", "How do I change the filter of the Willow A3?")
+QUESTIONS = ("How often is the filter of the Willow A3 replaced?", "How long does the filter of the Willow A3 last?")
 PATIENCE_S = 900.0  # for one step: a busy machine needs minutes to load the models and to answer
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",
