@@ -14,9 +14,10 @@ from cachecraft_rag.compute.capture import CaptureRecorder, RecordedChunk
 from cachecraft_rag.compute.drift_correction import DriftCorrection
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.stack import AttentionSettings, Stack
+from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Stack
 from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.kernels.attention import attention
+from cachecraft_rag.kernels.cpu.calls import LayerRow
 from cachecraft_rag.kernels.gather import scatter_rows
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
@@ -155,6 +156,21 @@ class RowPass:
                 paths=self._paths,
             )
 
+    @property
+    def plain(self) -> bool:
+        """True if its rows do nothing but write their keys and values and attend to what stands before them."""
+        watched = (self._drift, self._observer, self.recorder, self.absent)
+        return self.timer is UNTIMED and all(one is None for one in watched)
+
+    def addresses(self, layer: int) -> list[LayerRow]:
+        """Where the rows' keys, values and angles lie."""
+        kv, size = self._buffer.kv, self._buffer.kv.element_size()
+        keys = kv.data_ptr() + layer * kv.stride(0) * size
+        values, turn = keys + kv.stride(1) * size, self._cos.stride(0) * size
+        cos, sin = self._cos.data_ptr(), self._sin.data_ptr()
+        places = enumerate(self.positions.tolist())
+        return [LayerRow(keys, values, cos + n * turn, sin + n * turn, position) for n, position in places]
+
     def _visibility(self, window: int | None) -> tuple[Visibility, Visibility]:
         """Keys that all rows see, and those that the observer's rows see; shared by the layers with this window."""
         if window not in self._visible:
@@ -169,10 +185,19 @@ class _Together:
 
     def __init__(self, passes: Sequence[RowPass]) -> None:
         edges = np.cumsum([0, *(len(one.positions) for one in passes)]).tolist()
+        self.passes = passes
         self._parts = [(one, slice(a, b)) for one, a, b in zip(passes, edges, edges[1:], strict=False)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
         return torch.cat([one.attend(layer, q[rows], k[rows], v[rows], settings) for one, rows in self._parts])
+
+
+def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
+    """The rows of a pass, or of several together, that are all `plain`; else none."""
+    passes = [layer_pass] if isinstance(layer_pass, RowPass) else getattr(layer_pass, "passes", [])
+    if not all(one.plain for one in passes):
+        return []
+    return [row for one in passes for row in one.addresses(layer)]
 
 
 @torch.inference_mode()

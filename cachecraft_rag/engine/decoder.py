@@ -24,7 +24,7 @@ from cachecraft_rag.engine.attention_choice import measured_paths
 from cachecraft_rag.engine.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.engine.demo_model import demo_model_folder
 from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
-from cachecraft_rag.engine.fused_layers import fused_layers, product
+from cachecraft_rag.engine.fused_layers import FusedLayer, fused_layers, product
 from cachecraft_rag.engine.hub_check import require_hub
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
@@ -80,6 +80,7 @@ class Decoder:
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
         context_length: most tokens of prompt and answer together.
         attention_paths: the fastest ways to attend on this CPU, measured by `load`.
+        fused_layers: layers in part compiled; None = the model's own run.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str | None = None) -> None:
@@ -105,7 +106,9 @@ class Decoder:
         self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self._fused = fused_layers(self._layers, config.hidden_size, self.dtype) if self.device.type == "cpu" else None
+        self.fused_layers: list[FusedLayer] | None = None
+        if self.device.type == "cpu":
+            self.fused_layers = fused_layers(self._layers, config.hidden_size, self.dtype, rotary_dim=self.rotary_dim)
         self.layout = layout_of(config, str(self.dtype).removeprefix("torch."))
         self.context_length = context_length_of(config)
         self.end_tokens = end_tokens_of(model.generation_config, model.config, tokenizer)
@@ -170,7 +173,7 @@ class Decoder:
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
         """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
-        if self._fused is not None and (found := self._fused[index](hidden, layer_pass)) is not None:
+        if self.fused_layers is not None and (found := self.fused_layers[index](hidden, layer_pass)) is not None:
             return found
         width = self.rotary_dim
         one = torch.ones(1, 1, width, dtype=self.dtype, device=self.device)
@@ -204,7 +207,7 @@ class Decoder:
 
     def _to_logits(self, hidden: Tensor) -> Tensor:
         head = self.model.lm_head
-        return product(head, hidden) if self._fused is not None else cast(Tensor, head(hidden))
+        return product(head, hidden) if self.fused_layers is not None else cast(Tensor, head(hidden))
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[vocabulary]` (float32) of the last row of `[1, rows, hidden]`."""

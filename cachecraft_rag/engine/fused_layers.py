@@ -1,9 +1,9 @@
 """Decoder layers with compiled norms, gates and residual sums, in place of transformers' own on a CPU.
 
 Between its products a layer runs some twenty small operations, each dispatched and woken alone. Where the class of a
-model's layers is known, three compiled ones take their place (`kernels/cpu`). Products stay the modules of the model,
-adapters and quantised ones too; only those of few rows by plain linear layers are compiled. A layer with hooks runs as
-it is.
+model's layers is known, three compiled ones take their place (`kernels/cpu`), and for few rows, such as decode steps,
+one call computes the whole layer and reads its weights at the memory's speed. Products stay the modules of the model
+where they are no plain linear layers: adapters, quantised ones. A layer with hooks runs as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cachecraft_rag.compute.row_pass import plain_rows
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
@@ -24,10 +25,13 @@ _FEW_ROWS = 8  # of more rows torch's products are faster
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of the norm of what the model's own layer gives
 
 
+def _plain_linear(module: Any) -> bool:
+    return type(module) is torch.nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+
+
 def product(module: Any, x: Tensor) -> Tensor:
     """What a linear module makes of `[1, rows, width]`."""
-    few = x.shape[1] <= _FEW_ROWS and type(module) is torch.nn.Linear
-    if not few or module._forward_hooks or module._forward_pre_hooks:
+    if x.shape[1] > _FEW_ROWS or not _plain_linear(module):
         return cast(Tensor, module(x))
     run = kernels_for(x, module.weight)
     if run is None or not (x.is_contiguous() and module.weight.is_contiguous()):
@@ -38,8 +42,46 @@ def product(module: Any, x: Tensor) -> Tensor:
 class FusedLayer:
     """One layer of a known class; its settings of attention are those that transformers calls ours with."""
 
-    def __init__(self, layer: Any, index: int, settings: AttentionSettings) -> None:
+    def __init__(self, layer: Any, index: int, settings: AttentionSettings, *, rotary_dim: int) -> None:
+        self.rotary_dim = rotary_dim
         self._layer, self._index, self._settings = layer, index, settings
+        self._call: calls.LayerCall | None = None
+        self._held: list[tuple[Any, str, Tensor | None]] = []  # whose addresses the call has
+
+    def _whole(self, hidden: Tensor) -> calls.LayerCall | None:
+        """The call that computes the whole layer at once; None where a product is not a plain linear layer's."""
+        own = self._layer
+        attention, mlp = own.self_attn, own.mlp
+        linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        linear += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if not all(_plain_linear(one) for one in linear):
+            return None
+        norms = (own.input_layernorm, own.post_attention_layernorm)
+        norms += (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        if self._call is not None and all(one._parameters[name] is held for one, name, held in self._held):
+            return self._call
+        weights = [one.weight for one in (*linear, *norms)] + [one.bias for one in linear if one.bias is not None]
+        if any(one.dtype != hidden.dtype or not one.is_contiguous() for one in weights):
+            return None
+        dim, queries = attention.head_dim, linear[0].out_features
+        call = calls.LayerCall(
+            hidden_size=hidden.shape[2], inner_size=linear[4].out_features, heads=queries // dim, dim=dim
+        )
+        call.kv_heads = linear[1].out_features // dim
+        call.width, call.key_row = self.rotary_dim, call.kv_heads * dim
+        if call.heads // call.kv_heads > calls.FEW or dim > calls.MOST_DIM or dim % 2:
+            return None
+        for number, one in enumerate(linear):
+            call.weights[number] = one.weight.data_ptr()
+            call.biases[number] = None if one.bias is None else one.bias.data_ptr()
+        for name, number, one in zip(("norm", "after_norm", "q_norm", "k_norm"), range(4), norms, strict=False):
+            setattr(call, name, one.weight.data_ptr())
+            call.eps[number] = one.variance_epsilon
+        call.scale, call.softcap = self._settings.scale, self._settings.softcap or 0.0
+        call.window, call.bfloat = self._settings.window or 0, hidden.dtype == torch.bfloat16
+        held = [(one, "weight", one.weight) for one in (*linear, *norms)]
+        self._call, self._held = call, [*held, *((one, "bias", one.bias) for one in linear)]
+        return call
 
     @property
     def hooked(self) -> bool:
@@ -55,6 +97,9 @@ class FusedLayer:
         run = kernels_for(hidden, norm.weight, own.post_attention_layernorm.weight)
         if run is None or self.hooked:
             return None
+        few = hidden.shape[1] <= _FEW_ROWS
+        if few and (rows := plain_rows(layer_pass, self._index)) and (call := self._whole(hidden)) is not None:
+            return calls.layer(run, call, hidden, rows)
         hidden = hidden.contiguous()
         x = calls.norm(run, hidden, norm.weight, norm.variance_epsilon)
         heads = (x.shape[1], -1, attention.head_dim)
@@ -74,7 +119,9 @@ class FusedLayer:
 
 
 @torch.inference_mode()
-def fused_layers(layers: Sequence[Any], hidden_size: int, dtype: torch.dtype) -> list[FusedLayer] | None:
+def fused_layers(
+    layers: Sequence[Any], hidden_size: int, dtype: torch.dtype, *, rotary_dim: int
+) -> list[FusedLayer] | None:
     """The fused layers of a model; None if its class is not known or one of them differs from the model's own."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32).to(dtype)
@@ -93,7 +140,7 @@ def fused_layers(layers: Sequence[Any], hidden_size: int, dtype: torch.dtype) ->
         own = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=identity, layer_pass=seen)
         own = own[0] if isinstance(own, tuple) else own
         assert seen.settings is not None, "each layer attends"
-        fused = FusedLayer(layer, index, seen.settings)
+        fused = FusedLayer(layer, index, seen.settings, rotary_dim=rotary_dim)
         ours = fused(hidden, _Recorder())
         if ours is None or not float((ours - own).norm()) <= _TOLERANCE[dtype] * float(own.norm()):
             return None

@@ -756,6 +756,79 @@ EXPORT void NAME(attend)(const attend_t *c) {
     run(NAME(attend_job), c, c->kv_heads * ((folded + TILE - 1) / TILE), c->threads);
 }
 
+/* -- a whole layer ------------------------------------------------------------------------------------------------- */
+
+static void NAME(linears_job)(const void *context, long job) {
+    const linears_t *c = context;
+    for (long part = 0; part < 3; part++) {
+        long jobs = (c->parts[part].outs + 31) / 32;
+        if (job < jobs) {
+            NAME(linear_job)(c->parts + part, job);
+            return;
+        }
+        job -= jobs;
+    }
+}
+static void NAME(linears)(const layer_t *c, const void *x, long width, long first, long count, void *const *out,
+                          const long *outs) {
+    linears_t all = {};
+    long jobs = 0;
+    for (long n = 0; n < count; n++) {
+        all.parts[n] =
+            (linear_t){x, c->weights[first + n], c->biases[first + n], out[n], c->rows, width, outs[n], c->bfloat};
+        jobs += (outs[n] + 31) / 32;
+    }
+    run(NAME(linears_job), &all, jobs, c->threads);
+}
+
+EXPORT void NAME(layer)(const layer_t *c) {
+    long bf = c->bfloat, size = bf ? 2 : 4, rows = c->rows, hidden = c->hidden_size, inner = c->inner_size;
+    long own[] = {c->heads * c->dim, c->kv_heads * c->dim, c->kv_heads * c->dim}, wide[] = {inner, inner};
+    char *free = c->scratch;
+#define ROOM(count) (free += ((rows * (count) * size) + 63) / 64 * 64, free - ((rows * (count) * size) + 63) / 64 * 64)
+    void *x = ROOM(hidden), *qkv[] = {ROOM(own[0]), ROOM(own[1]), ROOM(own[2])}, *seen = ROOM(own[0]);
+    void *added = ROOM(hidden), *gates[] = {ROOM(inner), ROOM(inner)};
+#undef ROOM
+    rows_t norm = {c->hidden, x, 0, c->norm, rows, hidden, bf, c->eps[0]};
+    NAME(norm)(&norm, 1);
+    NAME(linears)(c, x, hidden, 0, 3, qkv, own);
+    if (c->q_norm) {
+        rows_t of_q = {qkv[0], qkv[0], 0, c->q_norm, rows * c->heads, c->dim, bf, c->eps[2]};
+        rows_t of_k = {qkv[1], qkv[1], 0, c->k_norm, rows * c->kv_heads, c->dim, bf, c->eps[3]};
+        NAME(norm)(&of_q, 1);
+        NAME(norm)(&of_k, 1);
+    }
+    for (long row = 0; row < rows; row++) {
+        const void *cos = (const void *)c->cos[row], *sin = (const void *)c->sin[row];
+        void *k = AT(c->k[row], c->positions[row] * c->key_row), *v = AT(c->v[row], c->positions[row] * c->key_row);
+        for (long part = 0; part < 2; part++)
+            for (long h = 0; h < own[part] / c->dim; h++) {
+                void *from = AT(qkv[part], row * own[part] + h * c->dim), *to = part ? AT(k, h * c->dim) : from;
+                if (bf) NAME(turn)(to, from, cos, sin, 0, c->dim, c->width, 1);
+                else NAME(turn)(to, from, cos, sin, 0, c->dim, c->width, 0);
+            }
+        memcpy(v, AT(qkv[2], row * own[2]), (size_t)(own[2] * size));
+    }
+    for (long row = 0; row < rows; row++) { /* once all are written: rows may be of one answer */
+        attend_t one = {.q = AT(qkv[0], row * own[0]), .k = (const void *)c->k[row], .v = (const void *)c->v[row],
+                        .out = AT(seen, row * own[0]), .packed = free, .positions = c->positions + row, .rows = 1,
+                        .heads = c->heads, .kv_heads = c->kv_heads, .dim = c->dim, .keys = c->positions[row] + 1,
+                        .window = c->window, .threads = c->threads, .bfloat = bf, .q_row = own[0], .q_head = c->dim,
+                        .k_row = c->key_row, .k_head = c->dim, .v_row = c->key_row, .v_head = c->dim,
+                        .scale = c->scale, .softcap = c->softcap};
+        NAME(few)(&one);
+    }
+    NAME(linears)(c, seen, own[0], 3, 1, &added, &hidden);
+    norm.add = added, norm.weight = c->after_norm, norm.eps = c->eps[1];
+    NAME(norm)(&norm, 1);
+    NAME(linears)(c, x, hidden, 4, 2, gates, wide);
+    rows_t gated = {gates[0], 0, gates[1], 0, rows, inner, bf, 0};
+    NAME(gated)(&gated, 1);
+    NAME(linears)(c, gates[0], inner, 6, 1, &added, &hidden);
+    for (long i = 0; i < rows * hidden; i++)
+        NAME(put1)(c->hidden, i, NAME(get1)(c->hidden, i, bf) + NAME(get1)(added, i, bf), bf);
+}
+
 /* -- attention mass ------------------------------------------------------------------------------------------------ */
 
 /* Weights of some rows, averaged over the heads: to each segment, and to each key from all of these rows. */

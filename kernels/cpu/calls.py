@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.visibility import Visibility
 
 MOST_DIM = 256
-_BLOCK, _WIDE, _MASS_ROWS, _FEW, _PART = 64, 128, 8, 12, 256  # of body.h
+_BLOCK, _WIDE, _MASS_ROWS, FEW, _PART = 64, 128, 8, 12, 256  # of body.h
 _GRAIN = 32  # tokens of a job that moves
 _SMALL = 1 << 16  # bytes: less is moved by one thread, waking another takes longer
 _local = threading.local()
@@ -62,6 +63,47 @@ class _Rows(ctypes.Structure):
 
 class _Linear(ctypes.Structure):
     _fields_ = [*_fields("x weight bias out", _P), *_fields("rows width outs bfloat", _N)]
+
+
+class LayerCall(ctypes.Structure):
+    """A decoder layer's weights and shapes, and the rows of one call of `layer`; see `layer_t` in kernels.c."""
+
+    _fields_ = [
+        ("weights", _P * 7),
+        ("biases", _P * 7),
+        *_fields("norm after_norm q_norm k_norm hidden scratch k v cos sin positions", _P),
+        *_fields("rows hidden_size inner_size heads kv_heads dim width key_row window threads bfloat", _N),
+        ("eps", ctypes.c_float * 4),
+        *_fields("scale softcap", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """A row of `layer`: addresses of its answer's keys and values, its angles' address, and its position."""
+
+    k: int
+    v: int
+    cos: int
+    sin: int
+    position: int
+
+
+def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow]) -> Tensor:
+    """What a decoder layer makes of few rows `[1, rows, hidden]`; their keys and values are written."""
+    hidden = hidden.clone(memory_format=torch.contiguous_format)
+    count = len(rows)
+    addresses, whole = ctypes.c_uint64 * count, ctypes.c_int64 * count
+    k, v = addresses(*(row.k for row in rows)), addresses(*(row.v for row in rows))
+    cos, sin = addresses(*(row.cos for row in rows)), addresses(*(row.sin for row in rows))
+    positions = whole(*(row.position for row in rows))
+    call.hidden, call.rows, call.threads = hidden.data_ptr(), count, torch.get_num_threads()
+    call.k, call.v, call.cos, call.sin, call.positions = (ctypes.addressof(one) for one in (k, v, cos, sin, positions))
+    wide = 2 * call.hidden_size + 2 * (call.heads + call.kv_heads) * call.dim + 2 * call.inner_size
+    parts = 4 * call.heads * -(-(max(positions) + 1) // _PART) * (call.dim + 2)
+    call.scratch = _scratch(4 * count * wide + 8 * 64 + parts, "layer")
+    run("layer", ctypes.byref(call))
+    return hidden
 
 
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
@@ -235,7 +277,7 @@ def _attention(
     padded = -(-dim // _BLOCK) * _BLOCK
     size = 2 if run.instructions == "avx512_bf16" and call.bfloat else 4
     packed = k.shape[1] * blocks * _BLOCK * (dim + padded) * size
-    parts = 4 * _FEW * k.shape[1] * -(-keys // _PART) * (dim + 2)  # of few rows, which are not packed
+    parts = 4 * FEW * k.shape[1] * -(-keys // _PART) * (dim + 2)  # of few rows, which are not packed
     call.packed = _scratch(max(packed, parts), "packed")
     return call
 

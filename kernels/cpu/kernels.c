@@ -115,6 +115,20 @@ typedef struct {
     long rows, width, outs, bfloat;
 } linear_t;
 
+typedef struct { linear_t parts[3]; } linears_t;
+
+/* Of `layer`: a whole decoder layer for few rows, each with keys and values of its own answer. Weights and biases: query,
+   key, value, output, gate, up, down. */
+typedef struct {
+    const void *weights[7], *biases[7], *norm, *after_norm, *q_norm, *k_norm;
+    void *hidden; /* [rows, hidden_size], changed in place */
+    char *scratch;
+    const uint64_t *k, *v, *cos, *sin; /* [rows], addresses: of position 0; of the row's own angles */
+    const int64_t *positions;
+    long rows, hidden_size, inner_size, heads, kv_heads, dim, width, key_row, window, threads, bfloat;
+    float eps[4], scale, softcap; /* eps: norm, after_norm, q_norm, k_norm */
+} layer_t;
+
 #define ISA portable
 #define VL 4
 #define NV 2
