@@ -52,12 +52,12 @@ class FusedLayer:
         """The call that computes the whole layer at once; None where a product is not a plain linear layer's."""
         own = self._layer
         attention, mlp = own.self_attn, own.mlp
-        linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        linear += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         if not all(_plain_linear(one) for one in linear):
             return None
-        norms = (own.input_layernorm, own.post_attention_layernorm)
-        norms += (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        norms = [own.input_layernorm, own.post_attention_layernorm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         if self._call is not None and all(one._parameters[name] is held for one, name, held in self._held):
             return self._call
         weights = [one.weight for one in (*linear, *norms)] + [one.bias for one in linear if one.bias is not None]
