@@ -51,7 +51,7 @@ def attention_mass(
         found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, bounds=bounds)
         assert found.mass is not None, "bounds were given"
         return found.mass, received_on_gpu(q, k, found.lse, visible, scale=scale, softcap=softcap)
-    if (run := kernels_for(q, k)) is not None and calls.attends(q) and len(q):
+    if (run := kernels_for(q, k)) is not None and calls.attends(q, k):
         return calls.mass(run, q, k, visible, bounds, scale=scale, softcap=softcap)
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
     received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)

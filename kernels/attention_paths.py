@@ -103,7 +103,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visibility, path: AttentionPath, *, scale: float, softcap: float | None
 ) -> Tensor:
     """`attention` of more than one row by this path; soft-capped scores take products where torch would serve."""
-    if path.kind == "compiled" and (run := kernels_for(q, k, v)) is not None and calls.attends(q):
+    if path.kind == "compiled" and (run := kernels_for(q, k, v)) is not None and calls.attends(q, k, v):
         return calls.attend(run, q, k, v, visible, scale=scale, softcap=softcap)
     out = torch.empty_like(q)
     queries, grouped_out = grouped(q, k.shape[1]), grouped(out, k.shape[1])

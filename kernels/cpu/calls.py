@@ -97,6 +97,7 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
     k, v = addresses(*(row.k for row in rows)), addresses(*(row.v for row in rows))
     cos, sin = addresses(*(row.cos for row in rows)), addresses(*(row.sin for row in rows))
     positions = whole(*(row.position for row in rows))
+    call = LayerCall.from_buffer_copy(call)  # two engines may share a model
     call.hidden, call.rows, call.threads = hidden.data_ptr(), count, torch.get_num_threads()
     call.k, call.v, call.cos, call.sin, call.positions = (ctypes.addressof(one) for one in (k, v, cos, sin, positions))
     wide = 2 * call.hidden_size + 2 * (call.heads + call.kv_heads) * call.dim + 2 * call.inner_size
@@ -188,9 +189,10 @@ def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return out
 
 
-def attends(q: Tensor) -> bool:
-    """True for heads that `attend` and `mass` can take."""
-    return q.shape[2] <= MOST_DIM and q.shape[2] % 2 == 0
+def attends(q: Tensor, *others: Tensor) -> bool:
+    """True for rows, keys and values that `attend` and `mass` can take."""
+    dim = q.shape[2]
+    return len(q) > 0 and dim <= MOST_DIM and dim % 2 == 0 and all(one.shape[2] == dim for one in others)
 
 
 def attend(
@@ -265,9 +267,9 @@ def _attention(
     run: Kernels, q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None
 ) -> _Attend:
     rows, heads, dim = q.shape
-    keys, absent = visible.prepared(_reach)
+    keys, absent, positions = visible.prepared(_reach)
     keys = min(keys, len(k))
-    call = _Attend(q=q.data_ptr(), k=k.data_ptr(), positions=visible.positions.data_ptr())
+    call = _Attend(q=q.data_ptr(), k=k.data_ptr(), positions=positions.data_ptr())
     call.absent = absent.data_ptr() if absent is not None else None
     call.rows, call.heads, call.kv_heads, call.dim, call.keys = rows, heads, k.shape[1], dim, keys
     call.window, call.threads, call.bfloat = visible.window or 0, torch.get_num_threads(), q.dtype == torch.bfloat16
@@ -282,14 +284,14 @@ def _attention(
     return call
 
 
-def _reach(visible: Visibility) -> tuple[int, Tensor | None]:
-    """Number of keys down to the last row's own, and which of them are absent, as bytes."""
+def _reach(visible: Visibility) -> tuple[int, Tensor | None, Tensor]:
+    """Number of keys down to the last row's own, which of them are absent, as bytes, and the positions, adjoining."""
     keys = int(visible.positions[-1]) + 1
     if visible.absent is None:
-        return keys, None
+        return keys, None, visible.positions.contiguous()
     absent = torch.zeros(keys, dtype=torch.uint8)
     absent[visible.absent[visible.absent < keys]] = 1
-    return keys, absent
+    return keys, absent, visible.positions.contiguous()
 
 
 def _move(merged: Tensor, cos: Tensor, sin: Tensor) -> _Move:

@@ -139,7 +139,5 @@ def test_names_are_known() -> None:
     assert [method.name for method in methods_named(["default", "full_cache", "default"])] == ["default", "full_cache"]
     with pytest.raises(ConfigError, match=r"best: no such method; there are .*full_recompute"):
         methods_named(["best"])
-    with pytest.raises(
-        ConfigError, match=r"full: .*full_recompute \(prefill of the whole prompt\) or full_cache"
-    ):
+    with pytest.raises(ConfigError, match=r"full: .*full_recompute \(prefill of the whole prompt\) or full_cache"):
         methods_named(["full"])
