@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 Config = Callable[[float], ReuseConfig]
 
-# As in the paper: each chunk has its own budget, and tokens that are not recomputed stay as stored.
-_PAPER = replace(PLAIN, budget_scope="chunk", drift=0.0, correction="off", selector="cache_craft")
+_PAPER = ReuseConfig.paper(capture=PLAIN.capture, loading=PLAIN.loading, early_termination="off")
 _CRAFT = "Cache-Craft §5.1.4"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from cachecraft_rag.checks import (
     FINITE,
@@ -69,6 +69,30 @@ class ReuseConfig:
     early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
     loading: Loading = "cake"
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """Cache-Craft and Cake as published.
+
+        Each chunk recomputes the CFO share of its tokens (eq. 12), the highest of eq. 14, until Algorithm 1 ends it;
+        the others stay as stored. Chunk-caches load from the back while the front is computed (Cake).
+
+        Args:
+            changes: settings that are to differ.
+
+        >>> config = ReuseConfig.paper(alpha=1.0)
+        >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
+        ('cache_craft', 0.0, 'printed', 'cake', 1.0)
+        """
+        published: dict[str, Any] = {
+            "selector": "cache_craft",
+            "budget_scope": "chunk",
+            "drift": 0.0,
+            "correction": "off",
+            "early_termination": "printed",
+            "loading": "cake",
+        }
+        return cls(**published | changes)
 
     def __post_init__(self) -> None:
         """Check every field; raises ConfigError."""

@@ -1,0 +1,144 @@
+"""`ReuseConfig.paper()` through both frameworks: what the papers propose, all of it in one request from the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachecraft_rag.compute import meeting, overlapped
+from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.types import Chunk
+
+TEXTS = [
+    f"The {name} of the Wren K2 {verb} {n} times a year, and nobody at the works has ever found out the reason for it."
+    for n, (name, verb) in enumerate([("lid", "leaks"), ("cord", "frays"), ("base", "warms"), ("spout", "drips")], 2)
+]
+FRONT, SECOND, THIRD, LAST = CHUNKS = [Chunk(text) for text in TEXTS]
+OTHER = Chunk("The toaster has a crumb tray; pull it out to the left.")
+QUESTION = "How often does the lid leak?"
+# One layer decides: whether the same chunks lead in three layers of a random model says nothing of what is tested here.
+PAPER = ReuseConfig.paper(early_termination_window=1)
+
+Stats = dict[str, Any]
+
+
+def ask_langchain(engine: Engine) -> Stats:
+    """The prompt `CHUNKS` through LangChain's generator."""
+    from langchain_core.documents import Document
+
+    from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft
+
+    found: list[Stats] = []
+
+    class Keeping(ChatCacheCraft):
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            result = super()._generate(*args, **kwargs)
+            found.append(result.generations[0].message.response_metadata["cachecraft"])
+            return result
+
+    generator = CacheCraftGenerator(llm=Keeping(engine=engine, max_tokens=4))
+    generator.invoke({"input": QUESTION, "context": [Document(text) for text in reversed(TEXTS)]})
+    return found[-1]
+
+
+def ask_llama_index(engine: Engine) -> Stats:
+    """The prompt `CHUNKS` through LlamaIndex's synthesizer."""
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    from cachecraft_rag.llama_index import CacheCraftSynthesizer
+
+    nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in reversed(TEXTS)]
+    synthesizer = CacheCraftSynthesizer(engine, sampling=SamplingParams(max_new_tokens=4))
+    response: Any = synthesizer.synthesize(QUESTION, nodes=nodes)
+    return response.metadata["cachecraft"]
+
+
+@pytest.fixture
+def open_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[Callable[[], Engine]]:
+    """Opens an engine with the paper's settings over the same folder, which closes the one before."""
+    opened: list[tuple[Engine, ChunkCacheStore]] = []
+
+    def close() -> None:
+        for engine, store in opened:
+            engine.close()
+            store.close()
+        opened.clear()
+
+    def make() -> Engine:
+        close()
+        store = ChunkCacheStore.open(tmp_path / "caches")
+        engine = Engine(tiny_decoder("Llama"), store, config=PAPER, new_variants="off")
+        opened.append((engine, store))
+        return engine
+
+    yield make
+    close()
+
+
+def capture(engine: Engine, *prompts: Sequence[Chunk]) -> None:
+    """Capture each prompt's chunks in full, the best one last."""
+    for chunks in prompts:
+        full = engine.stream("Why?", list(reversed(chunks)), config=replace(PAPER, reuse=False))
+        assert list(full) is not None
+        engine.settle()
+
+
+def front_is_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the instruction and the first chunk come only after the front has computed them, and the rest in time."""
+    system = engine.prompts.system
+    front = len(system.token_ids) + len(engine.prompts.chunk_segment(FRONT).token_ids)
+    late, computed = {system.segment_id, FRONT.chunk_id}, threading.Event()
+    pieces = iter([(float(front), False), (0.0, True)])
+    read = StoredVariant.read
+
+    def next_piece(*_: object) -> tuple[float, bool]:
+        piece = next(pieces)
+        if piece[1]:
+            computed.set()
+        return piece
+
+    def read_late(self: StoredVariant, *args: Any, **kwargs: Any) -> None:
+        if self.variant.key.chunk_id in late:
+            computed.wait(60.0)
+        read(self, *args, **kwargs)
+
+    monkeypatch.setattr(StoredVariant, "read", read_late)
+    monkeypatch.setattr(meeting.Cake, "next_piece", next_piece)
+    monkeypatch.setattr(overlapped.OverlappedPrefill, "_take_over", lambda *_: [])  # however slow this machine is
+    monkeypatch.setattr(overlapped, "_STALL_S", 60.0)
+
+
+@pytest.mark.parametrize("ask", [ask_langchain, ask_llama_index])
+def test_variants_early_termination_and_tail_loading_act_in_one_request(
+    ask: Callable[[Engine], Stats], open_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+    capture(engine, CHUNKS[:1], [OTHER, THIRD], [SECOND, THIRD], [OTHER, SECOND], [OTHER, LAST])
+    variants = {row.variant.variant_id: row.variant for row in engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))}
+    assert len(variants) == 2
+    engine = open_engine()  # with nothing in memory
+    front_is_late(engine, monkeypatch)
+    stats = ask(engine)
+    first, second, third, last = stats["chunks"]
+    # variant selection: of the third chunk's two, the one whose old prefix stands before it again
+    assert SECOND.chunk_id in variants[third["variant_id"]].key.origin_prefix
+    assert third["cfo"] < last["cfo"]
+    # tail loading: the front was computed, what stands behind it came from the disk
+    assert (first["computed"], first["reason_code"]) == (first["tokens"], Reason.COMPUTED_FASTER)
+    assert [(one["tier"], one["computed"]) for one in (second, third, last)] == [("disk", 0)] * 3
+    # early termination: settled in the first layer, so fewer rows than were chosen went through the others
+    assert stats["focus_layer"] == 0
+    chosen = stats["tokens_recomputed"] + stats["tokens_computed"]
+    assert 0 < second["recomputed"] < second["tokens"]
+    assert stats["recompute_share"] < chosen / stats["tokens_prompt"]
