@@ -20,6 +20,8 @@ COMMANDS = {
     "follow-ups": "Hit rates of follow-up questions, with and without their conversation",
     "load": "Read speed against dd, and the loading time hidden behind computing",
     "memory": "Peak memory of a request",
+    "papers": "The papers' figures, with our verdicts and the command for each",
+    "premises": "What the papers presuppose, looked at on a model and data",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
     "serve": "Throughput and time to the first token under load",
     "stream": "Recomputation and divergence over a stream of repeated questions",

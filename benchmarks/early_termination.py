@@ -1,145 +1,279 @@
-"""Early termination compared fairly: against a smaller recompute ratio of the same cost.
+"""Early termination compared fairly: against a smaller recompute ratio of the same cost (Cache-Craft Algorithm 1).
 
 Every rule that stops recomputation early saves work, whichever tokens it stops at, so a comparison with no rule at all
-shows nothing. Here each question is answered three times: at the full ratio, at the full ratio with the rule, and
-without a rule at the smaller ratio that computes as many token-layers as the rule left. The rule wins if its KL is
-lower than that of the smaller ratio.
+shows nothing. Here the KL with a rule is compared with the KL at the smaller ratio that computes as many token-layers
+as the rule left, question by question. Neither side has drift correction, which a chunk would lose with its rows.
+
+What the question attends to in each layer is recorded once and does not depend on the rule, so every rule, window and
+first layer follows from it, and only what they decide differently is run. On the first questions all are tried; of each
+rule the best window and first layer are tried again on the others.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import numpy as np
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks import formats
 from benchmarks.evaluate import origin_named
-from benchmarks.methods import CRAFT
+from benchmarks.kept import Kept
+from benchmarks.methods import ABLATIONS, CRAFT
 from cachecraft_rag.cli import evaluate, options
-from cachecraft_rag.cli.options import out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
+from cachecraft_rag.compute import overlapped
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation import runner
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval
-from cachecraft_rag.evaluation.measuring import METHODS, Method, reference_of
+from cachecraft_rag.evaluation.measuring import Method, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.evaluation.origins import Origins
-from cachecraft_rag.planning.early_termination import FocusRule
+from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
+from cachecraft_rag.planning.early_termination import FocusMonitor, FocusRule
 from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Dataset
+    from cachecraft_rag.evaluation.dataset import Dataset, Question
     from cachecraft_rag.evaluation.measuring import Reference
     from cachecraft_rag.planning.config import ReuseConfig
 
 RULES: tuple[FocusRule, ...] = get_args(FocusRule)
+METHODS: Mapping[str, Method] = {"craft": CRAFT, "no_drift": ABLATIONS["no_drift"]}
+_STEPS = 20  # the smaller ratio is the nearest of so many parts of the whole
+_LEAST_SAVED = 0.05  # a rule that saves less in the mean is not worth having
 
 
 @dataclass(frozen=True, slots=True)
-class RuleComparison:
-    """One rule under one method, over all questions.
+class Cell:
+    """A rule, w of Algorithm 1, and the first layer that may decide, as a share of all layers."""
+
+    rule: FocusRule
+    window: int
+    first: float
+
+    def decide(self, asked: Sequence[Sequence[float]]) -> tuple[int, frozenset[int]] | None:
+        """The layer that decides and the focused chunks, from `[layers, chunks]` of attention; None where none does."""
+        first = max(0, round(self.first * len(asked)) - self.window + 1)  # the first layer that counts
+        sums = np.asarray(asked[: first + 1]).sum(0).tolist()
+        monitor = FocusMonitor(len(sums), rule=self.rule, window=self.window)
+        for layer, mass in enumerate([sums, *asked[first + 1 :]], start=first):
+            if monitor.observe(layer, mass):
+                assert monitor.focused is not None
+                return layer, monitor.focused
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One cell under one method, over some questions.
 
     kl, flat_kl   with the rule, and without it at the smaller ratio of the same cost
     difference    kl - flat_kl, paired by question: above 0 the rule loses
     saved         share of the recomputed token-layers that the rule saves
+    layers        deciding layer → number of questions; -1: none
     """
 
-    method: str
-    rule: str
+    questions: int
     kl: Interval
     flat_kl: Interval
     difference: Interval
     saved: float
+    layers: dict[int, int]
 
     @property
     def wins(self) -> bool:
         """True if the whole interval is in the rule's favour."""
         return self.difference.high < 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "method": self.method,
-            "rule": self.rule,
-            "kl": self.kl.mean,
-            "flat_kl": self.flat_kl.mean,
-            "difference": self.difference.mean,
-            "difference_ci": [self.difference.low, self.difference.high],
-            "saved": self.saved,
-            "wins": self.wins,
-        }
+
+# -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def compare_rules(
+class _Scripted(FocusMonitor):
+    """Records what it is shown, and decides as it was told: in this layer for these chunks, or never."""
+
+    def __init__(self, decision: tuple[int, frozenset[int]] | None) -> None:
+        super().__init__(0, rule="gap", window=1)
+        self._decision = decision
+        self.asked: list[list[float]] = []
+
+    def observe(self, layer: int, mass: Sequence[float]) -> bool:
+        self.asked.append([float(value) for value in mass])
+        if self._decision is None or layer != self._decision[0]:
+            return False
+        self.layer, self.focused = self._decision
+        return True
+
+
+@contextmanager
+def _deciding(monitor: FocusMonitor) -> Iterator[None]:
+    """Let this monitor decide for the requests of this process."""
+    before = overlapped.FocusMonitor
+    overlapped.FocusMonitor = lambda *_, **__: monitor  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        overlapped.FocusMonitor = before  # type: ignore[misc]
+
+
+@dataclass
+class Measured:
+    """One question under one method; each decision and each smaller ratio is run once.
+
+    Attributes:
+        asked: `[layers, chunks]`, attention from the question.
+    """
+
+    engine: Engine
+    reference: Reference
+    config: ReuseConfig
+    ratio: float
+
+    def __post_init__(self) -> None:
+        recording = _Scripted(None)
+        with _deciding(recording):
+            self._kl, self._rows, self._recomputed = self._answer(replace(self.config, early_termination="gap"))
+        self.asked = recording.asked
+        self._found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
+        self._flat = {_STEPS: self._kl}
+
+    def trial(self, cell: Cell) -> dict[str, Any]:
+        """Plain values: `kl`, `flat` and `saved` of this cell, and the deciding `layer`."""
+        decision = cell.decide(self.asked)
+        if decision is None:
+            return {"kl": self._kl, "flat": self._kl, "saved": 0.0, "layer": -1}
+        if decision not in self._found:
+            with _deciding(_Scripted(decision)):
+                kl, rows, _ = self._answer(replace(self.config, early_termination="gap"))
+            saved = (self._rows - rows) / self._recomputed if self._recomputed else 0.0
+            self._found[decision] = kl, saved
+        kl, saved = self._found[decision]
+        parts = round(_STEPS * (1.0 - saved))
+        if parts not in self._flat:
+            self._flat[parts], *_ = self._answer(replace(self.config, recompute_ratio=self.ratio * parts / _STEPS))
+        return {"kl": kl, "flat": self._flat[parts], "saved": saved, "layer": decision[0]}
+
+    def _answer(self, config: ReuseConfig) -> tuple[float, float, int]:
+        """KL to full prefill; rows computed, averaged over the layers; chunk tokens recomputed."""
+        question, full = self.reference.question, self.reference.answer
+        found = self.engine.score_answer(
+            question.text,
+            question.passages,
+            target=full.tokens,
+            max_new_tokens=self.reference.answer_tokens,
+            config=config,
+        )
+        kl, _ = divergence(full.logits, found.logits)
+        return kl, found.stats.recompute_share * found.stats.tokens_prompt, found.stats.tokens_recomputed
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tried.
+
+    cells  on the first `tune` questions; then the best cell of each rule on the others
+    ratio  recompute ratio without a rule
+    """
+
+    cells: Sequence[Cell]
+    tune: int
+    ratio: float = 0.15
+    answer_tokens: int = 16
+
+
+def compare(
     engine: Engine,
     dataset: Dataset,
     origins: Origins,
+    search: Search,
     *,
-    ratio: float = 0.15,
-    methods: Sequence[Method] = (CRAFT, METHODS["default"]),
-    answer_tokens: int = 16,
-    progress: Callable[[Progress], None] | None = None,
-) -> list[RuleComparison]:
-    """Compare every rule under every method over all questions.
+    kept: Kept,
+    methods: Mapping[str, Method] = METHODS,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Results of each method and rule, as plain values.
 
     Args:
-        engine: as in `runner.evaluate`.
+        engine: opened with `best_last=False`.
         origins: keeps the engine's store under an origin condition, see `origins.Origins`.
-        ratio: recompute ratio r without a rule.
+        kept: trials of an earlier run.
         progress: called before each question.
     """
-    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for done, question in enumerate(dataset.questions):
-        if progress is not None:
-            progress(Progress(done, len(dataset.questions), ""))
-        origins.before(question)
-        reference = reference_of(engine, question, answer_tokens=answer_tokens)
-        for method in methods:
-            # All three runs probe, however few rows are left: otherwise they would differ in more than the rule.
-            config = replace(method.config(ratio), probe_min_rows=0)
-            for rule, trial in _trials(engine, reference, config, ratio):
-                found.setdefault((method.name, rule), []).append(trial)
-    return [_comparison(method, rule, trials) for (method, rule), trials in found.items()]
+    found: list[dict[str, Any]] = []
+    for name, method in methods.items():
+        # However few rows are left, all runs probe: otherwise they would differ in more than the rule.
+        config = replace(method.config(search.ratio), probe_min_rows=0)
+        trials: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in search.cells}
+        chosen: Sequence[Cell] = search.cells
+        tuned: dict[Cell, Compared] = {}
+        for place, question in enumerate(dataset.questions):
+            progress(Progress(place, len(dataset.questions), name))
+            if place == search.tune:
+                tuned = {cell: compared(found) for cell, found in trials.items() if found}
+                chosen = best_of(tuned) or chosen
+                trials = {cell: [] for cell in chosen}
+
+            measure = partial(_trials, engine, origins, question, search, config=config, cells=chosen)
+            key = f"{name} {question.question_id} {[(c.rule, c.window, c.first) for c in chosen]}"
+            for cell, trial in zip(chosen, kept.get(key, measure), strict=True):
+                trials[cell].append(trial)
+        for cell, tried in trials.items():
+            if tried:
+                result = compared(tried)
+                row = {"method": name, **asdict(cell), **asdict(result), "wins": result.wins}
+                found.append(row | {"tuned": asdict(tuned[cell]) if cell in tuned else None})
+    return found
 
 
 def _trials(
-    engine: Engine, reference: Reference, config: ReuseConfig, ratio: float
-) -> list[tuple[str, tuple[float, float, float]]]:
-    """For each rule: KL with the rule, KL at the smaller ratio of the same cost, and the share that the rule saves."""
-    _, rows, recomputed = _answer(engine, reference, config)
-    trials = []
-    for rule in RULES:
-        kl, rows_left, _ = _answer(engine, reference, replace(config, early_termination=rule))
-        saved = (rows - rows_left) / recomputed if recomputed else 0.0
-        flat_kl, _, _ = _answer(engine, reference, replace(config, recompute_ratio=ratio * max(0.0, 1.0 - saved)))
-        trials.append((str(rule), (kl, flat_kl, saved)))
-    return trials
+    engine: Engine,
+    origins: Origins,
+    question: Question,
+    search: Search,
+    *,
+    config: ReuseConfig,
+    cells: Sequence[Cell],
+) -> list[dict[str, Any]]:
+    origins.before(question)
+    reference = reference_of(engine, question, answer_tokens=search.answer_tokens)
+    measured = Measured(engine, reference, config, search.ratio)
+    return [measured.trial(cell) for cell in cells]
 
 
-def _answer(engine: Engine, reference: Reference, config: ReuseConfig) -> tuple[float, float, int]:
-    """KL to full prefill; rows computed, averaged over the layers; chunk tokens recomputed."""
-    question, full = reference.question, reference.answer
-    found = engine.score_answer(
-        question.text, question.passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=config
-    )
-    stats = found.stats
-    kl, _ = divergence(full.logits, found.logits)
-    return kl, stats.recompute_share * stats.tokens_prompt, stats.tokens_recomputed
-
-
-def _comparison(method: str, rule: str, trials: Sequence[tuple[float, float, float]]) -> RuleComparison:
-    kl, flat, saved = ([trial[part] for trial in trials] for part in range(3))
-    return RuleComparison(
-        method, rule, mean_interval(kl), mean_interval(flat), paired_interval(kl, flat), sum(saved) / len(saved)
+def compared(trials: Sequence[Mapping[str, Any]]) -> Compared:
+    """The trials of one cell, one per question, taken together."""
+    kl, flat = ([trial[part] for trial in trials] for part in ("kl", "flat"))
+    return Compared(
+        len(trials),
+        mean_interval(kl),
+        mean_interval(flat),
+        paired_interval(kl, flat),
+        sum(trial["saved"] for trial in trials) / len(trials),
+        dict(sorted(Counter(trial["layer"] for trial in trials).items())),
     )
 
+
+def best_of(tuned: Mapping[Cell, Compared]) -> list[Cell]:
+    """Of each rule the cell with the lowest mean difference, among those that save anything worth it."""
+    saving = {cell: found for cell, found in tuned.items() if found.saved >= _LEAST_SAVED}
+    by_rule: dict[str, Cell] = {}
+    for cell, found in saving.items():
+        if cell.rule not in by_rule or found.difference.mean < saving[by_rule[cell.rule]].difference.mean:
+            by_rule[cell.rule] = cell
+    return list(by_rule.values())
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
 
 Ratio = Annotated[
     float, typer.Option("--recompute-ratio", min=0.01, max=1.0, help="Recompute ratio without early termination.")
@@ -151,16 +285,32 @@ def main(
     format: evaluate.Format = None,
     model: options.Model = "demo",
     recompute_ratio: Ratio = 0.15,
+    methods: Annotated[str, typer.Option("--methods", help="craft, no_drift.")] = "craft,no_drift",
+    rules: Annotated[str, typer.Option("--rules", help="printed, gap, share.")] = "printed,gap,share",
+    window: Annotated[str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")] = "3,5,8,12",
+    first_layer: Annotated[
+        str, typer.Option("--first-layer", help="First layer that may decide, as a share of all layers.")
+    ] = "0,0.33,0.5",
     limit: evaluate.Limit = 40,
-    passages: evaluate.Passages = 10,
+    tune: Annotated[
+        int | None, typer.Option("--tune", min=0, help="Questions on which all is tried.", show_default="half of them")
+    ] = None,
+    passages: evaluate.Passages = 5,
     origin: evaluate.Origin = "unrelated",
     answer_tokens: evaluate.AnswerTokens = 16,
     dtype: options.Dtype = "float32",
     seed: evaluate.Seed = 0,
+    folder: Annotated[Path, typer.Option("--out", "-o", help="What is there is not measured again.")] = Path(
+        "cachecraft-early-termination"
+    ),
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare every rule of early termination with a smaller recompute ratio of the same cost."""
+    """Compare every rule of early termination with a smaller recompute ratio of the same cost.
+
+    Tunes window and first layer on the first questions, and tries the best of each rule on the others. A stopped run
+    resumes.
+    """
     options.set_threads(threads)
     options.quiet_libraries()
     evaluate.require_packages()
@@ -170,39 +320,60 @@ def main(
             f"with the origin {origin}, chunk-caches change from question to question; choose unrelated, neighbours, "
             "alone or similar"
         )
+    grid = product(_named(rules, RULES), (int(value) for value in numbers(window)), numbers(first_layer))
+    cells = [Cell(rule, width, first) for rule, width, first in grid]  # type: ignore[arg-type]
+    search = Search(cells, limit // 2 if tune is None else tune, recompute_ratio, answer_tokens)
     asked = evaluate.Questions(data, format, limit, passages, answer_tokens=answer_tokens, seed=seed)
     dataset = asked.load(formats.read)
     with ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         with waiting("Loading the model"):
-            engine = opened.enter_context(runner.open_engine(model, folder, dtype=dtype))
+            from cachecraft_rag.engine.decoder import Decoder
+            from cachecraft_rag.engine.engine import Engine
+            from cachecraft_rag.store import ChunkCacheStore
+
+            decoder = Decoder.load(model, dtype=dtype)
+        settings = {"fingerprint": decoder.fingerprint, "data": dataset.name, "limit": limit, "passages": passages}
+        settings |= {"origin": origin, "ratio": recompute_ratio, "answer": answer_tokens, "seed": seed}
+        kept = Kept(folder / "trials.jsonl", settings)
+        # The chunk-caches stay in the folder, for a run that resumes.
+        store = opened.enter_context(ChunkCacheStore.open(folder / "caches", variants_per_chunk=VARIANTS_PER_CHUNK))
+        engine = opened.enter_context(Engine(decoder, store, best_last=False, new_variants="off"))
         origins = Origins(condition, engine, dataset, seed, answer_tokens)
+        chosen = {name: METHODS[name] for name in _named(methods, tuple(METHODS))}
         with progress_bar("Measuring", remaining=True) as show:
-            found = compare_rules(
-                engine, dataset, origins, ratio=recompute_ratio, answer_tokens=answer_tokens, progress=show
-            )
+            found = compare(engine, dataset, origins, search, kept=kept, methods=chosen, progress=show)
     if as_json:
-        print_json(
-            {"questions": len(dataset.questions), "passages": passages, "rules": [one.as_dict() for one in found]}
-        )
+        print_json({"questions": len(dataset.questions), "passages": passages, "rules": found})
     else:
         _print(found)
 
 
-def _print(found: list[RuleComparison]) -> None:
+def _named(given: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in given.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"unknown {', '.join(unknown)}; choose among {', '.join(known)}")
+    return names
+
+
+def _print(found: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("method", "rule", "saved", "KL", "KL at same cost", "difference (95 %)", "verdict"):
-        table.add_column(heading, justify="left" if heading in ("method", "rule", "verdict") else "right")
+    for heading in ("method", "rule", "w", "first", "questions", "saved", "KL", "at same cost", "difference (95 %)"):
+        table.add_column(heading, justify="left" if heading in ("method", "rule") else "right")
+    table.add_column("verdict")
+    table.add_column("deciding layers")
     for one in found:
-        verdict = "wins" if one.wins else "loses" if one.difference.low > 0 else "no difference shown"
-        low, high = one.difference.low, one.difference.high
+        low, high = one["difference"]["low"], one["difference"]["high"]
         table.add_row(
-            one.method,
-            one.rule,
-            f"{one.saved:.0%}",
-            f"{one.kl.mean:.4f}",
-            f"{one.flat_kl.mean:.4f}",
-            f"{one.difference.mean:+.4f} [{low:+.4f}, {high:+.4f}]",
-            verdict,
+            one["method"],
+            one["rule"],
+            str(one["window"]),
+            f"{one['first']:g}",
+            str(one["questions"]),
+            f"{one['saved']:.0%}",
+            f"{one['kl']['mean']:.4f}",
+            f"{one['flat_kl']['mean']:.4f}",
+            f"{one['difference']['mean']:+.4f} [{low:+.4f}, {high:+.4f}]",
+            "wins" if one["wins"] else "loses" if low > 0 else "no difference shown",
+            " ".join(f"{layer}:{count}" for layer, count in one["layers"].items()),
         )
     out.print(table)

@@ -2,49 +2,85 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.early_termination import RULES, RuleComparison, compare_rules
+from benchmarks.early_termination import METHODS, RULES, Cell, Compared, Search, best_of, compare, compared
+from benchmarks.kept import Kept
+from cachecraft_rag.compute import overlapped
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import handbook_dataset
 from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.evaluation.origins import Origins, condition_named
+from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 
+ASKED = [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]  # of four layers to three chunks
+
+
+def test_a_cell_decides_as_the_engine_would() -> None:
+    assert Cell("gap", 1, 0.0).decide(ASKED) == (0, {1})
+    assert Cell("gap", 2, 0.0).decide(ASKED) == (2, {0})  # chunk 1 led in the first layer alone
+    assert Cell("gap", 1, 0.5).decide(ASKED) == (2, {0})
+    assert Cell("gap", 3, 0.5).decide(ASKED) == (3, {0})  # it looks at the layers 1 to 3
+    assert Cell("gap", 4, 0.0).decide(ASKED) is None
+
 
 def test_every_rule_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
-    dataset = handbook_dataset(passages=3, limit=3, seed=1)
+    dataset = handbook_dataset(passages=3, limit=4, seed=1)
     seen: list[Progress] = []
+    search = Search([Cell(rule, w, 0.0) for rule, w in product(RULES, (1, 2))], tune=2, ratio=0.3, answer_tokens=4)
+    methods = {"craft": METHODS["craft"]}
     with (
         ChunkCacheStore.open(tmp_path) as store,
         Engine(tiny_decoder("Llama", num_hidden_layers=8), store, best_last=False) as engine,
     ):
         origins = Origins(condition_named("unrelated"), engine, dataset, 1, 4)
-        found = compare_rules(engine, dataset, origins, ratio=0.3, answer_tokens=4, progress=seen.append)
-    assert [(one.method, one.rule) for one in found] == [(m, r) for m in ("craft", "default") for r in RULES]
-    assert seen == [Progress(done, 3, "") for done in range(3)]
+        kept = Kept(tmp_path / "trials.jsonl", {})
+        found = compare(engine, dataset, origins, search, kept=kept, methods=methods, progress=seen.append)
+        again = compare(engine, dataset, origins, search, kept=Kept(tmp_path / "trials.jsonl", {}), methods=methods)
+    assert again == found
+    assert seen == [Progress(done, 4, "craft") for done in range(4)]
+    assert {one["rule"] for one in found} <= set(RULES)
+    assert found
     for one in found:
-        assert 0.0 <= one.saved < 1.0
-        assert one.difference.mean == pytest.approx(one.kl.mean - one.flat_kl.mean)
-        assert one.kl.mean > 0.0
-        if one.saved == 0.0:  # the flat budget is then the same budget
-            assert one.difference.mean == pytest.approx(0.0, abs=1e-6)
+        assert one["questions"] == one["tuned"]["questions"] == 2
+        assert 0.0 <= one["saved"] < 1.0
+        assert one["difference"]["mean"] == pytest.approx(one["kl"]["mean"] - one["flat_kl"]["mean"])
+        assert one["kl"]["mean"] > 0.0
+        assert sum(one["layers"].values()) == 2
+    assert overlapped.FocusMonitor is FocusMonitor
 
 
-@pytest.mark.parametrize(("low", "high", "wins"), [(-0.2, -0.1, True), (-0.2, 0.1, False), (0.1, 0.2, False)])
-def test_only_the_whole_interval_wins(low: float, high: float, wins: bool) -> None:
+def _compared(mean: float, *, saved: float = 0.3, spread: float = 0.0) -> Compared:
     kl = Interval(0.1, 0.0, 0.2)
-    compared = RuleComparison("craft", "gap", kl, kl, Interval((low + high) / 2, low, high), 0.3)
-    assert compared.wins is wins
-    assert json.loads(json.dumps(compared.as_dict()))["wins"] is wins
+    return Compared(9, kl, kl, Interval(mean, mean - spread, mean + spread), saved, {3: 9})
+
+
+@pytest.mark.parametrize(("mean", "spread", "wins"), [(-0.2, 0.1, True), (-0.1, 0.2, False), (0.2, 0.1, False)])
+def test_only_the_whole_interval_wins(mean: float, spread: float, wins: bool) -> None:
+    assert _compared(mean, spread=spread).wins is wins
+
+
+def test_the_best_cell_of_each_rule_must_save_something() -> None:
+    short, long, idle = Cell("gap", 3, 0.0), Cell("gap", 8, 0.0), Cell("gap", 12, 0.0)
+    other = Cell("share", 3, 0.0)
+    found = {short: _compared(0.2), long: _compared(0.1), idle: _compared(0.0, saved=0.01), other: _compared(0.3)}
+    assert best_of(found) == [long, other]
+
+
+def test_a_question_on_which_nothing_is_decided_counts_as_no_difference() -> None:
+    trials = [{"kl": 0.2, "flat": 0.2, "saved": 0.0, "layer": -1}, {"kl": 0.4, "flat": 0.2, "saved": 0.5, "layer": 3}]
+    found = compared(trials)
+    assert found.difference.mean == pytest.approx(0.1)
+    assert (found.saved, found.layers) == (0.25, {-1: 1, 3: 1})
 
 
 def test_the_command_compares_every_rule(
@@ -56,9 +92,12 @@ def test_the_command_compares_every_rule(
     decoder = tiny_decoder("Llama")
     decoder.model.save_pretrained(tmp_path)
     decoder.tokenizer.save_pretrained(tmp_path)
-    arguments = ("--model", tmp_path, "--limit", "1", "--passages", "2", "--answer-tokens", "4")
+    arguments = ("--model", tmp_path, "--limit", "1", "--tune", "0", "--passages", "3", "--answer-tokens", "4")
+    arguments = (*arguments, "--window", "2", "--first-layer", "0", "--methods", "craft", "--out", tmp_path / "out")
     report = benchmark_json("early-termination", *arguments)
-    assert (report["questions"], report["passages"]) == (1, 2)
-    assert {one["rule"] for one in report["rules"]} == set(RULES)
+    assert (report["questions"], report["passages"]) == (1, 3)
+    assert [one["rule"] for one in report["rules"]] == list(RULES)
     with pytest.raises(ConfigError, match="change from question to question"):
         benchmark_json("early-termination", *arguments, "--origin", "stream")
+    with pytest.raises(ConfigError, match="unknown sharp"):
+        benchmark_json("early-termination", *arguments, "--rules", "sharp")

@@ -125,7 +125,9 @@ def test_variants_early_termination_and_tail_loading_act_in_one_request(
 ) -> None:
     engine = open_engine()
     capture(engine, CHUNKS[:1], [OTHER, THIRD], [SECOND, THIRD], [OTHER, SECOND], [OTHER, LAST])
-    variants = {row.variant.variant_id: row.variant for row in engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))}
+    variants = {
+        row.variant.variant_id: row.variant for row in engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))
+    }
     assert len(variants) == 2
     engine = open_engine()  # with nothing in memory
     front_is_late(engine, monkeypatch)
