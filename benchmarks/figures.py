@@ -78,8 +78,9 @@ def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
 
 
 def draw_serve(report: ServeReport, path: Path) -> None:
-    """Throughput and time to the first token over the load, and hits over time at the highest one (Cache-Craft, Fig. 22
-    to 25). Errors as `draw_cake`.
+    """Throughput and time to the first token over the load (Cache-Craft, Fig. 22), and hits over time at the highest.
+
+    Errors as `draw_cake`.
     """
     figure, axes = pyplot().subplots(1, 4, figsize=(13.6, 2.8))
     rates = [load.qps for load in report.loads]
