@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ class CakeCell:
     cake_s           overlapped prefill
     best_split_s     prediction for the best split, from this cell's rates: compute the front and load the rest at the
                      same time, then compute the question
+    computed         share of the prompt that overlapped prefill computed, of the last pair
     exact            whether the first tokens of the answer equal those of full prefill
     of_better        cake_s / the smaller of compute_only_s and load_only_s; lowest and highest: of the single pairs
     dtype, threads, cpu  of the model, of a pass, and the CPU's vector instructions
@@ -63,6 +65,7 @@ class CakeCell:
     load_only_s: float
     cake_s: float
     best_split_s: float
+    computed: float
     exact: bool
     of_better: float
     of_better_lowest: float
@@ -88,6 +91,24 @@ class Grid:
             raise ConfigError(f"a context needs at least {CHUNK_TOKENS} tokens, one chunk")
         if min(self.bandwidths) <= 0 or self.pairs < 1 or not all(0 < share <= 1 for share in self.shares):
             raise ConfigError("bandwidths must be above 0, compute shares above 0 and at most 1, pairs at least 1")
+
+
+def overhead(model: str, tokens: int, *, dtype: str = "auto", pairs: int = 5) -> list[float]:
+    """CPU time of overlapped prefill when nothing comes / of full prefill, pair by pair (Cake Fig. 7).
+
+    Both take in an answer of some tokens. Readers are there, and read a byte a second.
+    """
+    decoder, ratios = Decoder.load(model, dtype=dtype), []
+    with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+        context = _Context(decoder, Path(folder), tokens)
+        context.capture("raw")
+        for _ in range(pairs + 1):
+            began = time.process_time()
+            context.ask(_COMPUTE, "raw")
+            between = time.process_time()
+            context.load("raw", 1.0, "cake")
+            ratios.append((time.process_time() - between) / (between - began))
+    return ratios[1:]  # what runs for the first time takes longer
 
 
 def run(
@@ -125,8 +146,8 @@ class _Context:
     def cells(self, grid: Grid, share: float) -> Iterator[CakeCell]:
         """One cell per bandwidth and codec."""
         for codec in grid.codecs:
-            self._capture(codec)
-        text, full = self._ask(_COMPUTE, grid.codecs[0])
+            self.capture(codec)
+        text, full = self.ask(_COMPUTE, grid.codecs[0])
         rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
         for bandwidth in grid.bandwidths:
             for codec in grid.codecs:
@@ -135,11 +156,11 @@ class _Context:
     def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
         compute, load, cake, question, exact = [], [], [], [], True
         for _ in range(pairs):
-            compute.append(self._ask(_COMPUTE, codec)[1].ttft_s)
-            stats = self._load(codec, bandwidth * rate, "whole")[1]
+            compute.append(self.ask(_COMPUTE, codec)[1].ttft_s)
+            stats = self.load(codec, bandwidth * rate, "whole")[1]
             load.append(stats.ttft_s)
             question.append(stats.ttft_s - stats.load_s)
-            text, stats = self._load(codec, bandwidth * rate, "cake")
+            text, stats = self.load(codec, bandwidth * rate, "cake")
             cake.append(stats.ttft_s)
             exact &= text == right
         only, loaded, alone = map(statistics.median, (compute, load, question))
@@ -153,6 +174,7 @@ class _Context:
             load_only_s=loaded,
             cake_s=statistics.median(cake),
             best_split_s=self._best_split(only - alone, loaded - alone) + alone,
+            computed=stats.tokens_computed / stats.tokens_prompt,
             exact=exact,
             of_better=statistics.median(cake) / min(only, loaded),
             of_better_lowest=min(ratios),
@@ -169,18 +191,20 @@ class _Context:
         splits = [part * n // _SPLITS for part in range(_SPLITS + 1)]
         return min(max(compute_s * rows(range(m)) / whole, load_s * (n - m) / n) for m in splits)
 
-    def _capture(self, codec: str) -> None:
+    def capture(self, codec: str) -> None:
+        """Store all chunks with this codec."""
         with self._open(codec) as store:
             engine = self._engine(store)
             self._answer(engine, ReuseConfig(reuse=False))
             engine.close()
 
-    def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
+    def load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
         """An answer from cold files, by an engine that knows its compute speed but not this disk."""
         drop_page_cache(self._folder)
-        return self._ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
+        return self.ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
 
-    def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
+    def ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
+        """An answer by an engine of its own."""
         with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:
             return self._answer(engine, config)
 
@@ -210,6 +234,9 @@ def main(
     shares: Annotated[str, typer.Option("--shares", help="Shares of the threads.")] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 1,
+    overhead_only: Annotated[
+        bool, typer.Option("--overhead", help="Instead: CPU time where nothing comes / of computing, first context.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
@@ -228,6 +255,9 @@ def main(
             codecs=codecs.split(","),
             pairs=pairs,
         )
+        if overhead_only:
+            print_json({"overhead": overhead(model, grid.tokens[0], dtype=dtype, pairs=pairs)})
+            return
         cells = list(run(model, grid, dtype=dtype, progress=show))
     if plot is not None:
         from benchmarks.figures import draw_cake
@@ -237,7 +267,16 @@ def main(
         print_json({"cells": [asdict(cell) for cell in cells]})
         return
     table = Table(
-        "tokens", "compute", "bandwidth", "codec", "computing", "loading", "overlapped", "/ better", "/ best split"
+        "tokens",
+        "compute",
+        "bandwidth",
+        "codec",
+        "computing",
+        "loading",
+        "overlapped",
+        "/ better",
+        "/ best split",
+        "computed",
     )
     for cell in cells:
         table.add_row(
@@ -250,5 +289,6 @@ def main(
             f"{cell.cake_s:.2f} s",
             f"{cell.of_better:.2f} ({cell.of_better_lowest:.2f}–{cell.of_better_highest:.2f})",
             f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", answer differs"),
+            f"{cell.computed:.0%}",
         )
     out.print(table)

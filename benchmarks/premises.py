@@ -360,7 +360,7 @@ def uses(trace: Trace) -> dict[str, Any]:
     known = returning = same_prefix = 0
     density = {k: [0, 0] for k in range(1, 6)}
     sources: list[int] = []
-    for request in trace.requests:
+    for request in filter(None, trace.requests):
         cost = [trace.tokens[chunk] for chunk in request]
         known += sum(cost)
         returning += sum(n for n, chunk in zip(cost, request, strict=True) if chunk in before)

@@ -1,4 +1,4 @@
-"""Throughput and time to the first token under load (Cache-Craft Fig. 22, and 25 for its variants): prefix caching against reuse.
+"""Throughput and time to the first token under load, prefix caching against reuse (Cache-Craft Fig. 22).
 
 Requests arrive at random times (Poisson), whether or not those before have been answered. All sides answer the same
 requests at the same times, one side after the other for each load, with an engine and a store of their own and one

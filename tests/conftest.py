@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.engine.prompt import PromptBuilder
     from cachecraft_rag.evaluation.dataset import Dataset
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.catalog import Catalog
+    from cachecraft_rag.types import Chunk
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.
@@ -170,6 +173,41 @@ def squad_article() -> Callable[..., dict[str, Any]]:
         return {"title": name, "paragraphs": paragraphs}
 
     return article
+
+
+@pytest.fixture
+def front_is_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[PromptBuilder, Chunk], None]:
+    """`front_is_late(prompts, chunk)`: the next prompt begins with this chunk, and Cake's front computes it.
+
+    It and the instruction come from the disk only after that, and all that stands behind them in time.
+    """
+    from cachecraft_rag.compute import meeting, overlapped
+    from cachecraft_rag.store.layout import StoredVariant
+
+    def arrange(prompts: PromptBuilder, chunk: Chunk) -> None:
+        front = len(prompts.system.token_ids) + len(prompts.chunk_segment(chunk).token_ids)
+        late, computed = {prompts.system.segment_id, chunk.chunk_id}, threading.Event()
+        pieces = iter([(float(front), False), (0.0, True)])
+        read = StoredVariant.read
+
+        def next_piece(*_: object) -> tuple[float, bool]:
+            piece = next(pieces)
+            if piece[1]:
+                computed.set()
+            return piece
+
+        def read_late(self: StoredVariant, *args: Any, **kwargs: Any) -> None:
+            if self.variant.key.chunk_id in late:
+                computed.wait(60.0)
+            read(self, *args, **kwargs)
+
+        monkeypatch.setattr(StoredVariant, "read", read_late)
+        monkeypatch.setattr(meeting.Cake, "next_piece", next_piece)
+        # However slow this machine is: nothing more is computed instead of loaded.
+        monkeypatch.setattr(overlapped.OverlappedPrefill, "_take_over", lambda *_: [])
+        monkeypatch.setattr(overlapped, "_STALL_S", 60.0)
+
+    return arrange
 
 
 CHAT_TEMPLATE = (

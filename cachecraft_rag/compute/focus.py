@@ -19,12 +19,15 @@ class FocusObserver:
     Args:
         monitor: adds the attention up and decides when the focused chunks are known.
         bounds: `[segments + 1]` of the prompt; the first segment is the system's, the last the question's.
+        question: positions of the question's own text.
         ranks: the tensor-parallel ranks that run the model.
     """
 
-    def __init__(self, monitor: FocusMonitor, bounds: Sequence[int], device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self, monitor: FocusMonitor, bounds: Sequence[int], question: range, *, device: torch.device, ranks: Ranks
+    ) -> None:
         self._monitor, self._ranks = monitor, ranks
-        self.watched = range(bounds[-2], bounds[-1])
+        self.watched = question
         self._chunks = torch.tensor(bounds[1:-1], device=device)
         self._mass: Tensor | None = None  # [chunks], of the layer seen last
 

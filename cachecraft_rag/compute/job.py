@@ -35,10 +35,14 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTermination:
-    """Algorithm 1's rule, and w: how many layers in a row must agree."""
+    """Algorithm 1: its rule; w, how many layers in a row must agree; and the positions of the question's own text.
+
+    Without positions it is the whole last segment.
+    """
 
     rule: FocusRule
     window: int
+    question: range | None = None
 
 
 @dataclass(frozen=True)

@@ -201,12 +201,11 @@ class OverlappedPrefill:
         if self._job.probe is not None:
             with self._timer("probe"):
                 plan, placed_layers = yield from self._look(self._job.probe)
-        monitor = self._monitor()
-        focus = (
-            None
-            if monitor is None
-            else FocusObserver(monitor, self._rows.bounds, self._stack.device, self._stack.ranks)
-        )
+        monitor, focus = self._monitor(), None
+        if monitor is not None and self._job.early_termination is not None:
+            bounds, stack = self._rows.bounds, self._stack
+            asked = self._job.early_termination.question or range(bounds[-2], bounds[-1])
+            focus = FocusObserver(monitor, bounds, asked, device=stack.device, ranks=stack.ranks)
         positions, joined = self._rows.open(), 0
         captured = {one.segment for one in self._recorder.captures}
         waited, started = self._loads.waited_s, time.perf_counter()

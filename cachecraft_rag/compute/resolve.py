@@ -135,7 +135,7 @@ def _resolved(
         reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
         drift=config.drift,
         loading=config.loading,
-        early_termination=_early_termination(plan, config),
+        early_termination=_early_termination(prompt, plan, config),
         probe=_probe(prompt, plan, config, scores),
     )
     return Resolved(plan, job, stored, {name: held.tier for name, held in opened.items()})
@@ -172,12 +172,12 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
     return edge
 
 
-def _early_termination(plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
+def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Early termination, where it is on and there is something to end."""
     rule = config.early_termination
     if rule == "off" or not any(planned.recompute for planned in plan.segments):
         return None
-    return EarlyTermination(rule, config.early_termination_window)
+    return EarlyTermination(rule, config.early_termination_window, _own_text(prompt))
 
 
 def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
@@ -194,9 +194,13 @@ def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str,
     edge = _shared_until(prompt, plan, config)
     if all(bounds[index] < edge for index, planned in enumerate(plan.segments) if planned.to_fix):
         return None
-    closing = prompt.segments[-1].closing  # says nothing of what is asked
-    own_text = range(bounds[-2], max(bounds[-1] - closing, bounds[-2] + 1))
-    return ProbeRequest(own_text, partial(_choose_anew, plan, config, scores))
+    return ProbeRequest(_own_text(prompt), partial(_choose_anew, plan, config, scores))
+
+
+def _own_text(prompt: Prompt) -> range:
+    """The positions of the question without what closes it, which says nothing of what is asked."""
+    first, last = prompt.bounds[-2:]
+    return range(first, max(last - prompt.segments[-1].closing, first + 1))
 
 
 def _choose_anew(

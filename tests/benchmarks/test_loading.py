@@ -37,11 +37,18 @@ def test_cake_reports_each_cell_and_draws_a_figure(
     assert [(cell["tokens"], cell["bandwidth_ratio"]) for cell in cells] == [(512, 0.5), (512, 2.0)]
     for cell in cells:
         assert cell["exact"]
+        assert 0.0 < cell["computed"] <= 1.0  # the question at least
         better = min(cell["compute_only_s"], cell["load_only_s"])
         assert cell["of_better"] == pytest.approx(cell["cake_s"] / better)
         assert cell["of_better_lowest"] == pytest.approx(cell["of_better_highest"]) == pytest.approx(cell["of_better"])
         assert (cell["dtype"], cell["threads"] > 0, bool(cell["cpu"])) == ("float32", True, True)
     assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cake_where_nothing_comes_is_compared_with_computing(model: Path, benchmark_json: Callable[..., Any]) -> None:
+    ratios = benchmark_json("cake", "--model", model, "--tokens", "256", "--pairs", "2", "--overhead")["overhead"]
+    assert len(ratios) == 2
+    assert min(ratios) > 0.0
 
 
 def test_load_reports_the_share_of_loading_that_is_hidden(model: Path, benchmark_json: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.compute import meeting, overlapped
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.types import Chunk
 
 TEXTS = [
@@ -94,34 +91,9 @@ def capture(engine: Engine, *prompts: Sequence[Chunk]) -> None:
         engine.settle()
 
 
-def front_is_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the instruction and the first chunk come only after the front has computed them, and the rest in time."""
-    system = engine.prompts.system
-    front = len(system.token_ids) + len(engine.prompts.chunk_segment(FRONT).token_ids)
-    late, computed = {system.segment_id, FRONT.chunk_id}, threading.Event()
-    pieces = iter([(float(front), False), (0.0, True)])
-    read = StoredVariant.read
-
-    def next_piece(*_: object) -> tuple[float, bool]:
-        piece = next(pieces)
-        if piece[1]:
-            computed.set()
-        return piece
-
-    def read_late(self: StoredVariant, *args: Any, **kwargs: Any) -> None:
-        if self.variant.key.chunk_id in late:
-            computed.wait(60.0)
-        read(self, *args, **kwargs)
-
-    monkeypatch.setattr(StoredVariant, "read", read_late)
-    monkeypatch.setattr(meeting.Cake, "next_piece", next_piece)
-    monkeypatch.setattr(overlapped.OverlappedPrefill, "_take_over", lambda *_: [])  # however slow this machine is
-    monkeypatch.setattr(overlapped, "_STALL_S", 60.0)
-
-
 @pytest.mark.parametrize("ask", [ask_langchain, ask_llama_index])
 def test_variants_early_termination_and_tail_loading_act_in_one_request(
-    ask: Callable[[Engine], Stats], open_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+    ask: Callable[[Engine], Stats], open_engine: Callable[[], Engine], front_is_late: Callable[..., None]
 ) -> None:
     engine = open_engine()
     capture(engine, CHUNKS[:1], [OTHER, THIRD], [SECOND, THIRD], [OTHER, SECOND], [OTHER, LAST])
@@ -130,7 +102,7 @@ def test_variants_early_termination_and_tail_loading_act_in_one_request(
     }
     assert len(variants) == 2
     engine = open_engine()  # with nothing in memory
-    front_is_late(engine, monkeypatch)
+    front_is_late(engine.prompts, FRONT)
     stats = ask(engine)
     first, second, third, last = stats["chunks"]
     # variant selection: of the third chunk's two, the one whose old prefix stands before it again

@@ -345,7 +345,9 @@ def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
     shelf.put("a", SYSTEM)
     assert shelf.resolve(config=config).job.early_termination is None
     shelf.put("b", SYSTEM)  # moved behind a
-    assert shelf.resolve(config=config).job.early_termination == EarlyTermination("share", 2)
+    found = shelf.resolve(config=config).job
+    first, last = found.rows.bounds[-2:]
+    assert found.early_termination == EarlyTermination("share", 2, range(first, last))
     assert shelf.resolve().job.early_termination is None
 
 

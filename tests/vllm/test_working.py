@@ -372,6 +372,35 @@ def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
     assert scheduling.matched(request_of(ask, "new"), question - 1) == 0
 
 
+def test_the_papers_methods_act_in_one_request(
+    decoder: Decoder, stack: BlockStack, settings: ConnectorSettings, tmp_path: Path, front_is_late: Callable[..., None]
+) -> None:
+    """Variant selection, early termination and loading from the back, from the disk; as through the frameworks."""
+    paper = ReuseConfig.paper(early_termination_window=1)
+    texts = [f"The {thing} of Arden dates from 1701 and leaks wherever it can. " for thing in ("inn", "mill", "well")]
+    front, second, third = chunks = [Chunk(text) for text in texts]
+    with ChunkCacheStore.open(tmp_path / "cold") as store, Engine(decoder, store, new_variants="off") as engine:
+        for behind in ([front], [CHUNKS[0], third], [second, third], [CHUNKS[0], second]):
+            list(engine.stream("Why?", behind[::-1], config=replace(paper, reuse=False)))
+            engine.settle()
+        prompt = engine.prompts.build("When was it built?", chunks[::-1])
+        front_is_late(engine.prompts, front)
+    with ChunkCacheStore.open(tmp_path / "cold") as store:
+        scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
+        workers = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+        run(workers, [fill_of(scheduling, Ask(prompt, paper, captures=(), details=True))])
+        news = workers.news()
+        workers.close()
+        assert news is not None
+        report = news.reports["r"]
+        variants = {row.variant.variant_id: row.variant for row in store.rows()}
+    _, first, *behind, _ = report["segments"]
+    assert second.chunk_id in variants[behind[1]["variant_id"]].key.origin_prefix
+    assert first["reason"] == "computed_faster"
+    assert [one["tier"] for one in behind] == ["disk", "disk"]
+    assert report["focus_layer"] == 0
+
+
 def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, settings: ConnectorSettings) -> None:
     ask = ask_of(engine, [0])
     long = Scheduling(engine.store, settings, block_size=4096, prefix_caching=True)
