@@ -20,7 +20,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import numpy as np
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -55,7 +54,7 @@ _LEAST_SAVED = 0.05  # a rule that saves less in the mean is not worth having
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rule, w of Algorithm 1, and the first layer that may decide, as a share of all layers."""
+    """A rule, w of Algorithm 1, and the first layer that counts, as a share of all layers: 0 as published."""
 
     rule: FocusRule
     window: int
@@ -63,10 +62,9 @@ class Cell:
 
     def decide(self, asked: Sequence[Sequence[float]]) -> tuple[int, frozenset[int]] | None:
         """The layer that decides and the focused chunks, from `[layers, chunks]` of attention; None where none does."""
-        first = max(0, round(self.first * len(asked)) - self.window + 1)  # the first layer that counts
-        sums = np.asarray(asked[: first + 1]).sum(0).tolist()
-        monitor = FocusMonitor(len(sums), rule=self.rule, window=self.window)
-        for layer, mass in enumerate([sums, *asked[first + 1 :]], start=first):
+        first = round(self.first * len(asked))
+        monitor = FocusMonitor(len(asked[0]), rule=self.rule, window=self.window)
+        for layer, mass in enumerate(asked[first:], start=first):
             if monitor.observe(layer, mass):
                 assert monitor.focused is not None
                 return layer, monitor.focused
@@ -289,7 +287,7 @@ def main(
     rules: Annotated[str, typer.Option("--rules", help="printed, gap, share.")] = "printed,gap,share",
     window: Annotated[str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")] = "3,5,8,12",
     first_layer: Annotated[
-        str, typer.Option("--first-layer", help="First layer that may decide, as a share of all layers.")
+        str, typer.Option("--first-layer", help="First layer that counts, as a share of all layers.")
     ] = "0,0.33,0.5",
     limit: evaluate.Limit = 40,
     tune: Annotated[

@@ -60,7 +60,7 @@ class Watched:
 
     Attributes:
         mass: `[tokens, segments]`, from each token to each segment without itself, averaged over heads and layers.
-        asked: `[layers, chunks]`, from the question's tokens to each chunk (eq. 15 before it is cumulated).
+        asked: `[layers, chunks]`, from the question's own text to each chunk (eq. 15 before it is cumulated).
         near, far: `[distances, 2]`: sum of weights and their number, by `EDGES`; inside chunks, and between them.
         weights: segment → two histograms over `_BINS`, of weights inside it and towards the chunk before it.
     """
@@ -91,7 +91,8 @@ class Watched:
         member = torch.nn.functional.one_hot(self.segment).float()
         mass = weights @ member
         self.mass += mass / self.layers
-        self.asked[layer] = mass[bounds[-2] :, 1:-1].sum(0)
+        own_text = slice(bounds[-2], bounds[-1] - self.prompt.segments[-1].closing)
+        self.asked[layer] = mass[own_text, 1:-1].sum(0)
         self._by_distance(weights, distance)
         for one, found in self.weights.items():
             rows = slice(bounds[one], bounds[one + 1])

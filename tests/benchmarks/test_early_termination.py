@@ -28,8 +28,9 @@ ASKED = [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]  # 
 def test_a_cell_decides_as_the_engine_would() -> None:
     assert Cell("gap", 1, 0.0).decide(ASKED) == (0, {1})
     assert Cell("gap", 2, 0.0).decide(ASKED) == (2, {0})  # chunk 1 led in the first layer alone
-    assert Cell("gap", 1, 0.5).decide(ASKED) == (2, {0})
-    assert Cell("gap", 3, 0.5).decide(ASKED) == (3, {0})  # it looks at the layers 1 to 3
+    assert Cell("gap", 1, 0.25).decide(ASKED) == (1, {0})
+    assert Cell("gap", 2, 0.5).decide(ASKED) == (3, {0})
+    assert Cell("gap", 3, 0.5).decide(ASKED) is None
     assert Cell("gap", 4, 0.0).decide(ASKED) is None
 
 
