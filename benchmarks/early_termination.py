@@ -62,6 +62,8 @@ class Cell:
 
     def decide(self, asked: Sequence[Sequence[float]]) -> tuple[int, frozenset[int]] | None:
         """The layer that decides and the focused chunks, from `[layers, chunks]` of attention; None where none does."""
+        if not asked:  # nothing is recomputed, so nothing was looked at
+            return None
         first = round(self.first * len(asked))
         monitor = FocusMonitor(len(asked[0]), rule=self.rule, window=self.window)
         for layer, mass in enumerate(asked[first:], start=first):

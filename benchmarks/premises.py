@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import formats
+from benchmarks.early_termination import Cell
 from benchmarks.kept import Kept
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Data, Format, Questions, Seed
@@ -38,7 +39,6 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import mean_interval
 from cachecraft_rag.evaluation.simulation.trace import Trace, Traffic, draw_trace, read_trace
 from cachecraft_rag.kernels.visibility import Visibility
-from cachecraft_rag.planning.early_termination import focused_count
 from cachecraft_rag.planning.scoring import adjusted_overlap, context_impact, order_penalty, prefix_overlap
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
@@ -49,6 +49,7 @@ TOP = (0.1, 0.2, 0.3)  # shares of a chunk's tokens (Cache-Craft Fig. 14)
 EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of distances between tokens
 _BINS = np.arange(-8.0, 0.1, 0.25)  # of the logarithm (base 10) of attention weights
 _RESAMPLES = 2000
+_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 # -- one prompt -------------------------------------------------------------------------------------------------------
@@ -284,19 +285,6 @@ def correlation(groups: Sequence[Sequence[Mapping[str, Any]]], name: str, *, see
     return {"pairs": sum(len(one[0]) for one in columns), "rho": whole, "low": float(low), "high": float(high)}
 
 
-def settled_layer(asked: Sequence[Sequence[float]]) -> int:
-    """The first layer from which on the same chunks lead, by the largest gap of the cumulated attention (eq. 15).
-
-    >>> settled_layer([[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]])  # chunk 1 leads, then 0
-    1
-    """
-    leading = []
-    for scores in np.cumsum(np.asarray(asked), axis=0):
-        order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
-        leading.append(frozenset(order[: focused_count([float(scores[place]) for place in order], "gap")]))
-    return next(layer for layer in range(len(leading)) if all(one == leading[-1] for one in leading[layer:]))
-
-
 def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Results by figure, from what `look_at` found in each article."""
     behind = [[p for p in one["pairs"] if p["before"]] for one in articles]
@@ -343,14 +331,19 @@ def _distances(near: NDArray[np.float64], far: NDArray[np.float64]) -> dict[str,
 
 
 def _focus(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    settled = [settled_layer(p["asked"]) for p in prompts]
-    best = [int(np.argmax(np.sum(p["asked"], axis=0))) in p["holding"] for p in prompts if p["holding"]]
-    return {
-        "layer from which the same chunks lead, quartiles": np.quantile(settled, [0, 0.25, 0.5, 0.75, 1]).tolist(),
-        "layers": len(prompts[0]["asked"]),
-        "prompts": len(prompts),
-        "the chunk that leads holds the answer": float(np.mean(best)) if best else None,
-    }
+    """Algorithm 1 with w = 3 from the first layer on, as published, and from the middle on."""
+    found: dict[str, Any] = {"prompts": len(prompts), "layers": len(prompts[0]["asked"])}
+    for first in (0.0, 0.5):
+        decided = [(one, p) for p in prompts if (one := Cell("printed", 3, first).decide(p["asked"])) is not None]
+        if decided:
+            hits = [bool(one[1] & {*p["holding"]}) for one, p in decided]
+            found[f"from {first:g} of the layers"] = {
+                "decided": len(decided),
+                "deciding layer, quartiles": np.quantile([one[0] for one, _ in decided], _QUARTERS).tolist(),
+                "the answer is in a focused chunk": float(np.mean(hits)),
+                "by chance": float(np.mean([len(one[1]) / len(p["asked"][0]) for one, p in decided])),
+            }
+    return found
 
 
 def uses(trace: Trace) -> dict[str, Any]:
