@@ -81,17 +81,23 @@ def registry() -> tuple[dict[str, Command], tuple[Entry, ...]]:
 
 
 def markdown() -> str:
-    """The table of docs/papers.md, a part for each paper."""
+    """The tables of docs/papers.md, one for each paper; diagrams of what is built share a row."""
     parts = []
     for paper, title in (("cache-craft", "Cache-Craft"), ("cake", "Cake")):
-        rows = [f"## {title}\n", "| | shows | verdict | here | n; when |", "| --- | --- | --- | --- | --- |"]
-        for one in registry()[1]:
-            if one.id.startswith(f"{paper}/"):
-                place = one.id.partition("/")[2]
+        entries = [one for one in registry()[1] if one.id.startswith(f"{paper}/")]
+        rows = [f"## {title}\n", "| | shows | here | verdict |", "| --- | --- | --- | --- |"]
+        for one in entries:
+            if one.verdict != "structure":
                 seen = "; ".join(part for part in (one.n, one.when) if part)
-                rows.append(f"| {place} | {one.shows} | {one.verdict} | {one.ours} | {seen} |")
-        parts.append("\n".join(row.replace("|  |", "| |") for row in rows))
+                here = f"{one.ours} ({seen})" if seen else one.ours
+                rows.append(f"| {_place(one)} | {one.shows} | {here} | {one.verdict} |")
+        structure = ", ".join(_place(one) for one in entries if one.verdict == "structure")
+        parts.append("\n".join([*rows, f"| {structure} | diagrams | | built so |"]))
     return "\n\n".join(parts) + "\n"
+
+
+def _place(one: Entry) -> str:
+    return one.id.partition("/")[2]
 
 
 def run(
