@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,24 +92,6 @@ class Grid:
             raise ConfigError("bandwidths must be above 0, compute shares above 0 and at most 1, pairs at least 1")
 
 
-def overhead(model: str, tokens: int, *, dtype: str = "auto", pairs: int = 5) -> list[float]:
-    """CPU time of overlapped prefill when nothing comes / of full prefill, pair by pair (Cake Fig. 7).
-
-    Both take in an answer of some tokens. Readers are there, and read a byte a second.
-    """
-    decoder, ratios = Decoder.load(model, dtype=dtype), []
-    with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
-        context = _Context(decoder, Path(folder), tokens)
-        context.capture("raw")
-        for _ in range(pairs + 1):
-            began = time.process_time()
-            context.ask(_COMPUTE, "raw")
-            between = time.process_time()
-            context.load("raw", 1.0, "cake")
-            ratios.append((time.process_time() - between) / (between - began))
-    return ratios[1:]  # what runs for the first time takes longer
-
-
 def run(
     model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
 ) -> Iterator[CakeCell]:
@@ -146,8 +127,8 @@ class _Context:
     def cells(self, grid: Grid, share: float) -> Iterator[CakeCell]:
         """One cell per bandwidth and codec."""
         for codec in grid.codecs:
-            self.capture(codec)
-        text, full = self.ask(_COMPUTE, grid.codecs[0])
+            self._capture(codec)
+        text, full = self._ask(_COMPUTE, grid.codecs[0])
         rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
         for bandwidth in grid.bandwidths:
             for codec in grid.codecs:
@@ -156,11 +137,11 @@ class _Context:
     def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
         compute, load, cake, question, exact = [], [], [], [], True
         for _ in range(pairs):
-            compute.append(self.ask(_COMPUTE, codec)[1].ttft_s)
-            stats = self.load(codec, bandwidth * rate, "whole")[1]
+            compute.append(self._ask(_COMPUTE, codec)[1].ttft_s)
+            stats = self._load(codec, bandwidth * rate, "whole")[1]
             load.append(stats.ttft_s)
             question.append(stats.ttft_s - stats.load_s)
-            text, stats = self.load(codec, bandwidth * rate, "cake")
+            text, stats = self._load(codec, bandwidth * rate, "cake")
             cake.append(stats.ttft_s)
             exact &= text == right
         only, loaded, alone = map(statistics.median, (compute, load, question))
@@ -191,20 +172,18 @@ class _Context:
         splits = [part * n // _SPLITS for part in range(_SPLITS + 1)]
         return min(max(compute_s * rows(range(m)) / whole, load_s * (n - m) / n) for m in splits)
 
-    def capture(self, codec: str) -> None:
-        """Store all chunks with this codec."""
+    def _capture(self, codec: str) -> None:
         with self._open(codec) as store:
             engine = self._engine(store)
             self._answer(engine, ReuseConfig(reuse=False))
             engine.close()
 
-    def load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
+    def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
         """An answer from cold files, by an engine that knows its compute speed but not this disk."""
         drop_page_cache(self._folder)
-        return self.ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
+        return self._ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
 
-    def ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
-        """An answer by an engine of its own."""
+    def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
         with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:
             return self._answer(engine, config)
 
@@ -234,9 +213,6 @@ def main(
     shares: Annotated[str, typer.Option("--shares", help="Shares of the threads.")] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 1,
-    overhead_only: Annotated[
-        bool, typer.Option("--overhead", help="Instead: CPU time where nothing comes / of computing, first context.")
-    ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
@@ -255,9 +231,6 @@ def main(
             codecs=codecs.split(","),
             pairs=pairs,
         )
-        if overhead_only:
-            print_json({"overhead": overhead(model, grid.tokens[0], dtype=dtype, pairs=pairs)})
-            return
         cells = list(run(model, grid, dtype=dtype, progress=show))
     if plot is not None:
         from benchmarks.figures import draw_cake

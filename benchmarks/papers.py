@@ -24,7 +24,7 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json
 from cachecraft_rag.errors import ConfigError
 
-Verdict = Literal["holds", "partly", "does not", "not measurable", "structure", "open"]
+Verdict = Literal["holds", "partly", "does not", "not measurable", "structure", "not measured"]
 _PROGRAMS = {  # first word of a command → how Python runs it
     "benchmarks": ("-m", "benchmarks"),
     "benchmarks.server": ("-m", "benchmarks.server"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import permutations
@@ -422,12 +423,13 @@ def piece_times(decoder: Decoder, ids: Sequence[int], *, pieces: int, tokens: in
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def articles_of(dataset: Dataset, *, count: int, prompts: int) -> dict[str, list[Question]]:
-    """Questions of the first `count` articles that have `prompts` of them, by the article's first chunk."""
+def articles_of(dataset: Dataset, *, prompts: int) -> dict[str, list[Question]]:
+    """Questions of the articles that most of their passages are of, `prompts` of each, by the article's first chunk."""
     grouped: dict[str, list[Question]] = {}
     for question in dataset.questions:
-        grouped.setdefault(dataset.document_of(question.passages[0].chunk_id)[0].chunk_id, []).append(question)
-    return {name: asked[:prompts] for name, asked in sorted(grouped.items()) if len(asked) >= prompts and count}
+        firsts = Counter(dataset.document_of(chunk.chunk_id)[0].chunk_id for chunk in question.passages)
+        grouped.setdefault(firsts.most_common(1)[0][0], []).append(question)
+    return {name: asked[:prompts] for name, asked in sorted(grouped.items()) if len(asked) >= prompts}
 
 
 def main(
@@ -457,7 +459,7 @@ def main(
     options.quiet_libraries()
     settings = Questions(data, format, limit=10_000, passages=5, seed=seed)
     dataset = settings.load(formats.read)
-    chosen = articles_of(dataset, count=articles, prompts=prompts)
+    chosen = articles_of(dataset, prompts=prompts)
     names = list(chosen)[:articles]
     if len(names) < articles:
         raise ConfigError(f"only {len(names)} articles have {prompts} questions; lower --articles or --prompts")

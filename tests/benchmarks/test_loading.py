@@ -45,12 +45,6 @@ def test_cake_reports_each_cell_and_draws_a_figure(
     assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_cake_where_nothing_comes_is_compared_with_computing(model: Path, benchmark_json: Callable[..., Any]) -> None:
-    ratios = benchmark_json("cake", "--model", model, "--tokens", "256", "--pairs", "2", "--overhead")["overhead"]
-    assert len(ratios) == 2
-    assert min(ratios) > 0.0
-
-
 def test_load_reports_the_share_of_loading_that_is_hidden(model: Path, benchmark_json: Callable[..., Any]) -> None:
     small = ("--chunks", "3", "--chunk-tokens", "200", "--pairs", "2", "--mb-per-s", "10", "--dtype", "float32")
     report = benchmark_json("load", "--model", model, *small)

@@ -34,8 +34,7 @@ def test_every_figure_and_table_has_an_entry() -> None:
 
 def test_what_was_measured_says_on_how_much_when_and_where() -> None:
     for one in registry()[1]:
-        assert one.verdict != "open", one.id
-        if one.verdict == "structure":
+        if one.verdict in ("structure", "not measured"):
             assert not one.ours
         elif one.verdict == "not measurable":
             assert one.ours, f"{one.id}: no reason"

@@ -45,7 +45,7 @@ def test_the_statistics_are_those_of_a_capture(decoder: Decoder, town_dataset: D
 
 
 def test_pairs_are_compared_and_counted(decoder: Decoder, town_dataset: Dataset) -> None:
-    grouped = articles_of(town_dataset, count=2, prompts=2)
+    grouped = articles_of(town_dataset, prompts=2)
     assert len(grouped) == 2
     found = [
         look_at(
