@@ -191,7 +191,7 @@ def _structured(sampling: Sampling) -> Any:
         return None
     from vllm.sampling_params import StructuredOutputsParams
 
-    return StructuredOutputsParams(json=str(sampling.json_schema), disable_any_whitespace=True)
+    return StructuredOutputsParams(json=str(sampling.json_schema))
 
 
 def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,12 +24,6 @@ SHORT = SamplingParams(max_new_tokens=12)
 REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole")
 SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4}  # blocks as by default
 QUESTION = "How is the kettle descaled?"
-WEEKS = {
-    "type": "object",
-    "properties": {"weeks": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["weeks"],
-    "additionalProperties": False,
-}
 
 
 @pytest.mark.slow
@@ -58,8 +52,8 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
         assert streams[0].stats.finish == "closed"
         texts = [first + "".join(stream) for first, stream in zip(begun[1:], streams[1:], strict=True)]
         assert texts == [answer.text, answer.text]
-        kept = rag.ask(QUESTION, top_k=2, max_tokens=40, json_schema=WEEKS)
-        assert 1 <= json.loads(kept.text)["weeks"] <= 9
+        kept = rag.ask(QUESTION, top_k=2, max_tokens=12, json_schema={"type": "boolean"})  # it may add white space
+        assert json.loads(kept.text) in (True, False)
         letter = next((one for one in answer.text[1:] if one.isprintable()), None)
         if letter is not None:
             stopped = rag.ask(QUESTION, top_k=2, sampling=SamplingParams(max_new_tokens=12, stop=(letter,)))
