@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +40,12 @@ def digest(*parts: str) -> str:
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     whole = b"".join([piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)])
     return hashlib.blake2b(whole, digest_size=16).hexdigest()
+
+
+def digest_of_tokens(token_ids: Sequence[int]) -> str:
+    """128-bit blake2b of token ids, as 32 hex digits."""
+    packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    return hashlib.blake2b(packed, digest_size=16).hexdigest()
 
 
 def chunk_id_of(text: str) -> str:
@@ -80,9 +86,10 @@ class Document:
 class Segment:
     """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
 
-    `closing` last tokens are the template's, the same for every question. `tokens_digest` is a digest of the token ids:
-    a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked for at
-    every plan, it was a third of planning.
+    `closing` last tokens are the template's, the same for every question. `found` in text that nobody marked: captured
+    in idle time, never with the prompt that it stands in (`engine.plain_prompts`). `tokens_digest` is a digest of the
+    token ids: a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked
+    for at every plan, it was a third of planning.
     """
 
     kind: Literal["system", "chunk", "question"]
@@ -90,11 +97,11 @@ class Segment:
     token_ids: tuple[int, ...]
     private: bool = False
     closing: int = 0
+    found: bool = False
     tokens_digest: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        packed = struct.pack(f"<{len(self.token_ids)}q", *self.token_ids)
-        object.__setattr__(self, "tokens_digest", hashlib.blake2b(packed, digest_size=16).hexdigest())
+        object.__setattr__(self, "tokens_digest", digest_of_tokens(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +273,8 @@ class Capture:
     """A newly computed chunk-cache on its way into the store.
 
     `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `another`: one more
-    variant of a stored chunk, dropped if any process removed that chunk meanwhile.
+    variant of a stored chunk, dropped if any process removed that chunk meanwhile. `mark`: by which its text is
+    recognised in prompts, and the place of its last token (`planning.found_text.marks`).
     """
 
     key: VariantKey
@@ -281,6 +289,7 @@ class Capture:
     session: str | None = None
     primed: bool = False
     another: bool = False
+    mark: tuple[int, int] | None = None
 
 
 TierName = Literal["device", "host", "disk", "remote"]

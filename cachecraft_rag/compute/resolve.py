@@ -121,10 +121,9 @@ def _resolved(
             continue
         if held is not None:
             stored[index] = held
-        if (
-            config.capture and prompt.segments[index].kind != "question"
-        ):  # a stored one may have to be computed after all
-            captures.append(index)
+        segment = prompt.segments[index]
+        if config.capture and segment.kind != "question" and not segment.found:
+            captures.append(index)  # a stored one may have to be computed after all
     job = PrefillJob(
         token_ids=prompt.token_ids,
         rows=rows_of(plan, bounds),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
 from cachecraft_rag.compute.driver import Call, Work
+from cachecraft_rag.planning.found_text import text_mark
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import (
     Capture,
@@ -133,11 +134,12 @@ class WriteBackQueue:
             why = "its chunk was removed meanwhile"
             self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, why)
             return Unavailable(key.variant_id, CaptureDrop.REMOVED, why)
+        segment = context.segments[capture.segment]
         stored: Variant | Unavailable = yield self._store.put(
             Capture(
                 key=key,
                 layout=self._layout,
-                tokens_digest=context.segments[capture.segment].tokens_digest,
+                tokens_digest=segment.tokens_digest,
                 kv=capture.kv.cpu(),
                 token_scores=found.token_scores,
                 inter=found.inter,
@@ -147,6 +149,7 @@ class WriteBackQueue:
                 session=context.session if _private(capture, context) else None,
                 primed=context.primed,
                 another=context.another,
+                mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
             )
         )
         return stored

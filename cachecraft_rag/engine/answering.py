@@ -27,11 +27,12 @@ from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.line import FutureCaptures, Line
 from cachecraft_rag.engine.new_variants import Aside, LookUp, VariantMaker
 from cachecraft_rag.engine.outlet import Outlet, Piece
+from cachecraft_rag.engine.plain_prompts import candidates_of
 from cachecraft_rag.engine.request import AnswerText, Request, RequestProgress
 from cachecraft_rag.engine.sampling import Sampler
-from cachecraft_rag.engine.step_loop import Run, StepLoop
+from cachecraft_rag.engine.step_loop import Level, Run, StepLoop
 from cachecraft_rag.planning.candidates import Candidate
-from cachecraft_rag.planning.planner import exact_shares
+from cachecraft_rag.planning.planner import Plan, exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -76,7 +77,9 @@ class Answering:
     look_up     finds what is stored
     aside       calls a function in another thread
     correction  gives the learned correction of chunk-caches captured alone
+    namespace   of the engine
     timer       of prefills
+    noting      prompts whose text is being noted as seen
     """
 
     decoder: Decoder
@@ -89,7 +92,9 @@ class Answering:
     aside: Aside
     loader: Loader
     correction: Callable[[], Correction | None]
+    namespace: str
     timer: Timer = UNTIMED
+    noting: int = 0
     _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, by their plans' order
     _changes: int = 0  # of what is stored, as far as this engine knows
 
@@ -178,7 +183,9 @@ class Answering:
         prompt, config, found = request.prompt, request.config, Found({})
         with self.timer("planning"):
             if config.reuse:
-                found = self.look_up(prompt.segments[:-1], session=request.session)
+                found = self.look_up(
+                    [one for one in prompt.segments if one.kind != "question"], session=request.session
+                )
                 progress.remote = found.remote
             return resolve(
                 prompt,
@@ -296,11 +303,32 @@ class Answering:
             captures.hand_over()
             self._forget(captures)
             candidate = None
-            if request.config.capture:
+            if request.config.capture and any(segment.found for segment in request.prompt.segments):
+                self._note(request, progress.plan)
+            elif request.config.capture:
                 candidate = Candidate.of(request.prompt, progress.plan, request.config, session=request.session)
             self.new_variants.answered(request.prompt.bounds[-1], candidate)
         except Exception:  # of the store: the answer itself is complete
             logger.exception("What followed from an answer has failed")
+
+    def _note(self, request: Request, plan: Plan) -> None:
+        """Note the text of a prompt that nobody marked, and have captured what was seen before."""
+        scope = (self.namespace, self.decoder.fingerprint)
+        candidates = candidates_of(request.prompt, plan, request.session, scope)
+
+        def noted() -> Work[set[str]]:
+            seen: set[str] = yield self.aside(self.store.seen_texts, list(candidates))
+            return seen
+
+        def ended(seen: set[str] | None, error: BaseException | None) -> None:
+            self.noting -= 1
+            if error is not None:
+                logger.error("Text of a prompt could not be noted", exc_info=error)
+            for name in seen or ():
+                self.new_variants.answered(0, candidates[name])
+
+        self.noting += 1
+        self.loop.start(Run(lambda _: noted(), ended, Level.JOB))
 
     def _forget(self, captures: FutureCaptures) -> None:
         if captures in self._captures:

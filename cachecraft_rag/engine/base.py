@@ -18,6 +18,7 @@ from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.facts import DiskSpace, ModelFacts
 from cachecraft_rag.engine.generation import Generation
+from cachecraft_rag.engine.plain_prompts import Recognise, session_of
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import PromptBuilder, Turn
 from cachecraft_rag.engine.request import Request, RequestProgress, check_asked
@@ -201,8 +202,21 @@ class AnswerEngine(Closeable):
         check_asked(question, history, session=session, config=config)
         if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-        prompt = self.prompts_with(tools).build(question, chunks, history=history, reserve=sampling.max_new_tokens)
-        return Request(prompt, self._calibrated(config or self.config), sampling, session, started)
+        config = config or self.config
+        plain = config.reuse and config.plain_prompts == "reuse"
+        prompt = self.prompts_with(tools).build(
+            question,
+            chunks,
+            history=history,
+            reserve=sampling.max_new_tokens,
+            recognise=self._recogniser(session) if plain else None,
+            private=session is not None,
+        )
+        return Request(prompt, self._calibrated(config), sampling, session_of(prompt, session), started)
+
+    def _recogniser(self, session: str | None) -> Recognise | None:
+        """What looks for captured texts in prompts that nobody marked; None where there is no reuse for those."""
+        return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
         """The calibration that decides how much is recomputed with these settings, or None."""

@@ -46,6 +46,7 @@ from cachecraft_rag.engine.joint_rows import DecodeCounts, JointRows
 from cachecraft_rag.engine.line import Line, QueueCounts
 from cachecraft_rag.engine.new_variants import VariantMaker
 from cachecraft_rag.engine.outlet import Outlet, Piece, Reader
+from cachecraft_rag.engine.plain_prompts import Recognise, recognised
 from cachecraft_rag.engine.request import Request, RequestProgress, stats_of
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.self_check import load_checked
@@ -146,6 +147,7 @@ class Engine(StoreEngine):
             aside=self._aside,
             loader=loader,
             correction=lambda: self.correction,
+            namespace=own.namespace,
         )
         store.before_removal.append(self._before_removal)
 
@@ -268,7 +270,7 @@ class Engine(StoreEngine):
         until = None if timeout is None else time.monotonic() + timeout
 
         def done() -> bool:
-            return not self.write_back.pending() and not self.new_variants.busy
+            return not (self.write_back.pending() or self._answering.noting or self.new_variants.busy)
 
         settled = self.loop.wait_until(done, timeout)
         return settled and self.store.flush(None if until is None else max(0.0, until - time.monotonic()))
@@ -296,6 +298,10 @@ class Engine(StoreEngine):
             self.loop.wait_until(lambda: not self.new_variants.running(chunk_ids))
             self.write_back.remove(chunk_ids)
             self.loop.call(self._answering.stored_changed)
+
+    def _recogniser(self, session: str | None) -> Recognise | None:
+        look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
+        return partial(recognised, look_up=look_up)
 
     def queue_counts(self) -> QueueCounts | None:
         """See `AnswerEngine.queue_counts`."""

@@ -65,7 +65,8 @@ class FutureCaptures:
         private = False
         for i, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan.segments, strict=False)):
             private = private or segment.private
-            if planned.variant is None and (session is not None or not private):  # the rest is not stored
+            captured = planned.variant is None and segment.kind != "question" and not segment.found
+            if captured and (session is not None or not private):  # the rest is not stored
                 self.variants.append(FutureVariant(ids[i], ids[:i], session if private else None))
 
     def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:

@@ -215,10 +215,10 @@ class VariantMaker:
         self._tokens += spent
         self._allowance -= math.ldexp(spent, min(self._refusals, _MOST_DOUBLINGS))
         exact_shares = [1.0] * len(prompt.segments)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session, another=True)
+        shared = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session)
         refused = None
         for capture in result.recorder.captures:
-            keys = result.buffer.kv[:, 0]
+            keys, context = result.buffer.kv[:, 0], replace(shared, another=capture.segment not in candidate.first)
             stored = yield from self.write_back.steps(capture, result.recorder, keys, context=context)
             if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
                 refused = refused or Dropped.REMOVED

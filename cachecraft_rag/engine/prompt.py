@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal, cast
 
 from cachecraft_rag.checks import check_kind, shown
+from cachecraft_rag.engine.plain_prompts import Piece, Recognise, tail_of
 from cachecraft_rag.engine.plain_text import PlainTokenizer
 from cachecraft_rag.engine.tools import (
     CallFormat,
@@ -27,6 +29,7 @@ from cachecraft_rag.engine.tools import (
     result_message,
 )
 from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.planning.found_text import TokenKinds
 from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
 
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
@@ -118,7 +121,14 @@ class PromptBuilder:
         )
 
     def build(
-        self, question: str, chunks: Sequence[Chunk], *, history: Sequence[Turn] = (), reserve: int = 0
+        self,
+        question: str,
+        chunks: Sequence[Chunk],
+        *,
+        history: Sequence[Turn] = (),
+        reserve: int = 0,
+        recognise: Recognise | None = None,
+        private: bool = False,
     ) -> Prompt:
         """Lay out the prompt; `reserve` tokens are kept free for the answer.
 
@@ -128,13 +138,18 @@ class PromptBuilder:
         If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
         would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once.
 
+        Args:
+            recognise: looks for captured texts in a prompt without chunks (`plain_prompts`); None: nothing is found.
+            private: whether what is found is one session's.
+
         Raises:
             ContextLengthError: system, question and the reserve alone do not fit.
             ConfigError: the question is empty, and the history does not end with a tool's result.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
-        tail = self._question_segment(question, history)
+        pieces = self._pieces(question, history)
+        tail = _question_segment(pieces)
         room = self._context_length - reserve - len(self.system.token_ids) - len(tail.token_ids)
         if room < 0:
             raise ContextLengthError(
@@ -142,6 +157,10 @@ class PromptBuilder:
                 f"{len(self.system.token_ids)}, the answer {reserve}; the model's context is {self._context_length}. "
                 "Shorten the question or history, or lower max_new_tokens."
             )
+        if recognise is not None and not chunks:
+            found = tail_of(pieces, self._kinds, recognise, private=private)
+            if found is not None:
+                return Prompt((self.system, *found[:-1], replace(found[-1], closing=tail.closing)), room=room)
         kept, trimmed, too_long = self._fitting(chunks, room)
         laid_out = reversed(kept) if self._best_last else kept
         return Prompt((self.system, *laid_out, tail), trimmed, too_long, room)
@@ -169,22 +188,29 @@ class PromptBuilder:
             trimmed.append(chunk_id)
         return kept, tuple(trimmed), tuple(too_long)
 
-    def _question_segment(self, question: str, history: Sequence[Turn]) -> Segment:
+    @cached_property
+    def _kinds(self) -> TokenKinds:
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        tokens: list[str | None] = [None] * (max(vocabulary.values()) + 1)
+        for token, number in vocabulary.items():
+            tokens[number] = token
+        return TokenKinds.of(tokens)
+
+    def _pieces(self, question: str, history: Sequence[Turn]) -> list[Piece]:
+        """What follows the chunks, in pieces; the first and the last message may be searched."""
         asked: list[Turn] = [("user", question)] if question.strip() else []
         turns = [*history, *asked]
         roles: list[str | None] = [None, *(role for role, _ in turns)]
         if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
             raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
         _, pieces = self._cut([("user", f"Question: {turns[0][1]}"), *turns[1:]])
-        ids: list[int] = []
+        encoded: list[Piece] = []
         behind_line_end = True
-        for piece, special in pieces:
+        for place, (piece, special) in enumerate(pieces):
             before = _LINE_END if behind_line_end and not special else ""
-            closing = self._encode(piece, special=special, before=before)
-            ids.extend(closing)
+            encoded.append((self._encode(piece, special=special, before=before), place in (1, len(pieces) - 2)))
             behind_line_end = piece.endswith(_LINE_END) or (behind_line_end and not piece)
-        name = digest("question", " ".join(map(str, ids)))
-        return Segment("question", name, tuple(ids), private=True, closing=len(closing))
+        return encoded
 
     def _cut(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[str, bool]]]:
         """Render the template with marks; returns the text before the chunks and the pieces after them.
@@ -324,3 +350,9 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence
     given: dict[str, Any] = {} if tools is None else {"tools": tools}
     rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
     return rendered
+
+
+def _question_segment(pieces: Sequence[Piece]) -> Segment:
+    ids = tuple(token for piece, _ in pieces for token in piece)
+    name = digest("question", " ".join(map(str, ids)))
+    return Segment("question", name, ids, private=True, closing=len(pieces[-1][0]))

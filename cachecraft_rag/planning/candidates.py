@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from cachecraft_rag.planning.config import ReuseConfig
@@ -25,11 +25,13 @@ class Candidate:
     segments  the instruction and the chunks, up to the last one that was fixed
     fixed     segment → tokens that its variant behind this prefix would save each time
     session   whose private text stands in it; None where nothing is private
+    first     segments of text that nobody marked, of which nothing may be stored yet
     """
 
     segments: tuple[Segment, ...]
     fixed: Mapping[int, int]
     session: str | None = None
+    first: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None) -> Self | None:
@@ -88,7 +90,8 @@ class Candidates:
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
         if known is not None:  # the same chunks, of which others may have been fixed this time
-            candidate = Candidate(candidate.segments, {**known.fixed, **candidate.fixed}, candidate.session)
+            fixed = {**known.fixed, **candidate.fixed}
+            candidate = replace(candidate, fixed=fixed, first=known.first | candidate.first)
         self._waiting[candidate.identity] = candidate
         if len(self._waiting) <= self._most:
             return None

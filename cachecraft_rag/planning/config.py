@@ -18,6 +18,7 @@ from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 DEFAULT_ALPHA = 0.25
 
 
+PlainPrompts = Literal["off", "reuse"]
 Loading = Literal["cake", "layerwise", "whole"]
 EarlyTerminationRule = Literal["off", "printed", "gap", "share"]
 Correcting = Literal["learned", "off"]
@@ -52,6 +53,8 @@ class ReuseConfig:
                               as printed), "gap" (corrected) or
                               "share" (a threshold on the attention share)
     early_termination_window  w of Algorithm 1
+    plain_prompts    of text in a prompt without documents: "reuse" recognises what was captured before and captures
+                     passages that come again; "off" computes all of it. See `engine.plain_prompts`
     loading          of what is not in memory: "cake" loads from the back while the front is computed; "layerwise"
                      computes nothing that is stored and loads each layer ahead of its use; "whole" loads, then computes
     """
@@ -68,6 +71,7 @@ class ReuseConfig:
     correction: Correcting = "learned"
     early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
+    plain_prompts: PlainPrompts = "reuse"
     loading: Loading = "cake"
 
     @classmethod
@@ -109,4 +113,5 @@ class ReuseConfig:
         check_choice("correction", self.correction, get_args(Correcting))
         check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
+        check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
         check_choice("loading", self.loading, get_args(Loading))

@@ -84,11 +84,12 @@ def make_plan(
     """
     segments = prompt.segments
     permuted = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
-    places: dict[str, int] = {}  # the chunks before the current one → their place
+    places: dict[str, int] = {}  # the chunks, and other text, before the current one → their place
     plans = []
     for index, segment in enumerate(segments):
         if segment.kind == "question":
             plans.append(SegmentPlan("computed", Reason.QUESTION))
+            places[segment.segment_id] = index
             continue
         if not config.reuse:
             plans.append(SegmentPlan("computed", Reason.REUSE_OFF))

@@ -21,7 +21,7 @@ from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.remote import RemoteTier
-from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant
+from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -171,9 +171,17 @@ class BackgroundWriter:
         another = capture.another and self._remote is None
         if (refused := self._written(variant, encoded, capture.token_scores, another=another)) is not None:
             return self._drop(variant, refused)
+        if capture.mark is not None:
+            self._mark(capture.key, capture.mark)
         with self._lock:
             self._captures["stored"] += 1
         return variant
+
+    def _mark(self, key: VariantKey, mark: tuple[int, int]) -> None:
+        try:
+            self._durable.catalog.texts.mark(key.namespace, key.fingerprint, key.chunk_id, mark)
+        except StoreError as error:  # its text is not recognised in prompts; as a document it is found all the same
+            self._warn_once("mark", f"A text cannot be marked: {error}")
 
     def _written(
         self, variant: Variant, encoded: Encoded, scores: TokenScores, *, another: bool = False

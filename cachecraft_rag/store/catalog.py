@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store import found_texts
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import (
     COLUMNS,
@@ -50,7 +51,7 @@ _LEAST_REMEMBERED = 1000
 _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
 
 # A store of another version is set aside and built anew. The last digits go up whenever a table changes.
-_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 2
+_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 3
 _TABLES = (
     """CREATE TABLE scopes (
          scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
@@ -85,6 +86,7 @@ _TABLES = (
     """CREATE TABLE departed (
          place INTEGER PRIMARY KEY, scope INTEGER NOT NULL, chunk_id TEXT NOT NULL,
          reuse_frequency REAL NOT NULL, saved REAL NOT NULL, UNIQUE (scope, chunk_id))""",
+    *found_texts.TABLES,
 )
 
 _LISTED = f"SELECT s.namespace, s.fingerprint, {COLUMNS} FROM variants AS v JOIN scopes AS s USING (scope)"
@@ -162,6 +164,7 @@ class Catalog:
         """
         self.path = path
         self._db = Database(path, kind=_KIND, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        self.texts = found_texts.FoundTexts(self._db)
         try:
             with self._db.reading() as connection:
                 (name,) = connection.execute("SELECT policy FROM eviction").fetchone()

@@ -30,6 +30,7 @@ from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.disk import Throttle
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.eviction import Use, policy_named
+from cachecraft_rag.store.found_texts import MarkedText
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
@@ -201,6 +202,29 @@ class ChunkCacheStore(Closeable):
             unknown = [name for name, scores in found.items() if scores.inter is None]
             found |= self._remote.token_scores(unknown)
         return found
+
+    def seen_texts(self, names: Sequence[str]) -> set[str]:
+        """Note that these texts were seen in prompts; returns those that had been seen before."""
+        self._check_open()
+        if self._durable.read_only or self._gone():
+            return set()
+        try:
+            return self._durable.catalog.texts.seen(names)
+        except StoreError as error:
+            self._warn_once("seen_texts", f"Texts cannot be counted: {error}")
+            return set()
+
+    def marked_texts(
+        self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None = None
+    ) -> list[MarkedText]:
+        """Captured texts that have one of these marks."""
+        self._check_open()
+        try:
+            texts = self._durable.catalog.texts
+            return [] if self._gone() else texts.marked(namespace, fingerprint, marks, session=session)
+        except StoreError as error:
+            self._warn_once("marked_texts", f"No text is recognised: {error}")
+            return []
 
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """`open_variant` for each, in the same order; those on the remote are fetched at the same time."""

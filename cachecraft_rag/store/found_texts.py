@@ -1,0 +1,67 @@
+"""What the catalog knows of text that nobody marked: what was seen before, and how to recognise what was captured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cachecraft_rag.store.database import Database, fetched
+
+MOST_SEEN = 65_536  # texts that are remembered; the first ones seen go first
+
+TABLES = (
+    "CREATE TABLE seen_texts (place INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
+    """CREATE TABLE text_marks (
+         scope INTEGER NOT NULL, mark INTEGER NOT NULL, chunk_id TEXT NOT NULL, place INTEGER NOT NULL,
+         PRIMARY KEY (scope, mark, chunk_id)) WITHOUT ROWID""",
+    "CREATE INDEX text_marks_by_chunk ON text_marks (scope, chunk_id)",
+    """CREATE TRIGGER chunk_removed AFTER DELETE ON variants
+         WHEN NOT EXISTS (SELECT 1 FROM variants WHERE scope = old.scope AND chunk_id = old.chunk_id) BEGIN
+         DELETE FROM text_marks WHERE scope = old.scope AND chunk_id = old.chunk_id; END""",
+)
+_SCOPE = "SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2"
+_MARK = f"INSERT OR REPLACE INTO text_marks (scope, mark, chunk_id, place) SELECT scope, ?3, ?4, ?5 FROM ({_SCOPE})"
+_MARKED = f"""SELECT DISTINCT m.mark, m.chunk_id, m.place, v.tokens, v.tokens_digest
+  FROM json_each(?3) AS asked CROSS JOIN text_marks AS m CROSS JOIN variants AS v
+  WHERE m.scope = ({_SCOPE}) AND m.mark = asked.value AND v.scope = m.scope AND v.chunk_id = m.chunk_id
+    AND (v.session IS NULL OR v.session = ?4)"""
+
+
+class MarkedText(NamedTuple):
+    """A captured text with a mark (`planning.found_text`) and its place in it; any field may be damaged."""
+
+    mark: int
+    chunk_id: str
+    place: Any
+    tokens: Any
+    tokens_digest: Any
+
+
+class FoundTexts:
+    """Two tables of the catalog. Any thread may call any method; failures are the catalog's."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def seen(self, names: Sequence[str]) -> set[str]:
+        """Note that these texts were seen; returns those that had been seen before."""
+        with self._db.writing() as connection:
+            insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
+            known = {name for name in names if not connection.execute(insert, (name,)).rowcount}
+            limit = "DELETE FROM seen_texts WHERE place <= (SELECT max(place) FROM seen_texts) - ?"
+            connection.execute(limit, (MOST_SEEN,))
+        return known
+
+    def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
+        """Note a mark of a captured text and its place in it."""
+        with self._db.writing() as connection:
+            connection.execute(_MARK, (namespace, fingerprint, mark[0], chunk_id, mark[1]))
+
+    def marked(
+        self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
+    ) -> list[MarkedText]:
+        """Captured texts that have one of these marks, as far as this session may see them."""
+        with self._db.reading() as connection:
+            rows = fetched(connection, _MARKED, (namespace, fingerprint, json.dumps(list(marks)), session))
+        return [MarkedText(*row) for row in rows]
