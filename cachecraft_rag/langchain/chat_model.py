@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
@@ -41,7 +40,6 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.tools import CallReader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.retrievers.unreused import LongPromptWarning
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk
 
@@ -49,8 +47,6 @@ SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: wha
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
 _SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # meaningless for a local model
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
-_ADVICE = "use CacheCraftGenerator in place of create_stuff_documents_chain, or pass them as documents=[…]"
-logger = logging.getLogger("cachecraft_rag.langchain")
 
 
 class ChatCacheCraft(Closeable, BaseChatModel):
@@ -60,8 +56,10 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     >>> chat.invoke("How do I descale the kettle?", documents=retriever.invoke("descale kettle"))  # doctest: +SKIP
 
     `usage_metadata["input_token_details"]` counts prompt tokens reused from chunk-caches (`cache_read`) and those of
-    newly captured chunk-caches (`cache_creation`). `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus
-    "documents": the `id` of each document, in the order given, and the `chunk_id` of the text the model read of it.
+    newly captured chunk-caches (`cache_creation`). Of messages without documents, what was captured before and passages
+    that come again are reused as well (`ReuseConfig.plain_prompts`); those are captured later, in idle time.
+    `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus "documents": the `id` of each document, in the
+    order given, and the `chunk_id` of the text the model read of it.
     "searched" is what `ConversationRetriever` searched for.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
@@ -87,7 +85,6 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     seed: int | None = None
     stop: Sequence[str] = ()
     _opened: ExitStack = PrivateAttr(default_factory=ExitStack)
-    _long_prompt: LongPromptWarning = PrivateAttr(default_factory=lambda: LongPromptWarning(logger, _ADVICE))
 
     def __init__(self, **settings: Any) -> None:
         with config_errors():
@@ -240,8 +237,6 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             names = [tool["function"]["name"] for tool in offered]
             calls = CallReader(form, names, forced=choice not in ("auto", None))
         sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, json_schema=schema, **values)
-        if not documents:
-            self._long_prompt.check([question, *(text for role, text in history if role == "user")])
         chunks = [Chunk(document.page_content) for document in documents]
         read = [
             {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in zip(documents, chunks, strict=True)
@@ -313,7 +308,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def _last(self, generation: Generation, read: dict[str, Any], *, session: str | None) -> ChatGenerationChunk:
         stats, engine = generation.stats, self.engine
         stored = (self.reuse or engine.config).capture and not (engine.prompts.system.private and session is None)
-        captured = sum(chunk.tokens for chunk in stats.chunks if chunk.outcome == "computed") if stored else 0
+        new = stats.chunks if stored and read["documents"] else ()
+        captured = sum(chunk.tokens for chunk in new if chunk.outcome == "computed")
         usage = UsageMetadata(
             input_tokens=stats.tokens_prompt,
             output_tokens=stats.tokens_generated,

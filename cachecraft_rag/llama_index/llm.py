@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -41,19 +40,17 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.retrievers.unreused import LongPromptWarning
 from cachecraft_rag.types import Chunk
 
-logger = logging.getLogger("cachecraft_rag.llama_index")
 Model = TypeVar("Model", bound=BaseModel)
-_ADVICE = "use CacheCraftQueryEngine or CacheCraftChatEngine, or pass them as documents=[…]"
 
 
 class CacheCraftLLM(CustomLLM):
     """The engine as a LlamaIndex LLM, for `Settings.llm` and every component that takes an LLM.
 
-    A call may bring `documents`, texts to answer from, best first: each is a chunk, and its chunk-cache is reused. Text
-    in the prompt itself is computed each time and never stored; the first long one is followed by a warning.
+    A call may bring `documents`, texts to answer from, best first: each is a chunk, and its chunk-cache is reused. Of
+    a prompt without documents, what was captured before and passages that come again are reused as well
+    (`ReuseConfig.plain_prompts`).
 
     Earlier chat turns become the history; the text of a system message is put in front of the next user turn, because
     the engine's own instruction precedes every chunk.
@@ -73,7 +70,6 @@ class CacheCraftLLM(CustomLLM):
     session: str | None = None
     _engine: AnswerEngine = PrivateAttr()
     _sampling: SamplingParams = PrivateAttr()
-    _long_prompt: LongPromptWarning = PrivateAttr(default_factory=lambda: LongPromptWarning(logger, _ADVICE))
 
     def __init__(
         self,
@@ -152,8 +148,6 @@ class CacheCraftLLM(CustomLLM):
         if not all(isinstance(text, str) for text in documents):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         chunks = [Chunk(text) for text in documents if text.strip()]
-        if not chunks:
-            self._long_prompt.check([question, *(text for role, text in history if role == "user")])
         return self._engine.stream(
             question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )

@@ -155,7 +155,9 @@ def test_short_prompts_the_last_words_and_history_are_computed(engine: Engine) -
     for _ in range(3):
         short = ask(engine, PASSAGES[0][:200])
         assert short.stats.chunks == ()
-    last = prompt_of(*PASSAGES[:2]).rsplit("\n-----", 1)[0] + "\n-----\n" + PASSAGES[2]  # a passage in place of a question
+    last = (
+        prompt_of(*PASSAGES[:2]).rsplit("\n-----", 1)[0] + "\n-----\n" + PASSAGES[2]
+    )  # a passage in place of a question
     assert len(ask(engine, last).stats.chunks) == 2
     history = [
         ("user", "Hello."),

@@ -205,20 +205,29 @@ def test_what_langchain_does_with_models_in_general(chat: ChatCacheCraft, engine
     assert trim_messages(long, max_tokens=30, token_counter=chat, strategy="last") == long[1:]
 
 
-def test_langchains_own_chain_of_documents_reuses_nothing_and_warns_once(
-    chat: ChatCacheCraft, caplog: pytest.LogCaptureFixture
-) -> None:
-    prompt = ChatPromptTemplate.from_messages([("system", "Answer from this: {context}"), ("human", "{input}")])
-    chain = create_stuff_documents_chain(chat, prompt)
-    documents = [Document("The kettle is descaled every 8 weeks. " * 6) for _ in range(2)]
-    with caplog.at_level("WARNING", logger="cachecraft_rag"):
-        chat.invoke("How often?", documents=documents)
-        chat.invoke("How often?")
-        assert not caplog.records
-        for _ in range(2):
-            chain.invoke({"input": "How often?", "context": documents})
-    (record,) = caplog.records
-    assert "use CacheCraftGenerator in place of create_stuff_documents_chain" in record.getMessage()
+def test_langchains_own_chain_reuses_passages_that_come_again(decoder: Decoder, store: ChunkCacheStore) -> None:
+    """In another order, beside others."""
+    prompt = ChatPromptTemplate.from_messages([("system", "Answer from this:\n\n{context}"), ("human", "{input}")])
+    passages = [
+        f"The {name} is descaled every {len(name)} weeks, " + f"never before the {name} is cold. " * 3
+        for name in ("kettle", "dishwasher", "coffee machine", "steam iron", "washing machine")
+    ]
+    turn: list[Document] = []
+    shares = []
+    with Engine(decoder, store) as engine:
+        combine = create_stuff_documents_chain(ChatCacheCraft(engine=engine, max_tokens=4), prompt)
+        chain = create_retrieval_chain(RunnableLambda(lambda _: turn), combine)
+        for order in ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2)):
+            turn[:] = [Document(passages[place]) for place in order]
+            with get_usage_metadata_callback() as counter:
+                chain.invoke({"input": "How often is the kettle descaled?"})
+            (usage,) = counter.usage_metadata.values()
+            details = usage["input_token_details"]
+            assert details["cache_creation"] == 0
+            shares.append(details["cache_read"] / sum(map(len, passages[:3])))
+            assert engine.settle(60)
+    assert shares[:2] == [0.0, 0.0]
+    assert shares[2] >= 0.75
 
 
 def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:

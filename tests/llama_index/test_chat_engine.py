@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document, MockEmbedding, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor import SimilarityPostprocessor
-from llama_index.core.schema import QueryBundle
+from llama_index.core.schema import QueryBundle, TextNode
 
-from cachecraft_rag import Engine, SamplingParams
+from cachecraft_rag import Decoder, Engine, SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import CacheCraftChatEngine, CacheCraftLLM
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever, ConversationQuery
+from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument
 
 SHORT = SamplingParams(max_new_tokens=10)
@@ -129,27 +129,29 @@ def test_the_second_turn_finds_what_the_follow_up_means_and_reuses_it(
     assert second.sources[0].raw_output == second.source_nodes
 
 
-def test_llama_indexs_own_chat_engine_reuses_nothing_and_warns_once(
-    embedding: CacheCraftEmbedding, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    llm = CacheCraftLLM(engine, sampling=SHORT)
-    long = VectorStoreIndex.from_documents([Document(text=" ".join(TEXTS.values()) * 2)], embed_model=embedding)
-    chat = long.as_chat_engine(chat_mode="context", llm=llm, memory=memory())
-    assert isinstance(chat, ContextChatEngine)
-    with caplog.at_level(logging.WARNING, logger="cachecraft_rag"):
-        chat.chat(FIRST)
-        chat.chat(FOLLOW_UP)
-    hints = [record.getMessage() for record in caplog.records if record.name == "cachecraft_rag.llama_index"]
-    assert len(hints) == 1
-    assert "CacheCraftChatEngine" in hints[0]
+def test_llama_indexs_own_query_engine_reuses_passages_that_come_again(decoder: Decoder, tmp_path: Path) -> None:
+    """In another order, beside others."""
+    passages = [
+        f"The {name} is descaled every {len(name)} weeks, " + f"never before the {name} is cold. " * 3
+        for name in ("kettle", "dishwasher", "coffee machine", "steam iron", "washing machine")
+    ]
+    shares = []
+    with ChunkCacheStore.open(tmp_path / "own") as store, Engine(decoder, store) as engine:
+        for order in ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2)):
+            nodes = [TextNode(id_=str(9 - rank), text=passages[place]) for rank, place in enumerate(order)]
+            index = VectorStoreIndex(nodes, embed_model=MockEmbedding(embed_dim=4))
+            llm = CacheCraftLLM(engine, sampling=SHORT)
+            before = reused_tokens(engine)
+            response = index.as_query_engine(llm=llm, similarity_top_k=4).query(FIRST)
+            assert [found.text for found in response.source_nodes] == [passages[place] for place in order]
+            shares.append((reused_tokens(engine) - before) / sum(map(len, passages[:3])))
+            assert engine.settle(60)
+    assert shares[:2] == [0.0, 0.0]
+    assert shares[2] >= 0.75
 
 
-def test_documents_and_short_prompts_bring_no_hint(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    llm = CacheCraftLLM(engine, sampling=SHORT)
-    with caplog.at_level(logging.WARNING, logger="cachecraft_rag"):
-        llm.complete(FIRST, documents=["a long text " * 80])
-        llm.complete(FIRST)
-    assert not caplog.records
+def reused_tokens(engine: Engine) -> float:
+    return float(engine.request_counts.registry.get_sample_value("cachecraft_tokens_total", {"kind": "reused"}) or 0)
 
 
 def test_our_own_index_prefers_the_chunks_of_the_turn_before(
