@@ -21,6 +21,7 @@ COMMANDS = {
     "load": "Read speed against dd, and the loading time hidden behind computing",
     "memory": "Peak memory of a request",
     "papers": "The papers' figures, with our verdicts and the command for each",
+    "plain-prompts": "Prompts that nobody marked against the same passages as documents",
     "premises": "What the papers presuppose, looked at on a model and data",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
     "serve": "Throughput and time to the first token under load",
