@@ -303,8 +303,9 @@ class Answering:
             captures.hand_over()
             self._forget(captures)
             candidate = None
-            if request.config.capture and any(segment.found for segment in request.prompt.segments):
-                self._note(request, progress.plan)
+            if any(segment.found for segment in request.prompt.segments):
+                if request.config.capture and self.new_variants.config.when != "off":
+                    self._note(request, progress.plan)
             elif request.config.capture:
                 candidate = Candidate.of(request.prompt, progress.plan, request.config, session=request.session)
             self.new_variants.answered(request.prompt.bounds[-1], candidate)

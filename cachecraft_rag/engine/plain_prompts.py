@@ -71,11 +71,16 @@ def _between(ids: Sequence[int], start: int, stop: int) -> Segment:
 def _found(ids: Sequence[int], kinds: TokenKinds, recognise: Recognise) -> Iterator[tuple[range, str]]:
     taken = bytearray(len(ids))
     known = sorted(recognise(ids), key=lambda one: (-len(one[0]), one[0].start))
-    cut = ((part, digest("text", digest_of_tokens(ids[part.start : part.stop]))) for part in find_segments(ids, kinds))
+    cut = ((part, _name(digest_of_tokens(ids[part.start : part.stop]))) for part in find_segments(ids, kinds))
     for part, name in (*known, *cut):
         if not any(taken[part.start : part.stop]):
             taken[part.start : part.stop] = b"\1" * len(part)
             yield part, name
+
+
+def _name(tokens_digest: str) -> str:
+    """The segment id of a passage; a document's text has its chunk id."""
+    return digest("text", tokens_digest)
 
 
 def recognised(
@@ -126,12 +131,13 @@ def candidates_of(prompt: Prompt, plan: Plan, session: str | None, scope: Sequen
     system, *_ = prompt.segments
     found, segments = {}, tuple(replace(segment, found=False) for segment in prompt.segments)
     texts = {i: planned for i, planned in enumerate(plan.segments) if prompt.segments[i].found}
-    first = frozenset(i for i in texts if texts[i].variant is None)
-    for i in sorted(first):
+    new = [i for i, planned in texts.items() if planned.variant is None]
+    first = frozenset(i for i in new if segments[i].segment_id == _name(segments[i].tokens_digest))
+    for i in new:
         owner = session if segments[i].private or system.private else None
         name = digest("text", *scope, owner or "", segments[i].segment_id)
         tokens = len(segments[i].token_ids)
-        found[name] = Candidate((system, segments[i]), {1: tokens}, owner, first=frozenset((1,)))
+        found[name] = Candidate((system, segments[i]), {1: tokens}, owner, first=frozenset((1,) if i in first else ()))
     fixed = {i: len(segments[i].token_ids) for i, planned in texts.items() if planned.outcome != "exact"}
     if fixed:
         name = digest("prefix", *scope, session or "", _prefix(prompt))
