@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.config import EngineConfig
@@ -142,6 +142,12 @@ class AnswerEngine(Closeable):
             return self.prompts
         with self._making:  # the tokenizer is not thread-safe while a builder copies it
             return self._with_tools(json.dumps(checked_tools(tools)))
+
+    def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
+        """Answer a prompt that some application has written as one text, documents and all: see
+        `ReuseConfig.plain_prompts`. Options and errors as in `stream`.
+        """
+        return self.stream(prompt, (), **options)
 
     def queue_counts(self) -> QueueCounts | None:
         """Numbers of requests that wait for a turn or were refused; None where the engine has no queue."""
