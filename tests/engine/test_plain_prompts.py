@@ -41,7 +41,7 @@ WORDS = [
     "valve",
     "steam",
 ]
-PROMPTS = int(os.environ.get("TESTS_PROMPTS", "84"))
+PROMPTS = int(os.environ.get("TESTS_PROMPTS", "49"))
 MakeEngine = Callable[..., Engine]
 
 
@@ -293,6 +293,26 @@ def test_odd_prompts_raise_nothing_and_claim_nothing_wrong(make_engine: MakeEngi
                 compared += 1
                 torch.testing.assert_close(scored.logits, full, atol=1e-3, rtol=0)
     assert compared >= 3
+
+
+def test_prompts_of_any_kind_keep_their_tokens_and_hold_no_segment_twice(engine: Engine) -> None:
+    list(engine.stream("Which?", [Chunk(text) for text in PASSAGES], sampling=SHORT))
+    assert engine.settle(60)
+    engine.prompts._context_length = 200_000  # the model is not asked
+    found = 0
+    for place, prompt in enumerate(one for one in odd_prompts(6 * PROMPTS) if one.strip()):
+        session = "ada" if place % 2 else None
+        built = engine.prompts.build(prompt, (), recognise=engine._recogniser(session), private=session is not None)
+        assert built.token_ids == engine.prompts.build(prompt, ()).token_ids
+        names = [one.segment_id for one in built.segments]
+        assert len(set(names)) == len(names)
+        kinds = [one.kind for one in built.segments]
+        assert (kinds[0], kinds[-1]) == ("system", "question")
+        assert all(
+            one.private for one in built.segments if one.kind == "question" or (session is not None and one.found)
+        )
+        found += any(one.found for one in built.segments)
+    assert found > PROMPTS
 
 
 def logits_of_two(engine: Engine, text: str) -> torch.Tensor:
