@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cachecraft_rag.evaluation.correction import computed
+from cachecraft_rag.compute.driver import prefill_steps
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
@@ -146,7 +148,9 @@ class H2O:
         names = (*variant.key.origin_prefix[1:], variant.key.chunk_id)
         segments = [engine.prompts.chunk_segment(self._chunks[name]) for name in names]
         prompt = Prompt((engine.prompts.system, *segments))
-        result = computed(engine, prompt)
+        rows = Rows.of(prompt.bounds, new=range(prompt.bounds[-1]))
+        job = PrefillJob(prompt.token_ids, rows, captures=range(1, len(prompt.bounds) - 1))
+        result = engine.loop.run(lambda _: prefill_steps(engine.decoder, job))
         capture, settings, keys = result.recorder.captures[-1], result.recorder.settings, result.buffer.kv[:, 0]
         device = capture.kv.device
         positions = torch.arange(capture.start, capture.stop, device=device)

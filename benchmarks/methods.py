@@ -53,12 +53,11 @@ _ABLATIONS = (
     Method("no_position_no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0)), prepare=no_positions),
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),
     Method("no_drift", "this package", _ours(drift=0.0), takes_ratio=True),
-    METHODS["no_correction"],
     Method("no_shared_budget", "this package", _ours(budget_scope="chunk"), takes_ratio=True),
     Method(
         "craft_drift",
         "this package",
-        _ours(selector="cache_craft", budget_scope="chunk", correction="off"),
+        _ours(selector="cache_craft", budget_scope="chunk"),
         takes_ratio=True,
     ),
 )
@@ -76,7 +75,7 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
     found = [
         FULL_PREFILL,
         METHODS["prefix_cache"],
-        Method("set_cache", _CRAFT, _fixed(replace(PLAIN, scope="set", drift=0.0, correction="off"))),
+        Method("set_cache", _CRAFT, _fixed(replace(PLAIN, scope="set", drift=0.0))),
         METHODS["full_cache"],
         Method("random", _CRAFT, _paper("random"), takes_ratio=True),
         CRAFT,

@@ -1,6 +1,6 @@
 """Answers that claim exactness (`RequestStats.exact`) are those of transformers.
 
-Random requests over each codec, with sessions, removals, threads, budgets, loadings and a learned correction.
+Random requests over each codec, with sessions, removals, threads, budgets and loadings.
 
 TESTS_CLAIMS  number of claims; 42 by default, 2,000 take ten minutes
 """
@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.correction import Correction, correction_path
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.prompt import PromptBuilder, Turn
@@ -38,7 +37,7 @@ CONFIGS = [
     PLAIN,
     replace(PLAIN, recompute_ratio=1.0),
     replace(PLAIN, recompute_ratio=1.0, loading="layerwise"),
-    replace(PLAIN, recompute_ratio=1.0, loading="whole", correction="off"),
+    replace(PLAIN, recompute_ratio=1.0, loading="whole"),
     replace(PLAIN, recompute_ratio=1.0, selector="cache_craft", budget_scope="chunk", drift=0.0),
     replace(PLAIN, recompute_ratio=1.0, early_termination="gap", early_termination_window=1),
     replace(PLAIN, reuse=False),
@@ -106,27 +105,14 @@ def own_answer(decoder: Decoder, ids: Sequence[int]) -> tuple[str, Tensor]:
     return decoder.tokenizer.decode(tokens, skip_special_tokens=True), torch.stack(logits)
 
 
-def write_correction(store: Path, decoder: Decoder) -> None:
-    """A correction that moves every key and value of a chunk captured alone."""
-    draw, layers = torch.Generator().manual_seed(0), decoder.layout.layers
-    width = 2 * decoder.layout.kv_heads * decoder.layout.head_dim
-    shapes = [(layers, width, 4), (layers, 4), (layers, 4, width), (layers, width)]
-    made = Correction(decoder.fingerprint, *(0.1 * torch.randn(shape, generator=draw) for shape in shapes), 1.5)
-    path = correction_path(store, decoder.fingerprint)
-    path.parent.mkdir(parents=True)
-    made.write(path)
-
-
 def world(decoder: Decoder, folder: Path, codec: str, dice: random.Random) -> Iterator[tuple[Asked, Answered]]:
     """Thirty requests to one engine and its store, two at a time, with removals between and beside them."""
-    write_correction(folder, decoder)
     limits = {"host_bytes": dice.choice((0, 0, 300_000, 1 << 30)), "disk_bytes": dice.choice((400_000, 1 << 30))}
     with (
         ChunkCacheStore.open(folder, codec=codec, **limits) as store,
         Engine(decoder, store, best_last=False) as engine,
         ThreadPoolExecutor(3) as threads,
     ):
-        engine.use_correction(folder)
         for _ in range(15):
             pair = [drawn(dice), drawn(dice)]
             running = [threads.submit(answered, engine, asked) for asked in pair]

@@ -73,7 +73,7 @@ class IndexOptions:
     """Options of `index`.
 
     prime         also compute all chunk-caches now, so that the first question is fast too
-    alone         with --prime, each chunk without its neighbours: good with the learned correction of calibrate
+    alone         with --prime, each chunk without its neighbours: it holds no words of others, and loses more
     follow_links  also index files outside the folder that links in it point to
     """
 
@@ -274,7 +274,8 @@ def print_stats(stats: RequestStats) -> None:
         f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "
         f"prefill {stats.prefill_s:.2f}); "
         f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, {stats.tokens_recomputed} recomputed, "
-        f"{stats.tokens_computed} computed",
+        f"{stats.tokens_computed} computed"
+        + (f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""),
         style="dim",
         highlight=False,
     )

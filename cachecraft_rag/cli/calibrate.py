@@ -1,4 +1,4 @@
-"""`cachecraft calibrate`: fit a learned correction on your documents, or find how much to recompute."""
+"""`cachecraft calibrate`: find how much to recompute."""
 
 from __future__ import annotations
 
@@ -16,31 +16,18 @@ from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import AnswerTokens, Format, require_packages
 from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, takes, waiting
-from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.calibrate import Calibrated, CalibrationSettings, Point
-    from cachecraft_rag.evaluation.correction import Documents, Gain, GainInAnswers
     from cachecraft_rag.evaluation.dataset import Dataset
 
 METRIC, ORIGIN = "rouge_l", "unrelated"  # defaults
 UNFINISHED = ".calibrating"  # in the store: the work of a stopped calibration, from which the next one resumes
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        "--data", "-d", help="File of questions like those you expect.", show_default="the store's own documents"
-    ),
-]
+Data = Annotated[Path, typer.Option("--data", "-d", help="File of questions like those you expect.")]
 Quality = Annotated[
-    float | None,
-    typer.Option(
-        "--quality",
-        "-q",
-        help="Mean quality to keep, for which α is found; full prefill has 1. Needs --data.",
-        show_default="a learned correction is fitted instead",
-    ),
+    float, typer.Option("--quality", "-q", help="Mean quality to keep, for which α is found; full prefill has 1.")
 ]
 Metric = Annotated[
     str,
@@ -51,10 +38,7 @@ Metric = Annotated[
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions; with --check, of both halves together.")]
-Passages = Annotated[
-    int | None,
-    typer.Option("--passages", min=1, help="Chunks in each prompt.", show_default="3; 5 for a correction"),
-]
+Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
 Origin = Annotated[str, typer.Option("--origin", help="What chunks are captured behind: unrelated, neighbours, alone.")]
 Seed = Annotated[
     int,
@@ -67,25 +51,21 @@ Check = Annotated[
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """Options: the questions and documents, and their passages."""
+    """Options: the questions, and their passages."""
 
-    data: Data = None
+    data: Data
     format: Format = None
     limit: Limit = 50
-    passages: Passages = None
+    passages: Passages = 3
     answer_tokens: AnswerTokens = 16
     seed: Seed = 0
 
-    def load(self, *, passages: int) -> Dataset:
-        """The questions of --data with so many passages each, unless --passages says otherwise. Raises ConfigError."""
+    def load(self) -> Dataset:
+        """The questions."""
         from cachecraft_rag.evaluation.dataset import load_dataset
 
-        if self.data is None:
-            raise ConfigError("a quality is measured on questions: name a file of them with --data")
         require_packages()
-        return load_dataset(
-            self.data, format=self.format, passages=self.passages or passages, limit=self.limit, seed=self.seed
-        )
+        return load_dataset(self.data, format=self.format, passages=self.passages, limit=self.limit, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -97,46 +77,29 @@ class ComputeOptions:
     threads: options.Threads = None
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Result of a fit: the gain, that in answers where there are questions, and the file."""
-
-    gain: Gain
-    answers: GainInAnswers | None
-    file: Path
-
-
 @takes(questions=QuestionOptions, compute=ComputeOptions)
 def calibrate(
     model: options.Model = "demo",
     store: options.Store = DEFAULT_STORE,
-    quality: Quality = None,
+    quality: Quality = 0.95,
     metric: Metric = METRIC,
     origin: Origin = ORIGIN,
     check: Check = False,
-    embeddings: options.Embeddings = None,
     as_json: options.Json = False,
     *,
     questions: QuestionOptions,
     compute: ComputeOptions,
 ) -> None:
-    """Fit a learned correction, or with --quality find how little can be recomputed; save either for this store.
+    """Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.
 
-    Without --quality: a correction of chunk-caches captured alone is fitted on half of the documents and measured on
-    the other half. With it: the least recomputation that keeps this quality (95 % confidence). Every engine opened on
-    that store with that model then uses what was found. Nothing else in the store changes. After
-    Ctrl-C, the same command resumes.
+    Every engine opened on that store with that model then uses what was found. Nothing else in the store changes.
+    After Ctrl-C, the same command resumes.
     """
     options.set_threads(compute.threads)
-    if quality is None:
-        if check or metric != METRIC or origin != ORIGIN:
-            raise ConfigError("--metric, --origin and --check go with --quality; a correction needs none of them")
-        print_fitted(_fit(questions, model, store, compute=compute, embeddings=embeddings), as_json=as_json)
-        return
     from cachecraft_rag.evaluation.calibrate import CalibrationSettings, halves
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
-    dataset = questions.load(passages=3)
+    dataset = questions.load()
     settings = CalibrationSettings(quality, metric, origin, questions.answer_tokens, questions.seed)
     settings.require(dataset)
     parts = halves(dataset, seed=questions.seed) if check else (dataset,)
@@ -146,80 +109,6 @@ def calibrate(
         print_json(_plain(found, checked, path))
     else:
         _print(found, checked, path)
-
-
-def _fit(
-    questions: QuestionOptions, model: str, store: Path, *, compute: ComputeOptions, embeddings: str | None
-) -> Fitted:
-    """Fit a correction on one half of the documents, save it, and measure it on the other half.
-
-    The documents are those of a file of questions, or those of the store.
-    """
-    from cachecraft_rag.compute.correction import correction_path
-    from cachecraft_rag.evaluation import correction as fitting
-    from cachecraft_rag.evaluation.runner import open_engine
-
-    settings = fitting.FitSettings(passages=questions.passages or 5, seed=questions.seed)
-    dataset = None if questions.data is None else questions.load(passages=settings.passages)
-    documents = documents_of_index(store, embeddings) if dataset is None else dataset.documents
-    options.quiet_libraries()
-    answers, work = None, store / UNFINISHED
-    with ExitStack() as opened:
-        with waiting("Loading the model"):
-            engine = opened.enter_context(open_engine(model, store, dtype=compute.dtype, device=compute.device))
-        with progress_bar("Fitting", remaining=True) as show:
-            found, gain = fitting.fit_correction(engine, documents, settings, folder=work, progress=show)
-        path = correction_path(store, engine.decoder.fingerprint)
-        found.write(path)
-        if dataset is not None and (asked := fitting.unseen_questions(dataset, seed=settings.seed)):
-            with progress_bar("Measuring", remaining=True) as show:
-                answers = fitting.gain_in_answers(
-                    engine, found, dataset, asked, answer_tokens=questions.answer_tokens, folder=work, progress=show
-                )
-    shutil.rmtree(work, ignore_errors=True)
-    return Fitted(gain, answers, path)
-
-
-def documents_of_index(store: Path, embeddings: str | None) -> Documents:
-    """The documents of the retrieval index in a store folder.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
-    from cachecraft_rag.retrievers.retriever import INDEX_FOLDER, open_index
-
-    if not (store / INDEX_FOLDER).is_dir():
-        raise ConfigError(
-            f"{store} has no documents to fit a correction on; add some with `cachecraft index DIR`, or name a file of "
-            "questions with --data"
-        )
-    index = open_index(store, Embedder(embeddings or BUNDLED_EMBEDDER))
-    try:
-        return [index.chunks_of(document.doc_id) for document in index.documents()]
-    finally:
-        index.close()
-
-
-def print_fitted(fitted: Fitted, *, as_json: bool) -> None:
-    """The gain of the correction, and where it is."""
-    if as_json:
-        print_json(asdict(fitted))
-        return
-    gain, answers = fitted.gain, fitted.answers
-    _say(
-        f"on documents it did not see ({gain.tokens:,} tokens) it takes away {gain.keys:.0%} of the squared error of "
-        f"keys and {gain.values:.0%} of that of values"
-    )
-    if answers is not None:
-        difference = answers.difference
-        _say(
-            f"KL to full prefill on {answers.questions} questions about them, captured alone: {answers.off:.4f} "
-            f"without, {answers.learned:.4f} with it; difference {difference.mean:+.4f} [{difference.low:+.4f}, "
-            f"{difference.high:+.4f}]"
-        )
-    _say(f"written to {fitted.file}: every engine opened on this store with this model corrects chunks captured alone")
-    _say('ReuseConfig(correction="off") switches it off; delete the file to undo it')
 
 
 def _measure(
@@ -235,7 +124,6 @@ def _measure(
     with ExitStack() as opened:
         with waiting("Loading the model"):
             engine = opened.enter_context(open_engine(model, store, dtype=compute.dtype, device=compute.device))
-            engine.use_correction(store)  # as the engines that will be opened on this store
         with progress_bar("Calibrating", remaining=True) as show:
             found = calibrating.calibrate(engine, parts[0], settings, folder=work / "first", progress=show)
         save_calibration(store, engine.decoder.fingerprint, found.calibration)

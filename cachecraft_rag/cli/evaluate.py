@@ -62,15 +62,6 @@ Warmup = Annotated[
     int, typer.Option("--warmup", min=0, help="With --origin stream: the first N questions are not measured.")
 ]
 AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
-Corrected = Annotated[
-    Path,
-    typer.Option(
-        "--store",
-        "-s",
-        help="Store whose learned correction is used, if it has one for the model; nothing else of it is. The method "
-        "no_correction goes without.",
-    ),
-]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation resumes from it.")]
 Seed = Annotated[
     int,
@@ -121,7 +112,6 @@ class Measuring:
     ratios: Ratios = "0.05,0.1,0.15,0.2,0.3"
     origin: Origin = "unrelated"
     warmup: Warmup = 20
-    store: Corrected = options.DEFAULT_STORE
     folder: Out = DEFAULT_OUT
     dtype: options.Dtype = "float32"
     restart: Restart = False
@@ -147,7 +137,6 @@ class Measuring:
         with ExitStack() as opened:
             with waiting("Loading the model"):
                 engine = opened.enter_context(runner.open_engine(self.model, self.folder, dtype=self.dtype, kind=kind))
-                engine.use_correction(self.store)
                 described = settings.describe(engine, dataset)
                 log = opened.enter_context(RecordLog(self.folder, described, restart=self.restart))
             with progress_bar("Measuring", remaining=True) as show:
@@ -173,8 +162,7 @@ def evaluate(
     from cachecraft_rag.evaluation.origins import condition_named
     from cachecraft_rag.evaluation.report import summarise
 
-    names = [name for name in METHODS if name != "no_correction"]
-    chosen = methods_named(names if methods is None else [name.strip() for name in methods.split(",")])
+    chosen = methods_named(list(METHODS) if methods is None else [name.strip() for name in methods.split(",")])
     origin = condition_named(measuring.origin)
     described, records = measuring.run(questions.load(), questions, chosen, origin=origin)
     show_report(summarise(records, order=list(METHODS)), described, measuring.folder, as_json=as_json)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.capture import CaptureRecorder
-from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
+from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.early_termination import FocusRule
@@ -56,10 +56,9 @@ class PrefillJob:
     capacity   positions to make room for: the prompt and the answer
     shared_until  keys and values before this position must not depend on the question: chunks before it will be
                captured for all users, and one user's question must not shape the answers of others
-    reused     segments for drift correction (see `drift_correction`), but for those with a learned correction
+    reused     segments for drift correction (see `drift_correction`)
     drift      strength of the drift correction
-    correction learned correction of chunk-caches captured alone; None = there is none
-    corrected  segments with a learned correction
+    refresh_rows  tokens to recompute with each decode step
     """
 
     token_ids: Sequence[int]
@@ -70,8 +69,7 @@ class PrefillJob:
     shared_until: int = 0
     reused: Sequence[int] = ()
     drift: float = 0.0
-    correction: Correction | None = None
-    corrected: Sequence[int] = ()
+    refresh_rows: int = 0
     loading: Loading = "cake"
     early_termination: EarlyTermination | None = None
     probe: ProbeRequest | None = None
@@ -86,6 +84,7 @@ class PrefillResult:
     recorder     captures, perhaps none
     rows         positions computed in the end, and why
     plan         as chosen anew after a probe; None without one
+    refresh      chooses stale tokens to recompute while decoding; None where there are none
     focus_layer  the layer that settled the focused chunks, where one did
     row_layers   rows computed, summed over passes and layers: what early termination saves shows here
     waited_s     seconds that computing waited for loading
@@ -96,6 +95,7 @@ class PrefillResult:
     recorder: CaptureRecorder
     rows: Rows
     plan: Plan | None
+    refresh: Refresh | None
     focus_layer: int | None
     row_layers: int
     waited_s: float

@@ -28,6 +28,7 @@ from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.meeting import RULES, Ahead, BothEnds
 from cachecraft_rag.compute.probe import QuestionProbe
+from cachecraft_rag.compute.refresh import AttentionReceived, Refresh
 from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
 from cachecraft_rag.compute.speed import ComputeSpeed, PassKind
@@ -84,18 +85,12 @@ class OverlappedPrefill:
         self._layers = stack.layout.layers
         self._ids = torch.tensor(list(job.token_ids), device=stack.device)
         bounds = job.rows.bounds
-        self._buffer = KVBuffer(
-            stack,
-            max(job.capacity, len(job.token_ids)),
-            correction=job.correction,
-            corrected={range(bounds[one], bounds[one + 1]): bounds[one] - bounds[1] for one in job.corrected},
-        )
+        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
         self._rows = job.rows
         self._resident: list[ResidentKV] = list(job.resident)
-        learned = job.corrected if job.correction is not None else ()
-        self._uncorrected = [segment for segment in job.reused if segment not in learned]
+        self._uncorrected = list(job.reused)
         self._row_layers = 0
         self._rule = RULES[job.loading]
         if not self._rule.computes_front:  # else whole extents in single layers are too small to be placed one by one
@@ -201,15 +196,18 @@ class OverlappedPrefill:
         if self._job.probe is not None:
             with self._timer("probe"):
                 plan, placed_layers = yield from self._look(self._job.probe)
-        monitor, focus = self._monitor(), None
+        monitor, end = self._monitor(), len(self._ids)
+        focus = received = None
         if monitor is not None and self._job.early_termination is not None:
             bounds, stack = self._rows.bounds, self._stack
             asked = self._job.early_termination.question or range(bounds[-2], bounds[-1])
             focus = FocusObserver(monitor, bounds, asked, device=stack.device, ranks=stack.ranks)
+        elif self._job.refresh_rows:
+            received = AttentionReceived(range(end - 1, end), self._layers)
         positions, joined = self._rows.open(), 0
         captured = {one.segment for one in self._recorder.captures}
         waited, started = self._loads.waited_s, time.perf_counter()
-        run = self._pass(positions, recorder=self._recorder, observer=focus, drift=self._drift(None))
+        run = self._pass(positions, recorder=self._recorder, observer=focus or received, drift=self._drift(None))
         for layer in range(self._layers):
             late = yield from self._arrive(layer, run, take_over=True)
             if layer >= placed_layers:
@@ -222,7 +220,7 @@ class OverlappedPrefill:
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)
         if not joined and (monitor is None or monitor.focused is None):
             self._measured(positions, spent, "last" if self._resident or self._loads.extents else "piece")
-        if monitor is not None or self._job.probe is not None:
+        if monitor is not None or self._job.probe is not None or received is not None:
             self._drop_private_captures(captured)
         return PrefillResult(
             hidden=run.hidden,
@@ -230,10 +228,21 @@ class OverlappedPrefill:
             recorder=self._recorder,
             rows=self._rows,
             plan=plan,
+            refresh=None if received is None else self._refresh(received),
             focus_layer=monitor.layer if monitor is not None else None,
             row_layers=self._row_layers,
             waited_s=self._loads.waited_s,
         )
+
+    def _refresh(self, received: AttentionReceived) -> Refresh | None:
+        """Refreshing of what is stale in the chunks that the question may shape."""
+        rows, job = self._rows, self._job
+        stale = np.isin(rows.segment, list(job.reused)) & (rows.reason == RowReason.STORED)
+        stale[: job.shared_until] = False
+        if not stale.any():
+            return None
+        received_by = received.received(len(self._ids))
+        return Refresh(job.token_ids, stale, received_by, rows=job.refresh_rows, layers=self._layers)
 
     def _look(self, request: ProbeRequest) -> Generator[Step, bool, tuple[Plan, int]]:
         """Probe, and choose the recomputed tokens anew.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
@@ -61,7 +60,6 @@ def resolve(
     ranks: Ranks,
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
-    correction: Correction | None = None,
 ) -> Resolved:
     """Decide what is reused, open it, and make the job.
 
@@ -69,7 +67,6 @@ def resolve(
         found: result of the look-up: the variants on offer, by segment id.
         answer_tokens: positions to make room for behind the prompt.
         scores: of the variants on offer, where another process has read them; None: the store is asked.
-        correction: of chunk-caches captured alone, where one was fitted.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -93,9 +90,6 @@ def resolve(
         scores = store.token_scores(reused) if scores is None else scores
         plan = with_selection(plan, scores, config)
         resolved = _resolved(prompt, plan, {name: opened[name] for name in wanted}, config, scores, answer_tokens)
-        if correction is not None and config.correction != "off":
-            corrected = captured_alone(prompt, plan)
-            resolved = replace(resolved, job=replace(resolved.job, correction=correction, corrected=corrected))
         unused.pop_all()
     for name in opened.keys() - wanted.keys():  # chosen by a plan that was given up
         if isinstance(one := opened[name], StoredVariant):
@@ -133,6 +127,7 @@ def _resolved(
         shared_until=_shared_until(prompt, plan, config),
         reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
         drift=config.drift,
+        refresh_rows=config.refresh_rows,
         loading=config.loading,
         early_termination=_early_termination(prompt, plan, config),
         probe=_probe(prompt, plan, config, scores),
@@ -146,16 +141,6 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     chosen = [bounds[i] + offset for i, s in enumerate(plan.segments) for offset in s.recompute]
     exact = [i for i, s in enumerate(plan.segments) if s.outcome == "exact"]
     return Rows.of(bounds, new=new, recomputed=chosen, exact=exact)
-
-
-def captured_alone(prompt: Prompt, plan: Plan) -> list[int]:
-    """Segments whose chunk-cache was captured right behind this instruction and now stands behind other chunks."""
-    alone = (prompt.segments[0].segment_id,)
-    return [
-        index
-        for index, planned in enumerate(plan.segments)
-        if planned.to_fix and planned.variant is not None and planned.variant.key.origin_prefix == alone
-    ]
 
 
 def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -14,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.decode import DecodeStep, extend
 from cachecraft_rag.compute.driver import Call, Until, Work
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
 from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
@@ -64,10 +65,28 @@ class LoadingPlan:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt ready to be answered: `logits` `[vocabulary]` of its last token, and its keys and values."""
+    """A prompt ready to be answered: `logits` `[vocabulary]` of its last token, its keys and values, and `refresh`,
+    which chooses stale tokens to recompute while decoding.
+    """
 
     logits: Tensor
     buffer: KVBuffer
+    refresh: Refresh | None
+
+
+class _Start:
+    """A prefilled prompt that is answered several times: refreshing changes its keys and values."""
+
+    def __init__(self, output: Prefilled) -> None:
+        self._output, self._refresh = output, copy.deepcopy(output.refresh)
+        self._kv = None if output.refresh is None else output.buffer.kv.clone()
+
+    @torch.inference_mode()
+    def again(self) -> Prefilled:
+        """The prompt as it was."""
+        if self._kv is not None:
+            self._output.buffer.kv.copy_(self._kv)
+        return replace(self._output, refresh=copy.deepcopy(self._refresh))
 
 
 @dataclass(eq=False)
@@ -76,7 +95,6 @@ class Answering:
 
     look_up     finds what is stored
     aside       calls a function in another thread
-    correction  gives the learned correction of chunk-caches captured alone
     namespace   of the engine
     timer       of prefills
     noting      prompts whose text is being noted as seen
@@ -91,7 +109,6 @@ class Answering:
     look_up: LookUp
     aside: Aside
     loader: Loader
-    correction: Callable[[], Correction | None]
     namespace: str
     timer: Timer = UNTIMED
     noting: int = 0
@@ -194,7 +211,6 @@ class Answering:
                 store=self.store,
                 ranks=self.decoder.ranks,
                 answer_tokens=request.sampling.max_new_tokens,
-                correction=self.correction(),
             )
 
     def _compute(
@@ -210,7 +226,7 @@ class Answering:
         progress.waited_s, progress.row_layers, progress.focus_layer = run.load_s, result.row_layers, result.focus_layer
         with self.timer("logits"):
             logits = self.decoder.next_logits(result.hidden)
-        return Prefilled(logits, result.buffer)
+        return Prefilled(logits, result.buffer, result.refresh)
 
     def _submit(self, request: Request, progress: RequestProgress, result: PrefillResult) -> None:
         """Hand the captures of a request to write-back."""
@@ -242,14 +258,17 @@ class Answering:
             int(output.logits.argmax())  # as drawing the first token would wait for a GPU
             progress.first_token_s = request.clock()
             begun: list[int] = []
+            start = _Start(output)
             if target is not None:
-                logits = yield Call(partial(self._along, request, output, target))
-                own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
-                same = next((place for place, token in enumerate(target) if own[place] != token), len(target) - 1)
-                begun = own[: same + 1]
+                logits = yield from self._along(request, output, target)
+                if output.refresh is None:
+                    own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
+                    same = next((place for place, token in enumerate(target) if own[place] != token), len(target) - 1)
+                    begun = own[: same + 1]
+                output = start.again()
             last = yield from self._decode(request, progress, output, outlet, begun=begun)
             if target is None:
-                logits = yield Call(partial(self._along, request, output, progress.tokens))
+                logits = yield from self._along(request, start.again(), progress.tokens)
         finally:
             self._finish(request, progress, captures)
         progress.generated, progress.finish = last.generated, last.finish
@@ -284,14 +303,18 @@ class Answering:
                 continue
             if not outlet.has_room():
                 yield Until(outlet.has_room, for_reader=True)
-            token = sampler.draw((yield DecodeStep(output.buffer, token, position + count - 1)))
+            token = sampler.draw((yield DecodeStep(output.buffer, token, position + count - 1, output.refresh)))
+            progress.refreshed = 0 if output.refresh is None else output.refresh.refreshed
 
-    def _along(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Tensor:
+    def _along(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Work[Tensor]:
         """`[answer, vocabulary]`: the predictions for each token of an answer that is given."""
-        if len(answer) == 1:
-            return output.logits[None]
-        rest = extend(self.decoder, output.buffer, answer[:-1], request.prompt.bounds[-1])
-        return torch.cat((output.logits[None], self.decoder.logits(rest)))
+        logits, end = [output.logits], request.prompt.bounds[-1]
+        if len(answer) > 1 and output.refresh is None:
+            rest = yield Call(partial(extend, self.decoder, output.buffer, answer[:-1], end))
+            return torch.cat((output.logits[None], self.decoder.logits(rest)))
+        for place, token in enumerate(answer[:-1]):
+            logits.append((yield DecodeStep(output.buffer, token, end + place, output.refresh)))
+        return torch.stack(logits)
 
     def _finish(self, request: Request, progress: RequestProgress, captures: FutureCaptures) -> None:
         """Count the uses and hand over the captures."""

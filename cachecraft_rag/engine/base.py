@@ -38,7 +38,6 @@ from cachecraft_rag.store.row_checks import Found, RowBounds
 from cachecraft_rag.types import Chunk, Prompt, Segment
 
 if TYPE_CHECKING:
-    from cachecraft_rag.compute.correction import Correction
     from cachecraft_rag.engine.joint_rows import DecodeCounts
     from cachecraft_rag.engine.line import QueueCounts
 
@@ -65,7 +64,6 @@ class AnswerEngine(Closeable):
         namespace: the tenant; chunk-caches never cross it.
         config: how caches are reused; a call may bring its own.
         calibration: α as `cachecraft calibrate` found it, or None.
-        correction: of chunk-caches captured alone, as `cachecraft calibrate` fitted it, or None.
         prompts: lays out prompts.
         request_counts: counts the requests of `stream`.
     """
@@ -74,7 +72,6 @@ class AnswerEngine(Closeable):
         self.decoder, self.store = decoder, store
         self.namespace, self.config = config.namespace, config.reuse
         self.calibration: Calibration | None = None
-        self.correction: Correction | None = None
         make = partial(
             PromptBuilder,
             decoder.tokenizer,
@@ -227,7 +224,7 @@ class AnswerEngine(Closeable):
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
         """The calibration that decides how much is recomputed with these settings, or None."""
         found, decides = self.calibration, config.recompute_ratio is None and config.alpha is None
-        return found if decides and found and found.fits(config, corrects=self.correction is not None) else None
+        return found if decides and found and found.fits(config) else None
 
     def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
         found = self.calibration_for(config)

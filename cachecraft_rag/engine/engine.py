@@ -30,7 +30,6 @@ from cachecraft_rag.checks import (
     check_whole,
     listed,
 )
-from cachecraft_rag.compute.correction import load_correction
 from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
@@ -146,7 +145,6 @@ class Engine(StoreEngine):
             look_up=self.look_up,
             aside=self._aside,
             loader=loader,
-            correction=lambda: self.correction,
             namespace=own.namespace,
         )
         store.before_removal.append(self._before_removal)
@@ -202,13 +200,7 @@ class Engine(StoreEngine):
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
             logger.info("%s", engine.calibration)
-        engine.use_correction(Path(store))
         return engine
-
-    def use_correction(self, store: Path) -> None:
-        """Correct chunk-caches captured alone as it was fitted for this model and a store, if it was."""
-        found = load_correction(store, self.decoder.fingerprint, self.decoder.layout)
-        self.correction = None if found is None else found.to(self.decoder.device)
 
     def score_answer(
         self,

@@ -16,7 +16,7 @@ import prometheus_client
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.decode import DecodeStep, extend, extend_all
+from cachecraft_rag.compute.decode import DecodeStep, extend_all
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -123,8 +123,9 @@ class JointRows:
 
     def _decode_alone(self, step: DecodeStep) -> Tensor:
         started = time.perf_counter()
-        logits = self._decoder.next_logits(extend(self._decoder, step.buffer, [step.token], step.position))
-        self.speed.stepped(time.perf_counter() - started)
+        logits = self._decoder.next_logits(extend_all(self._decoder, [step]))
+        if step.refresh is None:  # else it is no step of one row
+            self.speed.stepped(time.perf_counter() - started)
         self._rows.observe(1)
         return logits
 

@@ -77,8 +77,7 @@ class Primer:
         engine: whose questions are to find the chunk-caches.
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
         alone: capture each chunk behind the instruction alone instead of behind its document's chunks. Such captures
-            hold nobody else's words and do not change with their neighbours; they lose more, unless the engine has a
-            learned correction (`cachecraft calibrate`).
+            hold nobody else's words and do not change with their neighbours; they lose more (docs/fidelity.md).
     """
 
     def __init__(self, engine: PrimedEngine, *, window: int = 2048, alone: bool = False) -> None:

@@ -92,6 +92,7 @@ class RequestProgress:
     waited_s              spent waiting for what was being loaded
     tiers                 variant id → where it came from
     row_layers            rows computed, summed over layers
+    refreshed             stale tokens recomputed while decoding
     tokens                of the answer, with the one that ended it
     generated, finish     as far as the reader has read
     remote                outcome of the remote look-up
@@ -108,6 +109,7 @@ class RequestProgress:
     tiers: Mapping[str, TierName] = field(default_factory=dict)
     row_layers: int = 0
     focus_layer: int | None = None
+    refreshed: int = 0
     tokens: list[int] = field(default_factory=list)
     generated: int = 0
     finish: Finish | None = None
@@ -204,6 +206,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         tokens_prompt=total,
         tokens_reused=kept - recomputed,
         tokens_recomputed=recomputed,
+        tokens_refreshed=progress.refreshed,
         tokens_computed=total - kept,
         tokens_generated=progress.generated,
         recompute_share=progress.row_layers / (total * layers),

@@ -19,7 +19,7 @@ from cachecraft_rag.engine.stats import RequestStats
 logger = logging.getLogger("cachecraft_rag.requests")
 _NUMBERS = (
     "ttft_s", "queue_s", "plan_s", "load_s", "prefill_s", "total_s", "tokens_prompt", "tokens_reused",
-    "tokens_recomputed", "tokens_computed", "tokens_generated", "recompute_share",
+    "tokens_recomputed", "tokens_refreshed", "tokens_computed", "tokens_generated", "recompute_share",
 )  # fmt: skip
 _OF_A_CHUNK = ("chunk_id", "outcome", "tokens", "recomputed", "computed", "variant_id", "tier")
 

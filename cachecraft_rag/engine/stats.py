@@ -50,6 +50,7 @@ class RequestStats:
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
     tokens_reused      taken over from chunk-caches untouched
     tokens_recomputed  of reused chunks, recomputed
+    tokens_refreshed   of those reused, recomputed while the answer was decoded
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
                        chunks that were faster computed than loaded
     recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
@@ -81,6 +82,7 @@ class RequestStats:
     searched: tuple[str, ...] = ()
     request_id: str = ""
     queue_s: float = 0.0
+    tokens_refreshed: int = 0
 
     @property
     def exact(self) -> bool:

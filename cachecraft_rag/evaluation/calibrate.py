@@ -173,8 +173,7 @@ def calibrate(
     α, so a bisection tries about four of the ten. Full prefill answers each question once.
 
     Args:
-        engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected, and a learned
-            correction is used if it has one.
+        engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
         folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
 
     Raises:
@@ -200,7 +199,6 @@ def calibrate(
         selector=config.selector,
         budget_scope=config.budget_scope,
         drift=config.drift,
-        corrected=engine.correction is not None and config.correction == "learned",
     )
     return Calibrated(calibration, validation.curve)
 

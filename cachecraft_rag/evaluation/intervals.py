@@ -52,6 +52,20 @@ def paired_interval(
     return mean_interval(first - second, resamples=resamples, seed=seed, level=level)
 
 
+def share_interval(hits: int, count: int) -> Interval:
+    """A share and its 95 % score interval (Wilson, 1927), which also holds for few questions and shares of 0 or 1.
+
+    >>> round(share_interval(0, 19).high, 3), round(share_interval(4, 24).low, 3)
+    (0.168, 0.067)
+    """
+    if not 0 <= hits <= count or not count:
+        raise ValueError(f"{hits} of {count} is no share")
+    z, share = 1.959963984540054, hits / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return Interval(share, max(middle - half, 0.0) if hits else 0.0, min(middle + half, 1.0) if hits < count else 1.0)
+
+
 def ratio_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:

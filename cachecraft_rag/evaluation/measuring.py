@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_names
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.metrics import divergence, rouge_l, squad_f1
+from cachecraft_rag.evaluation.metrics import divergence, is_right, least_margin, rouge_l, squad_f1
 from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Question
     from cachecraft_rag.types import Chunk
 
+NEAR_TIE = 0.02
 Preparation = Callable[["Engine", "Question", float], AbstractContextManager[Sequence["Chunk"]]]
 
 
@@ -46,7 +47,7 @@ _OFTEN_TRIED = MappingProxyType(dict.fromkeys(("full", "none", "all", "baseline"
 # Captures nothing, and loads every stored layer even where computing it would be faster.
 PLAIN = ReuseConfig(capture=False, loading="layerwise")
 _FULL, _PREFIX = replace(PLAIN, reuse=False), replace(PLAIN, scope="prefix")
-_NOTHING = replace(PLAIN, recompute_ratio=0.0, drift=0.0, correction="off")
+_NOTHING = replace(PLAIN, recompute_ratio=0.0, drift=0.0)
 FULL_PREFILL = Method("full_recompute", "any engine", lambda _: _FULL)
 
 # What a user chooses between; the papers' baselines are in `benchmarks/methods.py` of the repository.
@@ -58,12 +59,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             Method("prefix_cache", "any engine", lambda _: _PREFIX),
             Method("full_cache", "this package, nothing recomputed", lambda _: _NOTHING),
             Method("default", "this package", lambda r: replace(PLAIN, recompute_ratio=r), takes_ratio=True),
-            Method(
-                "no_correction",
-                "this package",
-                lambda r: replace(PLAIN, recompute_ratio=r, correction="off"),
-                takes_ratio=True,
-            ),
         )
     }
 )
@@ -127,10 +122,13 @@ class Record:
 
     kl, top1            `metrics.divergence` from full prefill, over the tokens of full prefill's answer
     rouge_l             of the method's own greedy answer against full prefill's
+    right, reference_right  whether the answer holds a gold answer, the method's and full prefill's; None likewise
+    near_tie            full prefill's two likeliest tokens differ by less than `NEAR_TIE` somewhere in its answer:
+                        which of them comes, and so what is right, is chance
     f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none
     ttft_s              seconds to the first token, with the method's preparation and a selector's probes
     reference_ttft_s    the same of full prefill
-    recomputed          chunk tokens recomputed or computed / all chunk tokens of the full prompt
+    recomputed          chunk tokens recomputed, computed or refreshed while decoding / all chunk tokens of the prompt
     text                the method's answer
     """
 
@@ -146,6 +144,9 @@ class Record:
     reference_ttft_s: float
     recomputed: float
     text: str
+    right: bool | None = None
+    reference_right: bool | None = None
+    near_tie: bool = False
 
     @property
     def label(self) -> str:
@@ -192,7 +193,7 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
     kl, top1 = divergence(full.logits, found.logits)
     golds = question.answers
     chunk_tokens = sum(chunk.tokens for chunk in full.stats.chunks)
-    spent = sum(chunk.recomputed + chunk.computed for chunk in found.stats.chunks)
+    spent = sum(chunk.recomputed + chunk.computed for chunk in found.stats.chunks) + found.stats.tokens_refreshed
     return Record(
         question_id=question.question_id,
         method=trial.method.name,
@@ -206,4 +207,7 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
         reference_ttft_s=full.stats.ttft_s,
         recomputed=spent / max(chunk_tokens, 1),
         text=found.text,
+        right=is_right(found.text, golds) if golds else None,
+        reference_right=is_right(full.text, golds) if golds else None,
+        near_tie=least_margin(full.logits) < NEAR_TIE,
     )

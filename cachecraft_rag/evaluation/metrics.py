@@ -46,6 +46,27 @@ def _f1(found: list[str], gold: list[str]) -> float:
     return 2 * same / (len(found) + len(gold))
 
 
+def is_right(prediction: str, golds: Sequence[str]) -> bool:
+    """True if the answer holds one of the gold answers, in the words of `normalised_words`.
+
+    >>> is_right("It was founded in 1815 by two brothers.", ["1815"]), is_right("In 18150.", ["1815"])
+    (True, False)
+    """
+    found = f" {' '.join(normalised_words(prediction))} "
+    return any(words and f" {' '.join(words)} " in found for words in map(normalised_words, golds))
+
+
+def least_margin(logits: Tensor) -> float:
+    """The least difference of the two highest probabilities over the positions of `[positions, vocabulary]`.
+
+    >>> import math, torch
+    >>> round(least_margin(torch.tensor([[math.log(3.0), 0.0], [5.0, 5.0]])), 3)  # ¾ − ¼, ½ − ½
+    0.0
+    """
+    highest = logits.double().softmax(-1).topk(2, dim=-1).values
+    return float((highest[:, 0] - highest[:, 1]).min())
+
+
 def rouge_l(reference: str, prediction: str) -> float:
     """ROUGE-L F1 of one answer against another, with stems (Lin, 2004; the package rouge_score).
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval
-from cachecraft_rag.evaluation.measuring import Record
+from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, share_interval
+from cachecraft_rag.evaluation.measuring import NEAR_TIE, Record
 
 Columns = Mapping[str, Sequence[Record]]  # label → its records, of the same questions in the same order
 Value = Callable[[Sequence[Record], Columns], Interval | None]
@@ -42,6 +42,17 @@ def _f1_difference(found: Sequence[Record], _: Columns) -> Interval | None:
     return paired_interval(*zip(*pairs, strict=True)) if pairs else None
 
 
+def _of_certain(found: Sequence[Record], *, full_right: bool) -> Interval | None:
+    """Share of changed verdicts where full prefill is right, or wrong, and no near-tie."""
+    there = [r for r in found if r.reference_right is full_right and not r.near_tie]
+    return share_interval(sum(r.right is not full_right for r in there), len(there)) if there else None
+
+
+def _right_difference(found: Sequence[Record], _: Columns) -> Interval | None:
+    pairs = [(r.right, r.reference_right) for r in found if r.right is not None and r.reference_right is not None]
+    return paired_interval(*zip(*pairs, strict=True)) if pairs else None
+
+
 def _ttft_ratio(found: Sequence[Record], _: Columns) -> Interval:
     """The geometric mean, so that one slow question does not dominate."""
     one = mean_interval([math.log(r.ttft_s / r.reference_ttft_s) for r in found])
@@ -59,11 +70,17 @@ _KL = (
 _TOP1 = "share of the answer's positions at which the most likely token is the same."
 _ROUGE = "(F1, with stems) of the method's own greedy answer against full prefill's."
 _F1 = "of the answer against the gold answers, if the data has any."
+_LOST = "share of the answers that are right with full prefill (they hold a gold answer) and wrong with the method."
+_WON = "share of the answers that are wrong with full prefill and right with the method. Near-ties are in neither."
+_RIGHT = "difference of the shares of right answers, question by question, near-ties included."
 _TTFT = "time to the first token divided by full prefill's; geometric mean over questions."
 MEASURES: tuple[Measure, ...] = (
     Measure("kl", "KL", ".4f", _KL, _field("kl")),
     Measure("top1", "top-1", ".3f", _TOP1, _field("top1")),
     Measure("rouge_l", "ROUGE-L", ".3f", _ROUGE, _field("rouge_l")),
+    Measure("lost", "lost", ".2f", _LOST, lambda found, _: _of_certain(found, full_right=True)),
+    Measure("won", "won", ".2f", _WON, lambda found, _: _of_certain(found, full_right=False)),
+    Measure("right_difference", "right − full's", "+.3f", _RIGHT, _right_difference),
     Measure("f1", "F1", ".3f", _F1, _field("f1")),
     Measure("f1_difference", "F1 − full's", "+.3f", "the difference, question by question.", _f1_difference),
     Measure("ttft_ratio", "TTFT / full's", ".2f", _TTFT, _ttft_ratio),
@@ -78,6 +95,8 @@ class Report:
     """Each method's values by label, one for each measure.
 
     questions  number of questions that every method has answered; only these count
+    near_ties  those of them in which full prefill wavers between two tokens
+    full_right full prefill's right answers, near-ties left out, and of how many
     full_f1    F1 of full prefill's answers against the gold answers; None if there are none
     """
 
@@ -85,6 +104,8 @@ class Report:
     measures: Sequence[Measure]
     ratios: Mapping[str, tuple[str, float | None]]
     questions: int
+    near_ties: int
+    full_right: tuple[int, int]
     full_f1: Interval | None
 
     def value(self, method: str, name: str) -> Interval | None:
@@ -99,7 +120,12 @@ class Report:
             methods[label] = {"method": name, "ratio": ratio}
             for measure, value in zip(self.measures, values, strict=True):
                 methods[label] |= _plain(measure.name, value)
-        return {"methods": methods, "questions": self.questions, **_plain("full_f1", self.full_f1)}
+        return {
+            "methods": methods,
+            "questions": self.questions,
+            "near_ties": self.near_ties,
+            **_plain("full_f1", self.full_f1),
+        }
 
     @property
     def headings(self) -> tuple[str, ...]:
@@ -127,11 +153,14 @@ def summarise(records: Sequence[Record], *, order: Sequence[str], measures: Sequ
     ratios = {label: (found[0].method, found[0].ratio) for label, found in columns.items()}
     places = {name: place for place, name in enumerate(order)}
     ordered = sorted(columns, key=lambda label: (places.get(ratios[label][0], len(places)), ratios[label][1] or 0.0))
+    certain = [one for one in columns[ordered[0]] if one.reference_right is not None and not one.near_tie]
     return Report(
         {label: tuple(measure.value(columns[label], columns) for measure in measures) for label in ordered},
         measures,
         ratios,
         len(shared),
+        sum(record.near_tie for record in columns[ordered[0]]),
+        (sum(bool(one.reference_right) for one in certain), len(certain)),
         _mean([record.reference_f1 for record in columns[ordered[0]]]),
     )
 
@@ -139,10 +168,15 @@ def summarise(records: Sequence[Record], *, order: Sequence[str], measures: Sequ
 def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     """The report as a Markdown page; `figures` are paths relative to it."""
     about = {name: value for name, value in settings.items() if not isinstance(value, dict) and value is not None}
-    gold = "The data has no gold answers, so there is no F1."
+    gold = "The data has no gold answers, so none is right or wrong, and there is no F1."
     if report.full_f1 is not None:
         f1 = report.full_f1
-        gold = f"Full prefill's own answers: F1 {f1.mean:.3f} [{f1.low:.3f}, {f1.high:.3f}]."
+        right, asked = report.full_right
+        gold = (
+            f"Full prefill's own answers: F1 {f1.mean:.3f} [{f1.low:.3f}, {f1.high:.3f}]; {right} of {asked} right. "
+            f"{report.near_ties} questions are near-ties and not among these: full prefill's two likeliest tokens "
+            f"once differ by less than {NEAR_TIE}, so what is right there is chance."
+        )
     reading = "\n".join(f"- **{measure.heading}** {measure.meaning}" for measure in report.measures)
     parts = [
         "# Quality and time of reuse",

@@ -82,7 +82,6 @@ class Settings:
             "fingerprint": engine.decoder.fingerprint,
             "dtype": engine.decoder.layout.dtype,
             "device": str(engine.decoder.device),
-            "correction": None if engine.correction is None else engine.correction.checksum,
             "threads": torch.get_num_threads(),
             "dataset": dataset.name,
             "data_digest": digest(*asked, *(chunk.chunk_id for one in dataset.documents for chunk in one)),

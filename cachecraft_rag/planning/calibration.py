@@ -31,7 +31,6 @@ class Calibration:
     dataset, questions        the validation set
     origin                    context of the chunks at capture, a name of `evaluation.origins`
     selector, budget_scope, drift  settings of the calibration
-    corrected                 whether a learned correction was on (`compute.correction`)
     """
 
     alpha: float
@@ -46,15 +45,9 @@ class Calibration:
     selector: str
     budget_scope: str
     drift: float
-    corrected: bool = False
 
-    def fits(self, config: ReuseConfig, *, corrects: bool) -> bool:
-        """True if α was calibrated with the way of choosing tokens that `config` sets, and nothing else lowers quality.
-
-        `corrects`: the engine has a learned correction. A calibration without one holds with it as well.
-        """
-        if self.corrected and not (corrects and config.correction == "learned"):
-            return False
+    def fits(self, config: ReuseConfig) -> bool:
+        """True if α was calibrated with this way of choosing tokens, and nothing else lowers quality."""
         plain = config.early_termination == "off" and config.scope == "anywhere"
         return plain and (self.selector, self.budget_scope, self.drift) == (
             config.selector,

@@ -21,7 +21,6 @@ DEFAULT_ALPHA = 0.25
 PlainPrompts = Literal["off", "reuse"]
 Loading = Literal["cake", "layerwise", "whole"]
 EarlyTerminationRule = Literal["off", "printed", "gap", "share"]
-Correcting = Literal["learned", "off"]
 Scope = Literal["anywhere", "prefix", "set"]
 
 
@@ -47,8 +46,9 @@ class ReuseConfig:
                      go to the best tokens of the whole prompt
     drift            how far the other tokens of a chunk follow the mean change of its recomputed tokens, see
                      `compute.drift_correction`; 0 = not at all, as in the paper
-    correction       "learned": chunk-caches that were captured alone are corrected where `cachecraft calibrate` has
-                     fitted a correction for this model and store, see `compute.correction`; "off": never
+    refresh_rows     tokens that were reused as they were stored and are recomputed with each decode step, those first
+                     that the answer attends to most, see `compute.refresh`; 0 = none. An engine in a server refuses it:
+                     vLLM's steps carry rows of the answer only
     early_termination         stop early for chunks that the question does not look at: "off", "printed" (Algorithm 1
                               as printed), "gap" (corrected) or
                               "share" (a threshold on the attention share)
@@ -68,7 +68,7 @@ class ReuseConfig:
     probe_min_rows: int = 128
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
-    correction: Correcting = "learned"
+    refresh_rows: int = 0
     early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
     plain_prompts: PlainPrompts = "reuse"
@@ -92,7 +92,6 @@ class ReuseConfig:
             "selector": "cache_craft",
             "budget_scope": "chunk",
             "drift": 0.0,
-            "correction": "off",
             "early_termination": "printed",
             "loading": "cake",
         }
@@ -110,7 +109,7 @@ class ReuseConfig:
         check_whole("probe_min_rows", self.probe_min_rows)
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
-        check_choice("correction", self.correction, get_args(Correcting))
+        check_whole("refresh_rows", self.refresh_rows)
         check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))

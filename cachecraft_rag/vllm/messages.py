@@ -47,6 +47,13 @@ class Ask:
     when_stored: bool = False
     client_salt: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse what vLLM cannot do; raises ConfigError."""
+        if self.config.refresh_rows:
+            raise ConfigError(
+                "refresh_rows needs the engine in this process: a decode step of vLLM carries rows of the answer only"
+            )
+
     def message(self, key: str) -> dict[str, Any]:
         """Plain JSON values for `kv_transfer_params[FIELD]`, sealed with the server's key, see `read`."""
         message = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}

@@ -10,20 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
 from cachecraft_rag import Engine
 from cachecraft_rag.cli import store as store_commands
 from cachecraft_rag.cli.ask import print_calibration
-from cachecraft_rag.cli.calibrate import Fitted, calibrate, print_fitted
+from cachecraft_rag.cli.calibrate import calibrate
 from cachecraft_rag.cli.options import out
-from cachecraft_rag.compute.correction import Correction, correction_path
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.evaluation.correction import Gain, GainInAnswers
-from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
@@ -181,8 +177,6 @@ def test_another_quality_replaces_the_first(home: Path) -> None:
     ("arguments", "message"),
     [
         (("--quality", "0.9", "--metric", "bleu"), "unknown metric 'bleu'; choose one of"),
-        (("--metric", "top1"), "go with --quality"),
-        (("--check",), "go with --quality"),
         (("--quality", "95"), "quality must lie between 0 and 1"),
         (("--quality", "0.9", "--origin", "stream"), "choose one of unrelated"),
         (("--quality", "0.9", "--limit", "1", "--check"), "2 questions or more: raise --limit"),
@@ -210,15 +204,13 @@ def test_a_store_that_cannot_be_written_to_is_refused(home: Path) -> None:
 
 def test_a_file_nested_too_deeply_is_refused(home: Path) -> None:
     (home / "deep.json").write_text("[" * 100_000, encoding="utf-8")
-    for more in (("--quality", "0.9"), ()):
-        with pytest.raises(CacheCraftError, match=r"deep\.json is not JSON"):
-            run(home, *more, "--store", home / "refused", data="deep.json")
+    with pytest.raises(CacheCraftError, match=r"deep\.json is not JSON"):
+        run(home, "--store", home / "refused", data="deep.json")
 
 
-@pytest.mark.parametrize("more", [("--quality", "1", "--metric", "top1"), ()], ids=["quality", "correction"])
-def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path, more: tuple[str, ...]) -> None:
+def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path) -> None:
     """Progress comes as lines; SIGTERM leaves no scratch folder; a second run begins where the first stopped."""
-    store = home / f"stopped{len(more)}"
+    store, more = home / "stopped", ("--quality", "1", "--metric", "top1")
     given = ["--data", towns, "--model", home / "model", "--threads", "1", "--store", store, "--limit", "24", *more]
     given += ["--dtype", "float32"]  # another process looks at the CPU itself
     command = [str(Path(sys.executable).with_name("cachecraft")), "calibrate", *map(str, given)]
@@ -231,13 +223,8 @@ def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path,
     assert process.returncode == 143
     assert "interrupted; finished work is kept\n" in rest
     assert [path.name for path in store.iterdir()] == [".calibrating"]
-    shown = run(home, "--store", store, "--limit", "24", "--answer-tokens", "16", *more, data=str(towns))
-    first = next(line for line in shown.splitlines() if line.startswith(("Calibrating:", "Fitting:")))
-    assert not first.split(":")[1].startswith(" 0 of") or more
-    assert [path.name for path in store.iterdir()] == ["calibration.json" if more else "corrections"]
-
-
-# -- without a quality ------------------------------------------------------------------------------------------------
+    run(home, "--store", store, "--limit", "24", "--answer-tokens", "16", *more, data=str(towns))
+    assert [path.name for path in store.iterdir()] == ["calibration.json"]
 
 
 @pytest.fixture(scope="module")
@@ -254,61 +241,3 @@ def towns(tmp_path_factory: pytest.TempPathFactory, squad_article: Callable[...,
 
 THINGS = ("mill", "bridge", "tower", "church", "market", "harbour", "school", "theatre")
 TOWNS = ("Arden", "Brook", "Corry", "Dunmore", "Elm", "Fenwick")
-
-
-def test_without_a_quality_a_correction_is_fitted_and_the_next_engine_uses_it(home: Path, towns: Path) -> None:
-    store = home / "corrected"
-    shown = run(home, "--store", store, "--limit", "6", "--answer-tokens", "3", "--json", data=str(towns))
-    report = last_json(shown)
-    assert 0 < report["gain"]["keys"] <= 1
-    assert report["gain"]["tokens"] > 100
-    assert report["answers"] is None or report["answers"]["questions"] <= 6
-    file = Path(report["file"])
-    assert sorted(path.name for path in store.iterdir()) == ["corrections"]
-    with Engine.from_pretrained(str(home / "model"), store=store) as engine:
-        assert file.name == f"{engine.decoder.fingerprint}.safetensors"
-        assert engine.correction is not None
-    file.write_bytes(file.read_bytes()[:-7])
-    with Engine.from_pretrained(str(home / "model"), store=store) as engine:  # broken: as if there were none
-        assert engine.correction is None
-
-
-def test_a_quality_is_looked_for_with_the_correction_of_the_store(home: Path) -> None:
-    """One that spoils all it corrects: were it left out, both stores would give the same."""
-    spoilt = home / "spoilt"
-    decoder = Decoder.load(str(home / "model"), dtype="auto")
-    layers, _, _, heads, dim = decoder.layout.shape(1)
-    width = 2 * heads * dim
-    shape = {"down": (layers, width, 1), "offset": (layers, 1), "up": (layers, 1, width)}
-    shift = torch.randn(layers, width, generator=torch.Generator().manual_seed(0))
-    Correction(
-        decoder.fingerprint, **{name: torch.zeros(size) for name, size in shape.items()}, shift=20 * shift, limit=4.0
-    ).write(correction_path(spoilt, decoder.fingerprint))
-    arguments = ("--quality", "0", "--metric", "top1", "--origin", "alone", "--json")
-    plain, corrected = (last_json(run(home, "--store", store, *arguments)) for store in (home / "unspoilt", spoilt))
-    assert (plain["corrected"], corrected["corrected"]) == (False, True)
-    assert corrected["curve"][0]["alpha"] == plain["curve"][0]["alpha"]
-    assert corrected["reached"] < plain["reached"]
-    with Engine.from_pretrained(str(home / "model"), store=spoilt) as engine:
-        assert engine.calibration_for(ReuseConfig()) is not None
-        assert engine.calibration_for(ReuseConfig(correction="off")) is None
-
-
-def test_the_gain_of_the_correction_is_printed() -> None:
-    answers = GainInAnswers(9, 0.05, 0.02, Interval(-0.03, -0.04, -0.02))
-    with out.capture() as shown:
-        print_fitted(Fitted(Gain(0.4, 0.1, 1234), answers, Path("it.safetensors")), as_json=False)
-    lines = shown.get()
-    assert "(1,234 tokens) it takes away 40% of the squared error of keys and 10% of that of values" in lines
-    assert "on 9 questions about them, captured alone: 0.0500 without, 0.0200 with it; difference -0.0300" in lines
-    assert "written to it.safetensors" in lines
-
-
-@pytest.mark.parametrize(("more", "message"), [((), "cachecraft index DIR"), (("--quality", "0.9"), "--data")])
-def test_a_store_without_documents_and_a_quality_without_questions_are_refused(
-    home: Path, more: tuple[str, ...], message: str
-) -> None:
-    app = typer.Typer()
-    app.command()(calibrate)
-    with pytest.raises(ConfigError, match=message):
-        CliRunner().invoke(app, ["--store", str(home / "nothing"), *more], catch_exceptions=False)

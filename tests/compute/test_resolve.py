@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from cachecraft_rag.compute.capture import CaptureRecorder
-from cachecraft_rag.compute.correction import Correction
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
@@ -421,7 +420,7 @@ def result_of(resolved: Resolved, rows: Rows, *, plan: Plan | None = None) -> Pr
     for capture, _ in found:
         capture.queries.update({0: torch.empty(0), 1: torch.empty(0)})
     buffer: Any = None
-    return PrefillResult(torch.empty(0), buffer, recorder, rows, plan, None, 0, 0.0)
+    return PrefillResult(torch.empty(0), buffer, recorder, rows, plan, None, None, 0, 0.0)
 
 
 def captured_segments(result: PrefillResult) -> list[int]:
@@ -527,35 +526,3 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
     ]
     assert harm == "nothing" or captured_segments(result) in ([1], [])  # whole in one pass, or not at all
     shelf.store.close()
-
-
-# -- the learned correction -------------------------------------------------------------------------------------------
-
-
-def corrected_segments(shelf: Shelf, config: ReuseConfig = CONFIG) -> list[int]:
-    """The segments that a job corrects."""
-    layers, width, zeros = shelf.layout.layers, 2 * shelf.layout.kv_heads * shelf.layout.head_dim, torch.zeros
-    correction = Correction(
-        "model", zeros(layers, width, 1), zeros(layers, 1), zeros(layers, 1, width), zeros(layers, width), 4.0
-    )
-    found = shelf.found()
-    with closing(
-        resolve(PROMPT, found, config, store=shelf.store, ranks=Alone(), answer_tokens=5, correction=correction)
-    ) as resolved:
-        assert (resolved.job.correction is None) == (config.correction == "off")
-        return list(resolved.job.corrected)
-
-
-def test_only_what_was_captured_alone_and_was_moved_is_corrected(shelf: Shelf) -> None:
-    shelf.put("system", ())
-    shelf.put("a", SYSTEM)  # stands where it was captured: exact
-    shelf.put("b", SYSTEM)
-    shelf.put("c", ("system", "b"))  # behind another chunk: its error depends on that one
-    assert corrected_segments(shelf) == [2]
-    assert corrected_segments(shelf, replace(CONFIG, correction="off")) == []
-    assert corrected_segments(shelf, replace(CONFIG, reuse=False)) == []
-
-
-def test_what_was_captured_behind_another_instruction_is_left_as_it_is(shelf: Shelf) -> None:
-    shelf.put("b", ("other",))
-    assert corrected_segments(shelf) == []

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.engine import joint_rows
 from cachecraft_rag.engine.decoder import Decoder
@@ -197,8 +198,12 @@ def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_thir
 ) -> None:
     expected = [one.answer.text for one in ask_together(engine, SAMPLED)]
 
-    def fail(*_: Any) -> Tensor:
-        raise RuntimeError("no memory")
+    own = joint_rows.extend_all
+
+    def fail(decoder: Decoder, steps: Sequence[DecodeStep]) -> Tensor:
+        if len(steps) > 1:
+            raise RuntimeError("no memory")
+        return own(decoder, steps)
 
     monkeypatch.setattr(joint_rows, "extend_all", fail)
     assert [one.answer.text for one in ask_together(engine, SAMPLED)] == expected

@@ -136,8 +136,8 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engin
     settings = replace(SETTINGS, quality=0.0)
     evaluation_engine.config = ReuseConfig(selector="leading", budget_scope="chunk", drift=0.0, recompute_ratio=0.9)
     found = calibrate(evaluation_engine, town_dataset, settings)
-    assert found.calibration.fits(evaluation_engine.config, corrects=False)
-    assert not found.calibration.fits(ReuseConfig(), corrects=False)
+    assert found.calibration.fits(evaluation_engine.config)
+    assert not found.calibration.fits(ReuseConfig())
     assert found.calibration.recomputed < 0.2  # α decides, not the fixed ratio
     evaluation_engine.config = ReuseConfig()
     other = calibrate(evaluation_engine, town_dataset, settings)

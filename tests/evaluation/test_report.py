@@ -29,6 +29,8 @@ def record(question: str, method: str, ratio: float | None, kl: float, *, ttft: 
         reference_ttft_s=2.0,
         recomputed=ratio or 0.0,
         text="",
+        right=f1 > 0.6 if f1 is not None else None,
+        reference_right=question == "a" if has else None,
     )
 
 
@@ -37,15 +39,15 @@ RECORDS = [
     record("b", "default", 0.15, 0.3, ttft=2.0, f1=0.5),
     record("a", "full_cache", None, 0.6, ttft=0.2, f1=0.2),
     record("b", "full_cache", None, 0.8, ttft=0.2, f1=0.4),
-    record("a", "no_correction", 0.3, 0.1, ttft=1.0, f1=0.8),
-    record("b", "no_correction", 0.3, 0.1, ttft=1.0, f1=0.8),
-    record("b", "no_correction", 0.15, 0.6, ttft=1.0, f1=0.6),
-    record("a", "no_correction", 0.15, 0.2, ttft=1.0, f1=0.6),
+    record("a", "leading", 0.3, 0.1, ttft=1.0, f1=0.8),
+    record("b", "leading", 0.3, 0.1, ttft=1.0, f1=0.8),
+    record("b", "leading", 0.15, 0.6, ttft=1.0, f1=0.6),
+    record("a", "leading", 0.15, 0.2, ttft=1.0, f1=0.6),
 ]
 
 
 def summarised(records: list[Record]) -> Report:
-    return summarise(records, order=["full_cache", "no_correction", "default"])
+    return summarise(records, order=["full_cache", "leading", "default"])
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +56,13 @@ def report() -> Report:
 
 
 def test_methods_stand_in_the_registry_s_order(report: Report) -> None:
-    assert list(report.methods) == ["full_cache", "no_correction@0.15", "no_correction@0.3", "default@0.15"]
+    assert list(report.methods) == ["full_cache", "leading@0.15", "leading@0.3", "default@0.15"]
     assert report.questions == 2
 
 
 def test_means_by_hand(report: Report) -> None:
     expected = {"kl": 0.2, "top1": 0.8, "rouge_l": 0.9, "f1": 0.6, "f1_difference": -0.2, "recomputed": 0.15}
+    expected |= {"lost": 0.0, "won": 0.0, "right_difference": 0.0}
     expected["ttft_ratio"] = math.sqrt(0.25 * 1.0)
     assert expected.keys() == {measure.name for measure in MEASURES}
     for name, mean in expected.items():
@@ -79,7 +82,7 @@ def test_intervals_of_two_questions_reach_from_one_to_the_other(report: Report) 
 
 
 def test_only_questions_that_every_method_answered_count() -> None:
-    assert summarised([*RECORDS, record("c", "no_correction", 0.15, 9.0, ttft=1.0, f1=0.0)]).questions == 2
+    assert summarised([*RECORDS, record("c", "leading", 0.15, 9.0, ttft=1.0, f1=0.0)]).questions == 2
     with pytest.raises(ValueError, match="every method"):
         summarised([RECORDS[0], RECORDS[3]])
 
@@ -92,10 +95,10 @@ def test_without_gold_answers_there_is_no_f1() -> None:
 
 
 def test_questions_without_gold_answers_count_for_the_rest() -> None:
-    one = record("c", "no_correction", 0.15, 0.4, ttft=1.0, f1=None)
-    mixed = summarised([*(r for r in RECORDS if (r.method, r.ratio) == ("no_correction", 0.15)), one])
+    one = record("c", "leading", 0.15, 0.4, ttft=1.0, f1=None)
+    mixed = summarised([*(r for r in RECORDS if (r.method, r.ratio) == ("leading", 0.15)), one])
     assert mixed.questions == 3
-    f1 = mixed.value("no_correction@0.15", "f1")
+    f1 = mixed.value("leading@0.15", "f1")
     assert f1 is not None
     assert f1.mean == pytest.approx(0.6)
 
@@ -103,9 +106,9 @@ def test_questions_without_gold_answers_count_for_the_rest() -> None:
 def test_as_dict_has_what_scripts_need(report: Report) -> None:
     found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert found["questions"] == 2
-    one = found["methods"]["no_correction@0.15"]
+    one = found["methods"]["leading@0.15"]
     assert {"kl", "kl_ci", "top1", "rouge_l", "f1", "ttft_ratio", "recomputed"} <= set(one)
-    assert (one["method"], one["ratio"], one["kl"]) == ("no_correction", 0.15, pytest.approx(0.4))
+    assert (one["method"], one["ratio"], one["kl"]) == ("leading", 0.15, pytest.approx(0.4))
     assert one["kl_ci"] == [pytest.approx(0.2), pytest.approx(0.6)]
 
 
@@ -125,3 +128,20 @@ def test_markdown_shows_settings_figures_and_how_to_read_it(report: Report) -> N
     assert all(f"- **{measure.heading}**" in page for measure in MEASURES)
     widths = {line.count(" | ") for line in page.splitlines() if re.match(r"\| (method|default|full_cache)", line)}
     assert widths == {len(report.headings) - 1}
+
+
+def test_near_ties_are_neither_lost_nor_won() -> None:
+    def one(name: str, right: bool, full: bool, tie: bool = False) -> Record:
+        made = record(name, "default", 0.15, 0.1, ttft=1.0, f1=0.5)
+        return replace(made, right=right, reference_right=full, near_tie=tie)
+
+    asked = [one("a", True, True), one("b", False, True), one("c", False, True, tie=True), one("d", True, False)]
+    found = summarise(asked, order=["default"])
+    lost, won, difference = (found.value("default@0.15", name) for name in ("lost", "won", "right_difference"))
+    assert lost is not None
+    assert won is not None
+    assert difference is not None
+    assert (lost.mean, won.mean, difference.mean) == (0.5, 1.0, -0.25)
+    assert 0 < lost.low < 0.1
+    assert 0.9 < lost.high < 1
+    assert (found.near_ties, found.full_right) == (1, (2, 3))

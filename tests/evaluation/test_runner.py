@@ -32,7 +32,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
-TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "no_correction", "default"]), [0.2, 0.5])
+TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "prefix_cache", "default"]), [0.2, 0.5])
 SETTINGS = Settings(TRIALS, warmup=2, answer_tokens=6, seed=5)
 
 

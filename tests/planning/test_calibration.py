@@ -109,15 +109,4 @@ def test_an_engine_takes_it_up_and_says_so(
     assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
         replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
     )
-    assert not FOUND.fits(
-        replace(as_always, early_termination="gap"), corrects=False
-    )  # which would recompute less than was promised
-
-
-def test_what_was_found_with_a_correction_needs_one() -> None:
-    with_one, plain = replace(FOUND, corrected=True), ReuseConfig()
-    assert FOUND.fits(plain, corrects=False)
-    assert FOUND.fits(plain, corrects=True)  # it loses less
-    assert with_one.fits(plain, corrects=True)
-    assert not with_one.fits(plain, corrects=False)
-    assert not with_one.fits(ReuseConfig(correction="off"), corrects=True)
+    assert not FOUND.fits(replace(as_always, early_termination="gap"))  # which would recompute less than was promised
