@@ -199,7 +199,7 @@ class CacheCraft(Retriever, Closeable):
             url: such as "http://127.0.0.1:8000".
             store: folder for the retrieval index; chunk-caches are the server's.
             embeddings: as in `from_pretrained`.
-            options: model, system, api_key, timeout_s: see `vllm.client.HTTPEngine.connect`.
+            options: model, system, api_key, admin_key, timeout_s: see `vllm.client.HTTPEngine.connect`.
 
         Raises:
             ServerError: nothing answers there, or something else does; IndexStoreError, ConfigError.

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from cachecraft_rag.cli.options import ENGINE_KEYS, takes
 from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store.remote.config import keys_in
+
+# Settings of a computer that vLLM divides up itself, and what to do instead.
+_NOT_HERE = {
+    "threads": "vLLM binds its threads itself: set VLLM_CPU_OMP_THREADS_BIND",
+    "metrics_port": "the server has its own /metrics",
+}
+_KEYS = [key for key in (*ENGINE_KEYS, "best_last", "private_system") if key not in ("model", "device", "threads")]
 
 
-@takes(*(key for key in ENGINE_KEYS if key not in ("model", "device", "threads")))
+@takes(*_KEYS, *(f"reuse.{one.name}" for one in fields(ReuseConfig)))
 def serve(
     model: Annotated[str, typer.Argument(help='Hugging Face name or folder, or "demo" for the bundled one.')],
     arguments: Annotated[
@@ -40,6 +51,18 @@ def serve(
             "--session-header", help="Header that names a request's session. Only behind a proxy that sets it itself."
         ),
     ] = None,
+    client_settings: Annotated[
+        str,
+        typer.Option(
+            "--client-settings",
+            help="Settings of reuse that requests may bring: none; safe: those that shape nobody else's chunk-caches; "
+            "all.",
+        ),
+    ] = "safe",
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option("--admin-key-file", help="File of keys, one on each line; prime and evict ask for one."),
+    ] = None,
     *,
     settings: Settings,
 ) -> None:
@@ -51,12 +74,20 @@ def serve(
     if max_model_len is not None:
         own += ["--max-model-len", str(max_model_len)]
     from cachecraft_rag.vllm.server import serve as run
+    from cachecraft_rag.vllm.settings import EndpointSettings
 
+    for key, advice in _NOT_HERE.items():
+        if settings[key] is not None:
+            raise ConfigError(f"{settings.entries[key].origin}: {key} has no effect here: {advice}")
     run(
         model,
         store=Path(settings["store"]),
         config=settings.engine_config(),
-        shared_system=shared_system,
-        session_header=session_header,
+        endpoint=EndpointSettings(
+            shared_system=shared_system,
+            session_header=session_header,
+            client_settings=cast(Any, client_settings),
+            admin_keys=() if admin_key_file is None else tuple(keys_in(admin_key_file)),
+        ),
         arguments=[*own, *(arguments or ())],
     )

@@ -30,7 +30,7 @@ from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.durable import Evicted
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
-from cachecraft_rag.vllm.documents import FIELD, MOST_DOCUMENTS, MOST_PRIMED
+from cachecraft_rag.vllm.documents import ADMIN_HEADER, FIELD, MOST_DOCUMENTS, MOST_PRIMED
 from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
 
@@ -72,6 +72,7 @@ class HTTPEngine(AnswerEngine):
         model: str | None = None,
         system: str | None = None,
         api_key: str | None = None,
+        admin_key: str | None = None,
         timeout_s: float = 60.0,
     ) -> Self:
         """Connect to a server that `cachecraft serve` started.
@@ -82,6 +83,7 @@ class HTTPEngine(AnswerEngine):
             system: an instruction instead of the server's. The server takes it for private text, unless it was started
                 with --shared-system.
             api_key: the key that the server was started with, if it asks for one (`--api-key`).
+            admin_key: one of its `--admin-key-file`, if it has one: to prime and evict.
             timeout_s: longest silence of the server.
 
         Raises:
@@ -92,9 +94,10 @@ class HTTPEngine(AnswerEngine):
         check_text("model", model, optional=True)
         check_text("system", system, optional=True)
         check_text("api_key", api_key, optional=True)
+        check_text("admin_key", admin_key, optional=True)
         check_number("timeout_s", timeout_s, above=True, most=1e6)
         with ExitStack() as opened:
-            link = Link(url, api_key=api_key, timeout_s=timeout_s)
+            link = Link(url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s)
             opened.callback(link.close)
             facts = link.facts()
             if model is not None and facts["model"] != model:
@@ -239,9 +242,10 @@ class ServerCaches(Caches):
 class Link:
     """HTTP requests to one server; thread-safe."""
 
-    def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, api_key: str | None, timeout_s: float, admin_key: str | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers |= {} if admin_key is None else {ADMIN_HEADER: admin_key}
         if not self._url.startswith(("http://", "https://")):
             raise ConfigError(f"url is {url!r}; write for example http://127.0.0.1:8000")
         try:
@@ -326,6 +330,8 @@ class Link:
             message = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):  # not in vLLM's form
             message = answer.text[:200]
+        if answer.status_code == 403 and ADMIN_HEADER in message:
+            return ServerError(f"{self._url}: {message}: connect(…, admin_key=…)")
         if answer.status_code in (401, 403):
             return ServerError(f"{self._url} asks for a key: connect(…, api_key=…)")
         if answer.status_code == 404 and answer.url.path.endswith("/v1/cachecraft"):

@@ -79,7 +79,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._sender, self._sent_counts = str(role.name).lower(), dict[str, Any]()
         stack = WorkerStack(_running_model(vllm_config), ranks_of_worker()) if role == KVConnectorRole.WORKER else None
-        self._store = ChunkCacheStore.open(self._settings.store, self._settings.caches)
+        self._store = ChunkCacheStore.open(self._settings.store, self._settings.config.store)
         # One of the two: vLLM calls the methods of one end only.
         self._scheduling: Scheduling
         self._workers: Workers

@@ -13,13 +13,17 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
+from cachecraft_rag.vllm.settings import ClientSettings
 
 FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request
+ADMIN_HEADER = "X-CacheCraft-Admin-Key"
 MOST_DOCUMENTS = 1000
 MOST_PRIMED = 4 << 20  # characters of one request to prime: a book of a thousand pages
 MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 _CHARACTERS_PER_TOKEN = 64  # more text than this for each token of the context is refused before it is tokenised
 
+# Settings that change no captured value.
+_HARMLESS = frozenset({"reuse", "capture", "loading"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -57,8 +61,12 @@ class Asked:
     client_salt: str
 
     @classmethod
-    def read(cls, request: Any, default: ReuseConfig, *, context_length: int) -> Self:
-        """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead."""
+    def read(cls, request: Any, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all") -> Self:
+        """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead.
+
+        Args:
+            allowed: settings of reuse that it may bring, see `EndpointSettings`.
+        """
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
@@ -78,7 +86,7 @@ class Asked:
             chunks=tuple(Chunk(one["text"]) for one in request.documents),
             history=tuple(turns[:-1]),
             system=system,
-            config=_config((request.model_extra or {}).get(FIELD), default),
+            config=_config((request.model_extra or {}).get(FIELD), default, allowed),
             reserve=SamplingParams().max_new_tokens if answer is None else answer,
             client_salt=request.cache_salt or "",
         )
@@ -175,7 +183,7 @@ def _text(content: object, place: int) -> str:
     return _text("".join(map(str, texts)), place)
 
 
-def _config(given: object, default: ReuseConfig) -> ReuseConfig | None:
+def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
     """The server's settings with those of a request. Raises ConfigError."""
     if given is None:
         return None
@@ -183,4 +191,15 @@ def _config(given: object, default: ReuseConfig) -> ReuseConfig | None:
         raise ConfigError(f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}')
     names = [one.name for one in fields(ReuseConfig)]
     check_names(given, names, what=f"setting of {FIELD!r}")
-    return ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given))
+    # Chunk-caches captured alone are not corrected here; Python clients send all settings, this one at its default.
+    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | {"correction": "off"})
+    changed = [name for name in names if getattr(config, name) != getattr(default, name)]
+    if changed and allowed == "none":
+        raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
+    shaping = [name for name in changed if name not in _HARMLESS]
+    if shaping and config.capture and allowed == "safe":
+        raise ConfigError(
+            f'{FIELD}: {", ".join(shaping)} would shape chunk-caches that serve others, too; add "capture": false, or '
+            "have the server started with --client-settings all"
+        )
+    return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from vllm.renderers.chat_utils import load_chat_template
 from cachecraft_rag.checks import check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.vllm.documents import MOST_BODY, Asked, check_documents, read_body, read_priming
+from cachecraft_rag.vllm.documents import ADMIN_HEADER, MOST_BODY, Asked, check_documents, read_body, read_priming
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server_engine import ServerEngine
@@ -119,7 +120,12 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
     engine, session = endpoint.engine, endpoint.session(raw_request)
 
     def prepare() -> tuple[RequestRecord, dict[str, Any], str]:
-        asked = Asked.read(request, engine.config, context_length=engine.decoder.context_length)
+        asked = Asked.read(
+            request,
+            engine.config,
+            context_length=engine.decoder.context_length,
+            allowed=endpoint.engine.settings.client_settings,
+        )
         prepared, ask = engine.prepare(asked, session=session)
         record = RequestRecord(prepared, engine.decoder.layout.layers)
         return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
@@ -174,7 +180,7 @@ async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
 
 async def prime(raw_request: Request) -> dict[str, Any]:
     """Capture the chunks of one document, in order; with "estimate": only count them, with the disk's space."""
-    endpoint, body = _endpoint(raw_request), await _body(raw_request)
+    endpoint, body = _administered(raw_request), await _body(raw_request)
     engine = endpoint.engine
 
     def act() -> dict[str, Any]:
@@ -188,7 +194,7 @@ async def prime(raw_request: Request) -> dict[str, Any]:
 
 async def evict(raw_request: Request) -> Any:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
-    endpoint, body = _endpoint(raw_request), await _body(raw_request)
+    endpoint, body = _administered(raw_request), await _body(raw_request)
 
     def act() -> Any:
         ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
@@ -215,6 +221,15 @@ async def _body(raw_request: Request) -> bytes:
 def _endpoint(raw_request: Request) -> Endpoint:
     found: Endpoint = raw_request.app.state.cachecraft
     return found
+
+
+def _administered(raw_request: Request) -> Endpoint:
+    """The endpoint, for a request that may change the store of others. Raises HTTPException without an admin key."""
+    endpoint, given = _endpoint(raw_request), raw_request.headers.get(ADMIN_HEADER, "").encode()
+    keys = endpoint.engine.settings.admin_keys
+    if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
+        raise HTTPException(403, f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}")
+    return endpoint
 
 
 def _router() -> APIRouter:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
+from cachecraft_rag.compute.correction import load_correction
 from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, answer_text
 from cachecraft_rag.engine.sampling import SamplingParams as Sampling
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
@@ -25,7 +27,7 @@ from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.serving import Calls, Serving, Step
-from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -59,7 +61,7 @@ class VLLMEngine(StoreEngine):
         """Start vLLM and open (or make) the chunk-caches below a store folder.
 
         Args:
-            model, store, config, options: as in `Engine.from_pretrained`; vLLM chooses the device.
+            model, store, config, options: as in `Engine.from_pretrained`; what vLLM decides itself is refused.
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
 
         Raises:
@@ -70,20 +72,18 @@ class VLLMEngine(StoreEngine):
         check_path("store", store)
         check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
         check_mapping("server", server or {})
-        chosen = (config or EngineConfig()).with_options(**options)
-        if chosen.device != "auto":
-            raise ConfigError('vLLM chooses the device itself: leave device at "auto"')
+        chosen = check_config((config or EngineConfig()).with_options(**options))
         require_vllm()
         served = ServedModel.load(model, dtype=chosen.dtype)
         folder = Path(store) / CACHE_FOLDER
-        settings = ConnectorSettings(str(folder), served.identity, namespace=chosen.namespace, caches=chosen.store)
+        settings = ConnectorSettings(str(folder), served.identity, chosen)
         with ExitStack() as opened:
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
             engine.check_reuse()
             engine._opened = opened.pop_all()
-        engine.calibration = load_calibration(Path(store), served.fingerprint)
+        engine._use_calibration(Path(store))
         return engine
 
     def check_reuse(self) -> None:
@@ -134,6 +134,14 @@ class VLLMEngine(StoreEngine):
         ask = Ask(asked, config, primed=primed, captures=tuple(captures), when_stored=True)
         for _ in self._serving.generate(self._prompt(ask), self._params(ask, max_tokens=1, temperature=0.0)):
             pass
+
+    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        return replace(super()._calibrated(config), correction="off")
+
+    def _use_calibration(self, root: Path) -> None:
+        self.calibration = load_calibration(root, self._model.fingerprint)
+        if load_correction(root, self._model.fingerprint, self._model.layout) is not None:
+            logger.warning("The learned correction in %s is not applied over vLLM", root)
 
     def close(self) -> None:
         """Finish the captures under way, and end vLLM."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.vllm.engine import require_vllm
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
+from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -27,22 +28,22 @@ def serve(
     *,
     store: Path,
     config: EngineConfig,
-    shared_system: bool = False,
-    session_header: str | None = None,
+    endpoint: EndpointSettings,
     arguments: Sequence[str] = (),
 ) -> None:
     """Serve a model until the process is stopped.
 
     Args:
         model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
-        config: dtype, namespace, instruction and store.
-        shared_system, session_header: see `EndpointSettings`.
+        config: of the engine; what vLLM decides itself is refused.
+        endpoint: for requests with documents; its folder and name are filled in here.
         arguments: further ones of vLLM's server, as on its command line.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError: before vLLM starts; then vLLM's own exceptions.
     """
     check_arguments(arguments)
+    config = check_config(config)
     require_vllm()
     # One API server, so one process counts: with files that several would share, our own metrics would be left out.
     if os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None) is not None:
@@ -53,9 +54,8 @@ def serve(
     settings = ConnectorSettings(
         str((store / CACHE_FOLDER).absolute()),
         served.identity,
-        namespace=config.namespace,
-        caches=config.store,
-        endpoint=EndpointSettings(str(store.absolute()), model, config.system, shared_system, session_header),
+        config,
+        endpoint=replace(endpoint, root=str(store.absolute()), model=model),
     )
     _run(served, model, settings, arguments)
 

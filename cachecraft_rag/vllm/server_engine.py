@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag import __version__
-from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.request import Request, check_asked
 from cachecraft_rag.engine.request_log import log_request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.documents import Asked
 from cachecraft_rag.vllm.engine import VLLMEngine
@@ -38,10 +36,9 @@ class ServerEngine(VLLMEngine):
     def __init__(
         self, model: ServedModel, store: ChunkCacheStore, settings: ConnectorSettings, *, calls: Calls
     ) -> None:
-        own = settings.endpoint
-        config = EngineConfig(namespace=settings.namespace, system=own.system, store=settings.caches)
-        super().__init__(model, store, config, serving=calls, key=settings.key)
-        self.settings: EndpointSettings = own
+        super().__init__(model, store, settings.config, serving=calls, key=settings.key)
+        self.settings: EndpointSettings = settings.endpoint
+        self.system, self._best_last = settings.config.system, settings.config.best_last
         self._builder_of = lru_cache(_INSTRUCTIONS)(self._new_builder)
         self._building = threading.Lock()
 
@@ -56,9 +53,9 @@ class ServerEngine(VLLMEngine):
         model = replace(model, name=own.model or model.name, context_length=length)
         if chat_template is not None:
             model.tokenizer.chat_template = chat_template
-        engine = cls(model, ChunkCacheStore.open(settings.store, settings.caches), settings, calls=calls)
+        engine = cls(model, ChunkCacheStore.open(settings.store, settings.config.store), settings, calls=calls)
         if own.root:
-            engine.calibration = load_calibration(Path(own.root), model.fingerprint)
+            engine._use_calibration(Path(own.root))
         return engine
 
     def prepare(self, asked: Asked, *, session: str | None) -> tuple[Request, Ask]:
@@ -94,9 +91,10 @@ class ServerEngine(VLLMEngine):
             "context_length": self._model.context_length,
             "end_tokens": sorted(self._model.end_tokens),
             "namespace": self.namespace,
-            "system": self.settings.system,
+            "system": self.system,
             "session_header": self.settings.session_header,
             "reuse": asdict(self.config),
+            "client_settings": self.settings.client_settings,
         }
 
     def tokenizer_files(self) -> dict[str, str]:
@@ -117,7 +115,7 @@ class ServerEngine(VLLMEngine):
 
     def _builder(self, system: str | None) -> PromptBuilder:
         """The prompt builder for an instruction; one that is not the server's may hold somebody's private text."""
-        if system is None or system == self.settings.system:
+        if system is None or system == self.system:
             return self.prompts
         with self._building:  # the tokenizer is not thread-safe while a builder copies it
             return self._builder_of(system)
@@ -125,5 +123,9 @@ class ServerEngine(VLLMEngine):
     def _new_builder(self, system: str) -> PromptBuilder:
         model, private = self._model, not self.settings.shared_system
         return PromptBuilder(
-            model.tokenizer, context_length=model.context_length, system=system, private_system=private
+            model.tokenizer,
+            context_length=model.context_length,
+            system=system,
+            private_system=private,
+            best_last=self._best_last,
         )

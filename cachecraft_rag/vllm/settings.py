@@ -4,43 +4,75 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
-from cachecraft_rag.checks import check_flag, check_text
-from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
+from cachecraft_rag.checks import check_choice, check_flag, check_text
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store import StoreConfig
 from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.served_model import ModelIdentity
 
 _KEY = "settings"  # in the extra config
 
 
+ClientSettings = Literal["none", "safe", "all"]
+# Options of an engine that vLLM decides itself, and what to do instead.
+_VLLM_DECIDES = {
+    "device": "vLLM chooses the device",
+    "decode_rows": "vLLM batches answers itself; its max_num_seqs limits a batch",
+    "max_waiting": "vLLM has a queue of its own; limit requests where they come in, in a router",
+    "wait_timeout_s": "vLLM has a queue of its own; limit the wait where requests come in, in a router",
+}
+_MEMORY = "vLLM has the device's memory; its own prefix cache takes the device tier's place"
+
+
+def check_config(config: EngineConfig) -> EngineConfig:
+    """Return it without a learned correction, which this backend has not. Raises ConfigError for an option that would
+    have no effect here.
+    """
+    usual = EngineConfig()
+    wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
+    if config.new_variants != usual.new_variants and getattr(config.new_variants, "when", "") != "off":
+        wrong["new_variants"] = "none are made here"
+    wrong |= {
+        name: _MEMORY
+        for name in ("device", "device_bytes")
+        if getattr(config.store, name) != getattr(usual.store, name)
+    }
+    for name, why in wrong.items():
+        raise ConfigError(f"{name} has no effect over vLLM: {why}. Leave it out")
+    return replace(config, reuse=replace(config.reuse, correction="off"))
+
+
 @dataclass(frozen=True)
 class EndpointSettings:
     """Settings of requests with documents over HTTP; set by the server's operator, never by a request's body.
 
-    root            folder of the store, where a calibration lies
-    model           the name that clients know the model by
-    system          the instruction in front of every prompt
-    shared_system   other instructions, which clients send as system messages, are nobody's private text: captures
-                    behind them serve everybody
-    session_header  the header that names a request's session, set by a trusted proxy; None: no sessions
+    root             folder of the store, where a calibration lies
+    model            the name that clients know the model by
+    shared_system    other instructions, which clients send as system messages, are nobody's private text: captures
+                     behind them serve everybody
+    session_header   the header that names a request's session, set by a trusted proxy; None: no sessions
+    client_settings  settings of reuse that a request may bring: "none"; "safe", those that shape its own answer alone;
+                     "all"
+    admin_keys       one of them is asked for to prime and evict, besides vLLM's own key; none: everybody may
     """
 
     root: str = ""
     model: str = ""
-    system: str = DEFAULT_SYSTEM
     shared_system: bool = False
     session_header: str | None = None
+    client_settings: ClientSettings = "safe"
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Check every field; raises ConfigError."""
-        for name in ("root", "model", "system"):
+        for name in ("root", "model"):
             check_text(name, getattr(self, name))
         check_flag("shared_system", self.shared_system)
         check_text("session_header", self.session_header, optional=True, empty=False)
+        check_choice("client_settings", self.client_settings, get_args(ClientSettings))
 
 
 @dataclass(frozen=True)
@@ -49,9 +81,8 @@ class ConnectorSettings:
 
     store         folder of its chunk-caches
     identity      of the model that it serves
+    config        of the engine; see `check_config`
     key           seals messages about requests between the parts of the server, see `messages.Ask`
-    namespace     the tenant; chunk-caches never cross it
-    caches        how the chunk-caches are opened
     fill_at_once  most requests whose prompts are filled at the same time: each has a buffer of its own outside
                   vLLM's accounts, `2 · layers · kv_heads · head_dim` numbers for each token
     least_rows    rows computed for them in a step even where vLLM's own requests have used up its tokens
@@ -59,12 +90,16 @@ class ConnectorSettings:
 
     store: str
     identity: ModelIdentity
+    config: EngineConfig = field(default_factory=EngineConfig)
     key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    namespace: str = "default"
-    caches: StoreConfig = field(default_factory=StoreConfig)
     fill_at_once: int = 8
     least_rows: int = 256
     endpoint: EndpointSettings = EndpointSettings()
+
+    @property
+    def namespace(self) -> str:
+        """The tenant; chunk-caches never cross it."""
+        return self.config.namespace
 
     @classmethod
     def of(cls, vllm_config: Any) -> ConnectorSettings:

@@ -135,13 +135,14 @@ class Server:
     def __init__(self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
 
+        from cachecraft_rag.engine.config import EngineConfig
         from cachecraft_rag.store import StoreConfig
         from cachecraft_rag.vllm.served_model import ServedModel
         from cachecraft_rag.vllm.settings import ConnectorSettings
 
         identity = ServedModel.load(str(model), dtype="float32").identity
-        opened = StoreConfig(**caches or {})
-        settings = ConnectorSettings(str(store), identity, self.key, self.namespace, opened)
+        config = EngineConfig(namespace=self.namespace, store=StoreConfig(**caches or {}))
+        settings = ConnectorSettings(str(store), identity, config, self.key)
         given: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 2048,

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store import StoreConfig
 from cachecraft_rag.types import KVLayout
@@ -192,7 +193,7 @@ def test_the_scheduler_hands_over_what_is_read() -> None:
     assert {"finished_req_ids", "total_num_scheduled_tokens"} <= SchedulerOutput.__dataclass_fields__.keys()
     assert {"kv_connector_worker_meta", "finished_recving"} <= KVConnectorOutput.__dataclass_fields__.keys()
     identity = ModelIdentity("fingerprint", KVLayout(1, 1, 1, "float32"), 8)
-    settings = ConnectorSettings("store", identity, caches=StoreConfig(remote="memory://"))
+    settings = ConnectorSettings("store", identity, EngineConfig(store=StoreConfig(remote="memory://")))
     config = pickle.loads(pickle.dumps(settings.transfer_config()))  # noqa: S301  # as vLLM sends it to its processes
     assert (config.kv_load_failure_policy, config.kv_connector) == ("recompute", "CacheCraftConnector")
     assert ConnectorSettings.of(SimpleNamespace(kv_transfer_config=config)) == settings

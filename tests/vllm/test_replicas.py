@@ -19,7 +19,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
+from cachecraft_rag.types import Chunk
 from tests.store.remote.conftest import Server, make_redis
 from tests.vllm.conftest import TEXTS
 from tests.vllm.http_server import START_S, ServerProcess
@@ -36,8 +37,8 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("LOOKUP", "CONNECT", "READ"):  # a busy machine is no failure
-        monkeypatch.setenv(f"CACHECRAFT_REMOTE_{name}_TIMEOUT_S", "30")
+    for name in ("LOOKUP", "CONNECT", "READ", "PUT"):  # a busy machine is no failure
+        monkeypatch.setenv(f"CACHECRAFT_REMOTE_{name}_TIMEOUT_S", "120")
     url = f"redis://127.0.0.1:{make_redis().port}/0"
     options = ("--max-model-len", "2048", "--remote", url)
     servers = []
@@ -49,7 +50,7 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
         first, second = servers
         documents = [{"text": text} for text in TEXTS[:3]]
         cold = first.chat(documents).json()
-        await_sent(first, 6)  # two of the self-check, the instruction, and these
+        await_sent(first, url, [Chunk(text).chunk_id for text in TEXTS[:3]])
         # The same prompt again, apart from vLLM's own prefix cache: other settings have another salt.
         warm = first.chat(documents, cachecraft=LOOSE).json()
         assert (outcomes(cold), outcomes(warm)) == (["computed"] * 3, ["exact"] * 3)
@@ -119,16 +120,14 @@ def assert_sessions_stay(url: str, first: ServerProcess) -> None:
     assert {replica(session) for session in range(32)} == {other}
 
 
-def await_sent(server: ServerProcess, chunks: int) -> None:
+def await_sent(server: ServerProcess, remote: str, chunk_ids: list[str]) -> None:
     """Captures are stored, and sent, in the background."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        server.chat(None, max_tokens=1)  # counts are sent with a step
-        if server.counts().get(("cachecraft_remote_captures_total", ("sent",)), 0) >= chunks:
-            return
-        time.sleep(0.2)
-    with ChunkCacheStore.open(server.store / "caches") as caches:
-        raise AssertionError(caches.stats())
+    facts = httpx.get(f"{server.url}/v1/cachecraft", timeout=60).json()
+    deadline = time.monotonic() + 300
+    with RemoteTier(RemoteConfig(remote, lookup_timeout_s=30.0)) as tier:
+        while not all(tier.find(facts["namespace"], facts["fingerprint"], chunk_ids).variants.values()):
+            assert time.monotonic() < deadline, server.counts()
+            time.sleep(0.2)
 
 
 def outcomes(answer: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -32,6 +34,7 @@ from cachecraft_rag.vllm.working import Workers
 BLOCK = 16
 CHUNKS = [Chunk(f"The {thing} of Arden dates from {year} and leaks. ") for thing, year in
           (("mill", 1701), ("bridge", 1802), ("tower", 1903))]  # fmt: skip
+UNSETTLED: set[tuple[str, int]] = set()
 CONFIG = ReuseConfig(alpha=0.5, probe_min_rows=0, capture=False, loading="whole")
 
 
@@ -149,13 +152,19 @@ def filled(stack: BlockStack, fill: Fill) -> Tensor:
 
 def expected(engine: Engine, ask: Ask) -> Tensor:
     """The Hugging Face engine's buffer for the same prompt."""
+    return prefilled(engine, ask)[0]
+
+
+def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
+    """The Hugging Face engine's buffer for the same prompt, and its progress."""
     from cachecraft_rag.engine.line import FutureCaptures
     from cachecraft_rag.engine.request import Request, RequestProgress
     from cachecraft_rag.engine.sampling import SamplingParams
 
     request = Request(ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0)
-    output = engine.loop.run(lambda run: engine._answering.prefill(run, request, RequestProgress(), FutureCaptures()))
-    return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1]
+    progress = RequestProgress()
+    output = engine.loop.run(lambda run: engine._answering.prefill(run, request, progress, FutureCaptures()))
+    return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]])
@@ -172,6 +181,29 @@ def test_blocks_hold_what_the_engine_has_in_its_buffer(
     assert {one["outcome"] for one in report["segments"][:-1]} == (
         {"exact"} if order == [2, 1, 0] else {"exact", "reused"}
     )
+
+
+@pytest.mark.parametrize("rule", ["printed", "gap", "share"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_early_termination_drops_the_same_rows(
+    rule: str, window: int, engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In buffers that hold NaN wherever nothing is written."""
+    fresh = Recycler.empty
+    monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(math.nan))
+    ask = ask_of(engine, [0, 2, 1], early_termination=rule, early_termination_window=window, recompute_ratio=0.5)
+    fill = fill_of(scheduling, ask)
+    run(workers, [fill])
+    buffer, progress = prefilled(engine, ask)
+    news = workers.news()
+    assert news is not None
+    report, layers = news.reports["r"], stack.decoder.layout.layers
+    assert report["focus_layer"] == progress.focus_layer
+    assert report["row_layers"] == progress.row_layers - layers
+    assert report["recomputed"] == [list(one.recompute) for one in progress.plan.segments]
+    torch.testing.assert_close(filled(stack, fill), buffer, rtol=0, atol=1e-5)
+    assert progress.focus_layer is not None or (rule, window) in UNSETTLED
 
 
 def test_a_local_hit_is_not_written_over(

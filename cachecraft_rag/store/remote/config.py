@@ -169,7 +169,7 @@ class RemoteConfig:
             raise ConfigError(
                 f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"
             )
-        keys = [key.strip()] if key is not None else _keys_in(Path(path)) if path is not None else []
+        keys = [key.strip()] if key is not None else keys_in(Path(path)) if path is not None else []
         if not all(len(one) >= SHORTEST_KEY and one.isprintable() for one in keys):
             raise ConfigError(
                 f"a key of a remote needs at least {SHORTEST_KEY} characters that can be printed; {_MAKE_KEY}"
@@ -187,7 +187,7 @@ class RemoteConfig:
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 
-def _keys_in(path: Path) -> list[str]:
+def keys_in(path: Path) -> list[str]:
     """The keys in a file, one on each line. Raises ConfigError."""
     try:
         with path.open("rb") as file:

@@ -1,0 +1,185 @@
+"""Each setting of a server acts, or is refused with a reason; needs no vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cachecraft_rag.cli.app import app
+from cachecraft_rag.engine.config import EngineConfig, NewVariants
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.settings import known_settings
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.types import Chunk
+from cachecraft_rag.vllm import server
+from cachecraft_rag.vllm.documents import Asked
+from cachecraft_rag.vllm.engine import VLLMEngine
+from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.server_engine import ServerEngine
+from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
+
+# What a client says with each question, or does itself before it asks.
+OF_CLIENTS = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
+OTHERS: dict[str, Any] = {  # a value of each other setting that is not its default
+    "store": "elsewhere", "threads": 2, "metrics_port": 9464, "dtype": "bfloat16", "device": "cuda",
+    "namespace": "acme",
+    "system": "Be brief.", "private_system": True, "best_last": False, "new_variants": "always", "decode_rows": 3,
+    "max_waiting": 7, "wait_timeout_s": 3.0, "disk_bytes": 10**9, "variants_per_chunk": 9, "max_variants": 99,
+    "eviction": "f_r", "host_bytes": 10**8, "device_bytes": 10**8, "queue_bytes": 10**8, "readers": 2,
+    "read_bytes_per_s": 1e6, "codec": "int8", "busy_timeout_s": 2.0, "reuse.reuse": False, "reuse.capture": False,
+    "reuse.scope": "prefix", "reuse.alpha": 0.7, "reuse.recompute_ratio": 0.3, "reuse.selector": "cache_craft",
+    "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.drift": 0.1, "reuse.correction": "off",
+    "reuse.early_termination": "gap", "reuse.early_termination_window": 2, "reuse.loading": "whole",
+}  # fmt: skip
+REFUSED = {
+    "threads",
+    "metrics_port",
+    "device",
+    "new_variants",
+    "decode_rows",
+    "max_waiting",
+    "wait_timeout_s",
+    "device_bytes",
+}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ConnectorSettings | str]:
+    """`cachecraft serve` up to vLLM's own start: the settings that it would get, or the error."""
+    found: list[ConnectorSettings] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server, "require_vllm", lambda: None)
+    monkeypatch.setattr(server, "_run", lambda _served, _model, settings, _arguments: found.append(settings))
+
+    def load(_name: str, *, dtype: str) -> Any:
+        return SimpleNamespace(identity=dtype)
+
+    monkeypatch.setattr(ServedModel, "load", load)
+
+    def start(*flags: str, **environment: str) -> ConnectorSettings | str:
+        found.clear()
+        done = CliRunner().invoke(app, ["serve", "demo", *flags], env=environment)
+        return found[0] if found else " ".join(f"{done.output} {done.exception}".split())
+
+    return start
+
+
+OF_SERVERS = known_settings().keys() - OF_CLIENTS - {"model"}  # the model is an argument
+
+
+@pytest.mark.parametrize("key", sorted(key for key in OF_SERVERS if not key.startswith("remote.")))
+def test_each_setting_acts_or_is_refused(key: str, started: Callable[..., ConnectorSettings | str]) -> None:
+    """From the environment, as from a file; the settings of reuse are flags, too."""
+    given = OTHERS[key]
+    text = str(given).lower() if isinstance(given, bool) else str(given)
+    found = started(**{f"CACHECRAFT_{key.replace('.', '_').upper()}": text})
+    if key in REFUSED:
+        assert isinstance(found, str)
+        assert f"{key} has no effect" in found
+        return
+    assert isinstance(found, ConnectorSettings), found
+    if key.startswith("reuse."):
+        name = key.removeprefix("reuse.")
+        flag = f"--no-{name}" if given is False else f"--{name.replace('_', '-')}"
+        again = started(flag) if given is False else started(flag, text)
+        assert isinstance(again, ConnectorSettings), again
+        assert again.config == found.config
+        assert getattr(found.config.reuse, name) == given
+    elif key == "store":
+        assert Path(found.store).parts[-2:] == ("elsewhere", "caches")
+    elif key == "dtype":
+        assert found.identity == given  # type: ignore[comparison-overlap]
+    else:
+        owner = found.config.store if hasattr(StoreConfig, key) else found.config
+        assert getattr(owner, key) == given
+
+
+def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_path: Path) -> None:
+    table = {"URL": "redis://host:1/0", "LOOKUP_TIMEOUT_S": "3", "FAILURES": "9"}
+    found = started(**{f"CACHECRAFT_REMOTE_{name}": value for name, value in table.items()})
+    assert isinstance(found, ConnectorSettings), found
+    remote: Any = found.config.store.remote
+    assert (remote.url, remote.lookup_timeout_s, remote.failures) == ("redis://host:1/0", 3, 9)
+    assert (found.endpoint.client_settings, found.endpoint.admin_keys) == ("safe", ())
+    (tmp_path / "keys").write_text("the first key of all\nand the second\n")
+    found = started("--admin-key-file", "keys", "--client-settings", "none")
+    assert isinstance(found, ConnectorSettings), found
+    assert found.endpoint.admin_keys == ("the first key of all", "and the second")
+    assert "first key" not in repr(found)
+    assert found.endpoint.client_settings == "none"
+    assert "client_settings" in str(started("--client-settings", "some"))
+
+
+def test_what_vllm_decides_is_refused_in_python() -> None:
+    for option in ({"decode_rows": 4}, {"device": "cuda:1"}, {"max_waiting": 3}, {"device_bytes": 0},
+                   {"new_variants": "always"}, {"new_variants": NewVariants(share=2.0)}):  # fmt: skip
+        (name,) = option
+        with pytest.raises(ConfigError, match=f"^{name} has no effect over vLLM: "):
+            VLLMEngine.from_pretrained("demo", **option)  # type: ignore[arg-type]
+    assert check_config(EngineConfig(new_variants="off")).reuse.correction == "off"
+
+
+def test_the_server_answers_by_its_own_settings(
+    tiny_decoder: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    decoder = tiny_decoder("Llama")
+    model = ServedModel(
+        "tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, decoder.context_length, frozenset()
+    )
+    reuse = ReuseConfig(recompute_ratio=0.3, correction="off")
+    config = EngineConfig(namespace="acme", system="Be brief.", private_system=True, best_last=False, reuse=reuse)
+    settings = ConnectorSettings(str(tmp_path), model.identity, config, endpoint=EndpointSettings(root=str(tmp_path)))
+    calls: Any = SimpleNamespace(close=lambda: None)
+    with ChunkCacheStore.open(tmp_path) as store:
+        engine = ServerEngine(model, store, settings, calls=calls)
+        plain = asked("How?", None)
+        request, ask = engine.prepare(plain, session=None)
+        texts = [byte_tokenizer.decode(segment.token_ids) for segment in request.prompt.segments]
+        assert "Be brief." in texts[0]
+        assert request.prompt.segments[0].private
+        assert ["best" in text for text in texts[1:3]] == [True, False]
+        assert (ask.config, engine.namespace) == (reuse, "acme")
+        other = engine.prepare(replace(plain, system="At length."), session=None)[0]
+        assert "best" in byte_tokenizer.decode(other.prompt.segments[1].token_ids)
+        facts = engine.facts()
+        assert (facts["reuse"]["recompute_ratio"], facts["reuse"]["correction"]) == (0.3, "off")
+
+
+def asked(question: str, config: ReuseConfig | None) -> Asked:
+    return Asked(question, (Chunk("the best"), Chunk("another")), (), None, config, 4, "")
+
+
+def test_a_request_may_bring_what_the_operator_allows() -> None:
+    default = ReuseConfig(alpha=0.5, correction="off")
+
+    def read(given: Any, allowed: Any) -> ReuseConfig | None:
+        request: Any = SimpleNamespace(
+            messages=[{"role": "user", "content": "How?"}], documents=[{"text": "x"}], tools=None, tool_choice=None,
+            max_tokens=1, max_completion_tokens=None, cache_salt=None, model_extra={"cachecraft": given},
+        )  # fmt: skip
+        return Asked.read(request, default, context_length=100, allowed=allowed).config
+
+    for allowed in ("none", "safe", "all"):
+        assert read({}, allowed) == default
+        assert read({"alpha": 0.5, "correction": "learned"}, allowed) == default
+    assert read({"drift": 0.1}, "all") == replace(default, drift=0.1)
+    for name, other in {
+        key[6:]: value for key, value in OTHERS.items() if re.match(r"reuse\.(?!correction)", key)
+    }.items():
+        with pytest.raises(ConfigError, match=f"this server sets {name} itself"):
+            read({name: other}, "none")
+        if name in ("reuse", "capture", "loading"):
+            assert read({name: other}, "safe") == replace(default, **{name: other})
+        else:
+            with pytest.raises(ConfigError, match=f"{name} would shape chunk-caches that serve others"):
+                read({name: other}, "safe")
+            assert read({name: other, "capture": False}, "safe") == replace(default, capture=False, **{name: other})
