@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cachecraft_rag.engine.line import FutureCaptures, FutureVariant
 from cachecraft_rag.engine.request import SegmentReport
 from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import Found, RowBounds
@@ -26,7 +28,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_CAPTURE_WAIT_S = 10.0  # longest wait of a request for captures of its chunks that are under way
+_WAIT_S = 10.0  # longest wait for chunks that others compute, until the speed of computing is known
 _REMEMBERED = 10_000  # prompts that were filled
 
 Looked = tuple[Found, Mapping[str, TokenScores]]
@@ -38,7 +40,11 @@ class Pending:
 
     digest   of its salt and tokens
     refused  why it is computed as any other
-    looked   the look-up, perhaps under way; None: captures are waited for first
+    looked   the look-up, perhaps under way
+    lacks    chunk-caches that the look-up did not find
+    until    end of its wait for chunks that others compute, once it has begun
+    waited   it has waited, and looks up anew
+    began    when its filling began
     cached   tokens that vLLM's own prefix cache had, where it had all chunks
     report   of the workers
     """
@@ -46,8 +52,11 @@ class Pending:
     ask: Ask | None
     digest: int = 0
     refused: str = ""
-    since: float = 0.0
     looked: Future[Looked] | None = None
+    lacks: list[FutureVariant] | None = None
+    until: float | None = None
+    waited: bool = False
+    began: float = 0.0
     filling: bool = False
     filled: bool = False
     cached: int | None = None
@@ -78,6 +87,7 @@ class Scheduling:
         self._fills: list[Fill] = []
         self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
+        self._row_s: float | None = None  # seconds that the last fill took for each row
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Number of tokens behind the first `computed` that will be filled; None: ask again in the next step."""
@@ -89,14 +99,12 @@ class Scheduling:
             known = self._known[request.request_id] = self._take_in(request, message)
         if known.ask is None:
             return 0
-        if known.looked is None:
-            ids = {segment.segment_id for segment in known.ask.prompt.segments[:-1]}
-            if known.ask.config.reuse and ids & self._capturing and time.monotonic() < known.since + _CAPTURE_WAIT_S:
-                return None
-            known.looked = self._look_up(known.ask)
+        known.looked = known.looked or self._look_up(known.ask)
         if not known.looked.done():
             return None
         found, _ = known.looked.result()
+        if not known.filled and self._others_compute(known, known.ask, found):
+            return None
         if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
             known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
             return 0
@@ -124,6 +132,7 @@ class Scheduling:
             Fill(request.request_id, known.ask, found, scores, last - tokens, last, blocks, known.filled)
         )
         known.filling = known.filled = True
+        known.began = time.monotonic()
         self._filled[known.digest] = None
         self._filled.move_to_end(known.digest)
         if len(self._filled) > _REMEMBERED:
@@ -141,6 +150,8 @@ class Scheduling:
         for name, report in news.reports.items():
             if (known := self._known.get(name)) is not None:
                 known.report = known.report or report  # the first one: what it was before a preemption
+                if rows := report.get("row_layers", 0) // self._identity.layout.layers:
+                    self._row_s = (time.monotonic() - known.began) / rows
                 if "refused" in report:  # vLLM asks again, where nothing of the prompt is computed yet
                     known.ask = None
 
@@ -189,11 +200,46 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, hash((request.cache_salt, *request.prompt_token_ids)), since=time.monotonic())
+        return Pending(ask, hash((request.cache_salt, *request.prompt_token_ids)))
 
     def _refused(self, request: Any, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
         return Pending(None, refused=reason)
+
+    def _others_compute(self, known: Pending, ask: Ask, found: Found) -> bool:
+        """Return whether it waits for chunks that others compute or capture; what it computes itself, it announces
+        once its filling begins.
+
+        It waits for no longer than the others and it would take to compute them, and looks up anew after it.
+        """
+        if known.lacks is None:
+            plan, lacking = make_plan(ask.prompt, found.variants, ask.config, refused=found.refused), FutureCaptures()
+            lacking.expect(ask.prompt, plan, session=ask.session)
+            known.lacks = lacking.variants
+        if not ask.config.reuse:
+            return False
+        coming = [one for one in known.lacks if one.segment_id in self._capturing or self._announced(one, ask)]
+        if coming:
+            if known.until is None:
+                lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
+                rows = sum(lengths[one.segment_id] for one in coming)
+                known.until = time.monotonic() + (_WAIT_S if self._row_s is None else 2.0 * rows * self._row_s)
+            known.waited = time.monotonic() < known.until
+            return known.waited
+        if known.waited:
+            known.waited, known.looked, known.lacks = False, None, None
+            return True
+        return False
+
+    def _announced(self, lacking: FutureVariant, ask: Ask) -> bool:
+        """Return whether a request that is being filled will capture what serves here."""
+        wanted = replace(lacking, session=ask.session)
+        return any(
+            coming.serves(wanted, ask.config.scope)
+            for other in self._known.values()
+            if other.filling and other.ask is not None
+            for coming in _captures(other.ask, other.lacks or ())
+        )
 
     def _look_up(self, ask: Ask) -> Future[Looked]:
         if self._threads is not None:
@@ -216,3 +262,11 @@ class Scheduling:
             bounds=bounds,
         )
         return found, self._store.token_scores([one.variant_id for some in found.variants.values() for one in some])
+
+
+def _captures(ask: Ask, computed: Iterable[FutureVariant]) -> Iterator[FutureVariant]:
+    """Those of the chunk-caches computed for a request that will be captured."""
+    if ask.captures is not None:
+        yield from (one for one in computed if len(one.origin_prefix) in ask.captures)
+    elif ask.config.capture:
+        yield from computed
