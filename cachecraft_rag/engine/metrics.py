@@ -18,7 +18,6 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     Metric,
-    StateSetMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -98,10 +97,11 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
 
 
 def _of_remote(remote: RemoteStats) -> Iterator[Metric]:
-    states = {str(state): state == remote.breaker for state in get_args(State)}
-    yield StateSetMetricFamily(
-        "cachecraft_remote_breaker", "closed: in use; open: left alone after failures; probing: tried again", states
-    )
+    text = "1 at its state. closed: in use; open: left alone after failures; probing: tried again"
+    breaker = GaugeMetricFamily("cachecraft_remote_breaker", text, labels=["state"])
+    for state in get_args(State):
+        breaker.add_metric([state], float(state == remote.breaker))
+    yield breaker
     yield CounterMetricFamily("cachecraft_remote_breaker_opened", "Times that it opened", value=remote.opened)
     yield _gauge("remote_queued_bytes", "Captures waiting to be sent", remote.queued_bytes)
     for name, text, counts in (

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.vllm.messages import Fill, News
+from cachecraft_rag.vllm.messages import REPORTS, Fill, News
 from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
 from cachecraft_rag.vllm.models import model_of
 from cachecraft_rag.vllm.ranks import ranks_of_worker
@@ -165,17 +165,20 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
-        """Running totals of the store, if they have changed; of the workers only the first one reports."""
+        """Running totals of the store, if they have changed, and reports of requests that are filled; of the workers
+        only the first one reports.
+        """
         return self._safely(None, self._new_counts)
 
     def _new_counts(self) -> StoreCounts | None:
         if isinstance(self._end, Workers) and not self._end.first_rank:
             return None
-        counts = counts_of(self._store)
-        if counts == self._sent_counts:
-            return None
-        self._sent_counts = counts
-        return StoreCounts({self._sender: counts})
+        counts, data = counts_of(self._store), dict[str, Any]()
+        if counts != self._sent_counts:
+            self._sent_counts = data[self._sender] = counts
+        if isinstance(self._end, Scheduling) and (reports := self._end.take_reports()):
+            data[REPORTS] = reports
+        return StoreCounts(data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreCounts:

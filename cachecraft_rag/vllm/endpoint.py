@@ -20,6 +20,10 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion import api_router as completions
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses import api_router as responses
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
@@ -61,7 +65,8 @@ class ChatWithDocuments:
         engine = await loop.run_in_executor(None, opened)
         await loop.run_in_executor(None, engine.check_reuse)
         state.cachecraft = Endpoint(engine)
-        prometheus_client.REGISTRY.register(ServerCollector(engine, reported_counts(engine_client)))
+        reported = reported_counts(engine_client, state.cachecraft.records.take)
+        prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
 
 
 class Endpoint:
@@ -127,7 +132,7 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
             allowed=endpoint.engine.settings.client_settings,
         )
         prepared, ask = engine.prepare(asked, session=session)
-        record = RequestRecord(prepared, engine.decoder.layout.layers)
+        record = RequestRecord(prepared, engine.decoder.layout.layers, ask.name)
         return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
 
     try:
@@ -140,11 +145,29 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
     stock = raw_request.app.state.openai_serving_chat
     handler = copy.copy(stock)
     handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
+    handler.enable_prompt_tokens_details = True
     try:
         return await _answer(handler, request, raw_request)
     finally:
         if not record.begun:  # vLLM's own handler has refused it
             engine.request_counts.refuse()
+
+
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
+    """vLLM's own; documents are taken by chat completions only."""
+    _require_none(request)
+    return await completions.create_completion(request, raw_request)
+
+
+async def create_responses(request: ResponsesRequest, raw_request: Request) -> Any:
+    """vLLM's own; documents are taken by chat completions only."""
+    _require_none(request)
+    return await responses.create_responses(request, raw_request)
+
+
+def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
+    if (request.model_extra or {}).get("documents") is not None:
+        raise bad_request(ConfigError("documents are taken by /v1/chat/completions: send the question there"))
 
 
 async def _answer(handler: Any, request: ChatCompletionRequest, raw_request: Request) -> Any:
@@ -238,6 +261,8 @@ def _router() -> APIRouter:
     json = Depends(validate_json_request)
     posts: list[tuple[str, Callable[..., Any], list[Any]]] = [
         ("/v1/chat/completions", create_chat_completion, [json, Depends(_documents_are_well_formed)]),
+        ("/v1/completions", create_completion, [json]),
+        ("/v1/responses", create_responses, [json]),
         ("/v1/cachecraft/prime", prime, [json]),
         ("/v1/cachecraft/evict", evict, [json]),
     ]

@@ -153,7 +153,7 @@ class VLLMEngine(StoreEngine):
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()
         sampling = request.sampling
-        ask = Ask(request.prompt, request.config, request.session)
+        ask = Ask(request.prompt, request.config, request.session, name=request.request_id)
         params = self._params(
             ask,
             max_tokens=sampling.max_new_tokens,
@@ -163,10 +163,15 @@ class VLLMEngine(StoreEngine):
             structured_outputs=_structured(sampling),
         )
         try:
+            self._serving.reports[ask.name] = None
             with closing(self._serving.generate(self._prompt(ask), params)) as steps:
                 tokens = _tokens(request, progress, steps)
                 yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
         finally:
+            # Where the answer ended here, at a stop string or with its reader, vLLM has sent none with it.
+            report = self._serving.reports.pop(ask.name, None)
+            if progress.reports is None and report is not None:
+                take_report(progress, report)
             progress.end(request, "closed")
 
     def _prompt(self, ask: Ask) -> dict[str, Any]:

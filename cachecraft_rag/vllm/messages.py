@@ -21,6 +21,7 @@ from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Prompt, Segment, TokenScores, digest
 
 FIELD = "cachecraft"  # of `kv_transfer_params`, in both directions
+REPORTS = "reports"  # of requests that are filled, in vLLM's statistics, by `Ask.name`
 _KINDS = ("system", "chunk", "question")
 
 
@@ -36,6 +37,7 @@ class Ask:
     details   the report lists the recomputed tokens
     when_stored  the answer waits until its captures are stored
     client_salt  the `cache_salt` that a client gave, if any: part of this request's own
+    name         under which the front end is sent its report as soon as it is filled; empty: only with its answer
     """
 
     prompt: Prompt
@@ -46,6 +48,7 @@ class Ask:
     details: bool = False
     when_stored: bool = False
     client_salt: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what vLLM cannot do; raises ConfigError."""

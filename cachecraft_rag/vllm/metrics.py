@@ -6,7 +6,7 @@ changed them. They are running totals, so a lost one does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
+from cachecraft_rag.vllm.messages import REPORTS
 
 Reported = Mapping[Any, Mapping[str, Any]]  # by sender, see `counts_of`
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
@@ -32,7 +33,7 @@ def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
 
 @dataclass
 class StoreCounts(KVConnectorStats):
-    """Counts of the stores of one vLLM engine: `data` is by "scheduler" and "worker"."""
+    """Counts of the stores of one vLLM engine: `data` is by "scheduler" and "worker", beside `REPORTS`."""
 
     def reset(self) -> None:
         """Forget all counts."""
@@ -44,7 +45,7 @@ class StoreCounts(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log."""
-        total = summed(self.data.values())
+        total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
         loads, captures = (sum(total.get(name, {}).values()) for name in ("loads", "captures"))
         return {"chunk-caches loaded so far": loads, "captures so far": captures}
 
@@ -58,23 +59,34 @@ class ReportedCounts(KVConnectorPromMetrics):
 
     Attributes:
         latest: by number of vLLM's engine and by sender.
+        on_report: called with the name and the report of a request that is filled.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.latest: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self.on_report: Callable[[str, Mapping[str, Any]], object] = lambda _name, _report: None
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take over the counts that came with a step's statistics."""
-        self.latest.update({(engine_idx, who): counts for who, counts in transfer_stats_data.items()})
+        for who, counts in transfer_stats_data.items():
+            if who != REPORTS:
+                self.latest[engine_idx, who] = counts
+        for name, report in transfer_stats_data.get(REPORTS, {}).items():
+            self.on_report(name, report)
 
 
-def reported_counts(engine_client: Any) -> Reported:
-    """The counts that vLLM's processes have sent; always empty where vLLM keeps no statistics."""
+def reported_counts(engine_client: Any, on_report: Callable[[str, Mapping[str, Any]], object]) -> Reported:
+    """The counts that vLLM's processes have sent; always empty where vLLM keeps no statistics.
+
+    Args:
+        on_report: see `ReportedCounts`.
+    """
     manager = engine_client.logger_manager
     for logger in () if manager is None else manager.stat_loggers:
         found = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
         if isinstance(found, ReportedCounts):
+            found.on_report = on_report
             return found.latest
     return {}
 

@@ -29,13 +29,15 @@ def take_report(progress: RequestProgress, report: Mapping[str, Any]) -> None:
 class RequestRecord:
     """One request of an API server, as far as it has come.
 
-    report   of the connector at its end, see `filling.Filling.report`
+    name     see `messages.Ask`
+    report   of the connector, see `filling.Filling.report`
     begun    it was handed to vLLM
     counted  its end was counted
     """
 
     request: Request
     layers: int
+    name: str = ""
     progress: RequestProgress = field(default_factory=RequestProgress)
     report: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
@@ -56,8 +58,15 @@ class RequestRecord:
             progress.finish = "stop" if stopped else _FINISH.get(one.finish_reason, "closed")
             progress.generated -= progress.finish == "end"
         if output.kv_transfer_params:
-            self.report = dict(output.kv_transfer_params.get(FIELD, {}))
-            take_report(progress, self.report)
+            self.take(output.kv_transfer_params.get(FIELD, {}))
+        if "refused" not in self.report:  # vLLM's own number counts all that was filled, computed or not
+            known = progress.reports is not None
+            output.num_cached_tokens = stats_of(self.request, progress, self.layers).tokens_reused if known else None
+
+    def take(self, report: Mapping[str, Any]) -> None:
+        """Take the connector's report: when it is filled, and again with its last output."""
+        self.report = dict(report)
+        take_report(self.progress, self.report)
 
     def end(self) -> None:
         """Note its end."""
@@ -80,15 +89,22 @@ class Records:
         """Make empty ones; `ended` is called once for each request, when it has ended."""
         self._count_ended = ended
         self._under_way: dict[str, RequestRecord] = {}
+        self._named: dict[str, RequestRecord] = {}
         self._ended: OrderedDict[str, tuple[str | None, dict[str, Any]]] = OrderedDict()
 
     def begin(self, name: str, record: RequestRecord) -> None:
         """Note a request that is handed to vLLM."""
-        self._under_way[name] = record
+        self._under_way[name] = self._named[record.name] = record
+
+    def take(self, name: str, report: Mapping[str, Any]) -> None:
+        """Take the report of a request that is filled."""
+        if (record := self._named.get(name)) is not None:
+            record.take(report)
 
     def end(self, name: str, record: RequestRecord) -> None:
         """Note its end: its prompt is forgotten, its numbers are kept."""
         record.end()
+        self._named.pop(record.name, None)
         if not record.counted:
             record.counted = True
             self._count_ended(stats_of(record.request, record.progress, record.layers))

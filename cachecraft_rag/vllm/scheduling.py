@@ -87,6 +87,7 @@ class Scheduling:
         self._fills: list[Fill] = []
         self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
+        self._reports: dict[str, Mapping[str, Any]] = {}  # on their way to the front end, by the names of asks
         self._row_s: float | None = None  # seconds that the last fill took for each row
 
     def matched(self, request: Any, computed: int) -> int | None:
@@ -115,7 +116,9 @@ class Scheduling:
         spare = 0 if known.filled or known.digest in self._filled else self._block_size - 1
         # vLLM's own prefix cache has the chunks. It has nothing of a prompt shorter than a block, which is filled.
         if computed and computed >= question - spare:
-            known.cached = computed if known.cached is None else known.cached
+            if known.cached is None:
+                known.cached = computed
+                self._send(known.ask, self._cached_report(known.ask.prompt, computed))
             return 0
         if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
             return None
@@ -149,11 +152,18 @@ class Scheduling:
             self._capturing = news.capturing
         for name, report in news.reports.items():
             if (known := self._known.get(name)) is not None:
-                known.report = known.report or report  # the first one: what it was before a preemption
+                if known.report is None:  # the first one: what it was before a preemption
+                    known.report = report
+                    self._send(known.ask, report)
                 if rows := report.get("row_layers", 0) // self._identity.layout.layers:
                     self._row_s = (time.monotonic() - known.began) / rows
                 if "refused" in report:  # vLLM asks again, where nothing of the prompt is computed yet
                     known.ask = None
+
+    def take_reports(self) -> dict[str, Mapping[str, Any]]:
+        """Reports since the last call, by the names that the front end gave."""
+        reports, self._reports = self._reports, {}
+        return reports
 
     def ended(self, names: set[str]) -> None:
         """Note that these are filled, or were given up."""
@@ -176,6 +186,10 @@ class Scheduling:
         """End the threads for look-ups."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, ask: Ask | None, report: Mapping[str, Any]) -> None:
+        if ask is not None and ask.name:
+            self._reports[ask.name] = report
 
     def _cached_report(self, prompt: Prompt, cached: int) -> dict[str, Any]:
         """Report as `Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache."""

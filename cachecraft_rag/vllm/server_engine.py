@@ -69,7 +69,7 @@ class ServerEngine(VLLMEngine):
         prompt = builder.build(asked.question, asked.chunks, history=asked.history, reserve=asked.reserve)
         config = self._calibrated(asked.config or self.config)
         request = Request(prompt, config, SamplingParams(), session, started)
-        return request, Ask(prompt, config, session, client_salt=asked.client_salt)
+        return request, Ask(prompt, config, session, client_salt=asked.client_salt, name=request.request_id)
 
     def ended(self, stats: RequestStats) -> None:
         """Count and log a request that has ended."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.vllm.messages import REPORTS
 
 _START_S = 600.0  # compiling and loading a large model take minutes
 _CLOSE_S = 30.0
@@ -41,6 +42,7 @@ class Calls(Closeable):
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine, self._loop = engine, loop
+        self.reports: dict[str, Mapping[str, Any] | None] = {}  # of requests under way, once they are filled
         self._numbers = itertools.count()
 
     def generate(self, prompt: dict[str, Any], params: Any) -> Generator[Step]:
@@ -96,7 +98,7 @@ class Serving(Calls):
         self._thread.start()
         self._closed = False
         try:
-            self._engine = self._run(_start(arguments)).result(_START_S)
+            self._engine = self._run(_start(arguments, self.reports)).result(_START_S)
         except BaseException:
             self._end_loop()
             raise
@@ -120,8 +122,22 @@ class Serving(Calls):
             self._loop.close()
 
 
-async def _start(arguments: dict[str, Any]) -> Any:
+async def _start(arguments: dict[str, Any], reports: dict[str, Mapping[str, Any] | None]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    class Reports(StatLoggerBase):  # type: ignore[misc]
+        """Takes the reports out of vLLM's statistics."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """Needs nothing of them."""
+
+        def record(self, scheduler_stats: Any, *_unused: Any, **_named: Any) -> None:
+            found = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
+            reports.update({name: one for name, one in (found or {}).get(REPORTS, {}).items() if name in reports})
+
+        def log_engine_initialized(self) -> None:
+            """Do nothing."""
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Reports])

@@ -119,7 +119,8 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
 def test_counts_travel_with_vllm_s_statistics() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerManager
 
     from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, reported_counts
 
@@ -144,11 +145,22 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     received = ReportedCounts(config, kinds, [], {})
     received.observe(both.to_dict(), 0)
     received.observe({"worker": {"loads": {"disk": 4}}}, 0)
+    reports: list[Any] = []
     assert received.latest == {(0, "worker"): {"loads": {"disk": 4}}, (0, "scheduler"): {"lookups": {"found": 3}}}
     logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=received))
     manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
-    assert reported_counts(SimpleNamespace(logger_manager=manager)) is received.latest
-    assert reported_counts(SimpleNamespace(logger_manager=None)) == {}
+    take = lambda *report: reports.append(report)  # noqa: E731
+    assert reported_counts(SimpleNamespace(logger_manager=manager), take) is received.latest
+    assert reported_counts(SimpleNamespace(logger_manager=None), take) == {}
+    filled = StoreCounts({"reports": {"a name": {"row_layers": 3}}, "worker": {"loads": {"disk": 5}}})
+    assert filled.reduce() == {"chunk-caches loaded so far": 5, "captures so far": 0}
+    received.observe(filled.to_dict(), 0)
+    assert reports == [("a name", {"row_layers": 3})]
+    assert (0, "reports") not in received.latest
+    assert "custom_stat_loggers" in text
+    assert {"record", "log_engine_initialized"} == StatLoggerBase.__abstractmethods__ - {"__init__"}
+    assert parameters(AsyncLLM.from_engine_args)[:2] == ["engine_args", "start_engine_loop"]
+    assert "stat_loggers" in parameters(AsyncLLM.from_engine_args)
 
 
 def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
@@ -262,8 +274,36 @@ def test_the_api_server_has_what_the_endpoint_uses() -> None:
     fields = {"documents", "kv_transfer_params", "cache_salt", "n", "echo", "tools", "max_completion_tokens"}
     assert fields <= ChatCompletionRequest.model_fields.keys()
     assert parameters(api_router.create_chat_completion) == ["request", "raw_request"]
+    from vllm.entrypoints.openai.completion.api_router import create_completion
+    from vllm.entrypoints.openai.responses.api_router import create_responses
+
+    assert parameters(create_completion) == parameters(create_responses) == ["request", "raw_request"]
+    for name in ("enable_prompt_tokens_details", "num_cached_tokens"):
+        assert f"self.{name}" in inspect.getsource(OpenAIServingChat) or name in inspect.getsource(OpenAIServingChat)
     assert "self.engine_client.generate(" in inspect.getsource(OpenAIServingChat._create_chat_completion)
     assert parameters(OpenAIServingChat.create_chat_completion) == ["self", "request", "raw_request"]
     ids = source("renderers.online_renderer")
     assert 'ids = kv.pop("prompt_token_ids", None)' in ids
     assert "reuse_ids, cache_salt=request.cache_salt" in ids
+
+
+def test_priming_and_evicting_ask_for_an_admin_key() -> None:
+    from fastapi import HTTPException
+
+    from cachecraft_rag.vllm.endpoint import _administered
+    from cachecraft_rag.vllm.settings import EndpointSettings
+
+    for keys, given, allowed in (
+        ((), "", True), (("the first key", "the second key"), "", False),
+        (("the first key", "the second key"), "the second key", True), (("the first key",), "the first", False),
+    ):  # fmt: skip
+        endpoint = SimpleNamespace(engine=SimpleNamespace(settings=EndpointSettings(admin_keys=keys)))
+        headers = {"X-CacheCraft-Admin-Key": given} if given else {}
+        state = SimpleNamespace(cachecraft=endpoint)
+        request: Any = SimpleNamespace(headers=headers, app=SimpleNamespace(state=state))
+        if allowed:
+            assert _administered(request) is endpoint
+        else:
+            with pytest.raises(HTTPException, match="admin key") as refused:
+                _administered(request)
+            assert refused.value.status_code == 403

@@ -288,6 +288,52 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
     assert server.metric("vllm:num_requests_running") == 0  # vLLM's own are there as before
 
 
+def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store: Path) -> None:
+    own = [{"text": f"{text} So says page {i}."} for i, text in enumerate(TEXTS[:3])]
+    names = {Chunk(one["text"]).chunk_id for one in own}
+    before = server.counts()
+    (first,) = stats = [stats_in(server.chat(own, QUESTIONS[0]).json())]
+    with ChunkCacheStore.open(store / "caches") as caches:
+        await_rows(lambda: names <= {row.variant.key.chunk_id for row in caches.rows(limit=1000)})
+    length = server.chat(own[::-1], QUESTIONS[1], cachecraft=LOOSE).json()
+    stats.append(stats_in(length))
+    used = length["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < used == stats[-1]["tokens_reused"] < length["usage"]["prompt_tokens"] == stats[-1]["tokens_prompt"]
+    text = length["choices"][0]["message"]["content"]
+    letter = next(one for one in text[1:] if one.isprintable() and one != "\ufffd")
+    stopped = server.chat(own[::-1], QUESTIONS[1], cachecraft=LOOSE | {"drift": 0.35}, stop=[letter]).json()
+    stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{stopped['id']}").json()["stats"])
+    body: dict[str, Any] = {"documents": own[::-1], "stream": True, "max_tokens": 1500, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "temperature": 0}
+    for drift in (0.25, 0.45):  # closed by its reader while it is written
+        asked = body | {"messages": [{"role": "user", "content": "Go on!"}], "cachecraft": LOOSE | {"drift": drift}}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", timeout=600, json=asked) as answer:
+            lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+            name = [next(lines) for _ in range(4)][-1]["id"]
+        server.settles()
+        stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{name}").json()["stats"])
+    assert [one["finish"] for one in stats] == ["length", "length", stats[2]["finish"], "closed", "closed"]
+    assert stats[2]["finish"] in ("stop", "length")
+    for one in stats[1:]:
+        assert {chunk["outcome"] for chunk in one["chunks"]} <= {"exact", "reused"}
+        assert one["tokens_reused"] > 0
+    assert {chunk["outcome"] for chunk in first["chunks"]} == {"computed"}
+    give_up(server, 1)  # perhaps while it is being filled
+    server.settles()
+    for path, asked in (("completions", {"prompt": "x"}), ("responses", {"input": "x"})):
+        refused = httpx.post(f"{server.url}/v1/{path}", json=asked | {"documents": own}, timeout=60)
+        assert (refused.status_code, "/v1/chat/completions" in refused.text) == (400, True)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=600).is_success
+    after = server.counts()
+    kinds = ("reused", "recomputed", "computed")
+    added = {kind: after["cachecraft_tokens_total", (kind,)] - before.get(("cachecraft_tokens_total", (kind,)), 0)
+             for kind in kinds}  # fmt: skip
+    for one in stats:
+        assert sum(one[f"tokens_{kind}"] for kind in kinds) == one["tokens_prompt"]
+    assert sum(added.values()) >= sum(one["tokens_prompt"] for one in stats)  # and the one that was given up
+    assert added["reused"] >= sum(one["tokens_reused"] for one in stats)
+
+
 MALFORMED = int(os.environ.get("TESTS_MALFORMED", "60"))
 PATHS = ("chat/completions", "cachecraft/prime", "cachecraft/evict")
 
