@@ -366,7 +366,7 @@ def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def _documents(chunks: Iterable[Chunk]) -> dict[str, Any]:
-    return {"documents": [{"text": chunk.text} for chunk in chunks]}
+    return {"documents": [{"text": chunk.text, "id": chunk.chunk_id} for chunk in chunks]}
 
 
 def _tokens(events: Iterable[Mapping[str, Any]], names: list[str]) -> Iterator[int]:

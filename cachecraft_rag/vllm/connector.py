@@ -24,6 +24,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.messages import REPORTS, Fill, News
 from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
 from cachecraft_rag.vllm.models import model_of
+from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.ranks import ranks_of_worker
 from cachecraft_rag.vllm.refusals import start_up_refusal
 from cachecraft_rag.vllm.scheduling import Scheduling
@@ -68,6 +69,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Open its end. Raises ConfigError without settings, UnsupportedModelError where the model cannot be served."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        settle_in()
         self._settings = ConnectorSettings.of(vllm_config)
         reason = start_up_refusal(vllm_config, kv_cache_config)
         if reason is not None:

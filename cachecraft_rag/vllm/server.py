@@ -84,6 +84,7 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
     names = () if any(one.startswith("--served") for one in arguments) else ("--served-model-name", model)
     fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)
     args = parser.parse_args([*fixed, *names, *arguments])
+    served.require_ranks(args.tensor_parallel_size)
     # As an object, not on a command line: the key that seals requests would show in the list of processes.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)

@@ -144,7 +144,7 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
         (chunk,) = stats.chunks
         assert (chunk.outcome, chunk.recomputed, chunk.tier) == ("reused", 2, "disk")
         assert stats.tokens_reused == len(engine.prompts.system.token_ids) + chunk.tokens - 2
-        assert bodies[0]["documents"] == [{"text": "vinegar"}]
+        assert bodies[0]["documents"] == [{"text": "vinegar", "id": Chunk("vinegar").chunk_id}]
         assert bodies[0]["messages"][0] == {"role": "system", "content": "Mine."}
         assert "cachecraft" not in bodies[0]
         with pytest.raises(ServerError, match="ended the answer halfway"):

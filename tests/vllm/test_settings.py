@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.config import EngineConfig, NewVariants
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.settings import known_settings
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm import server
 from cachecraft_rag.vllm.documents import Asked
-from cachecraft_rag.vllm.engine import VLLMEngine
+from cachecraft_rag.vllm.engine import VLLMEngine, require_vllm
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
@@ -150,8 +151,28 @@ def test_the_server_answers_by_its_own_settings(
         assert (ask.config, engine.namespace) == (reuse, "acme")
         other = engine.prepare(replace(plain, system="At length."), session=None)[0]
         assert "best" in byte_tokenizer.decode(other.prompt.segments[1].token_ids)
+        with pytest.raises(ConfigError, match="not the id of its text"):  # as sent with a document over HTTP
+            engine.prepare(replace(plain, chunks=(Chunk("the best", known_id="another"),)), session=None)
         facts = engine.facts()
         assert (facts["reuse"]["recompute_ratio"], facts["reuse"]["correction"]) == (0.3, "off")
+
+
+def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, fine in (("0.32.0", True), ("0.33.1rc1+cpu", True), ("0.40.0", False), ("0.3", False), ("dev", False)):
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))  # type: ignore[misc]
+        if fine:
+            require_vllm()
+        else:
+            with pytest.raises(ConfigError, match=f"vLLM {version} is installed, and this needs 0.32 or 0.33"):
+                require_vllm()
+
+
+def test_heads_that_ranks_cannot_divide(tiny_decoder: Callable[..., Any], byte_tokenizer: Any) -> None:
+    layout = replace(tiny_decoder("Llama").layout, kv_heads=6)
+    model = ServedModel("tiny", None, byte_tokenizer, "", layout, 64, frozenset())
+    model.require_ranks(3)
+    with pytest.raises(UnsupportedModelError, match="6 key/value heads, which 4 ranks .*; possible are 1, 2, 3, 6"):
+        model.require_ranks(4)
 
 
 def asked(question: str, config: ReuseConfig | None) -> Asked:
