@@ -17,6 +17,20 @@ from prometheus_client.parser import text_string_to_metric_families
 START_S = 900.0  # two busy cores take a minute and more
 
 
+def running(group: int) -> list[str]:
+    """Names of the processes of a group; one that has ended, and that nobody has waited for, is none."""
+    names = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        state, _, its_group = rest.split()[:3]
+        if int(its_group) == group and state != "Z":
+            names.append(name)
+    return names
+
+
 class ServerProcess:
     """`cachecraft serve`; everything it writes goes to `log`."""
 
@@ -92,6 +106,17 @@ class ServerProcess:
         if self.alive():
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def kill_front(self) -> None:
+        """`kill -9` for the process that serves HTTP; wait until those that it started have ended, too."""
+        self._process.kill()
+        self._process.wait()
+        deadline = time.monotonic() + 300
+        while left := running(self._process.pid):
+            if time.monotonic() > deadline:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                raise AssertionError(f"{left} have outlived the server")
+            time.sleep(0.1)
 
     def stop(self) -> None:
         """Ask it to end, and wait."""

@@ -446,7 +446,7 @@ def test_after_kill_9_the_next_server_reuses_from_disk(
         missing = engine.primer().missing(chunks([1]))
         stream = engine.stream(QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=1500))
         next(stream)
-        server.kill()
+        server.kill_front()
         with pytest.raises(ServerError, match=r"does not answer|halfway"):
             list(stream)
         with pytest.raises(ServerError, match="does not answer"):
