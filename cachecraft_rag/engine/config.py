@@ -69,8 +69,8 @@ class EngineConfig:
                     makes none
     decode_rows     how many answers a decode step computes together at most; 1 = each on its own
     max_waiting     most requests that wait while another one has its turn; one more is refused with BusyError
-    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. None of
-                    these three holds for an engine in a server, which has its own queue and batches
+    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
+                    engine over vLLM, which has its own queue and batches, refuses these three
     store           budgets, codec and remote of the chunk-caches
     """
 
