@@ -58,7 +58,7 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
         if letter is not None:
             stopped = rag.ask(QUESTION, top_k=2, sampling=SamplingParams(max_new_tokens=12, stop=(letter,)))
             assert (stopped.text, stopped.stats.finish) == (answer.text.partition(letter)[0], "stop")
-    with CacheCraft.from_pretrained(folder, store=tmp_path, reuse=REUSE) as here:
+    with CacheCraft.from_pretrained(folder, store=tmp_path, reuse=REUSE, dtype="float32") as here:
         assert isinstance(here.engine, Engine)
         same = here.ask(QUESTION, top_k=2, sampling=SHORT)
         assert same.text == answer.text

@@ -94,7 +94,7 @@ def test_the_rag_loop_with_every_client(
     texts = []
     with (
         HTTPEngine.connect(server.url) as engine,
-        Engine.from_pretrained(str(model_folder("Llama")), store=store, reuse=REUSE) as here,
+        Engine.from_pretrained(str(model_folder("Llama")), store=store, reuse=REUSE, dtype="float32") as here,
     ):
         assert engine.decoder.fingerprint == here.decoder.fingerprint
         assert (engine.decoder.context_length, here.decoder.context_length) == (2048, 4096)
@@ -452,7 +452,7 @@ def test_after_kill_9_the_next_server_reuses_from_disk(
         with pytest.raises(ServerError, match="does not answer"):
             list(engine.stream(QUESTIONS[0], chunks([0])))
     folder = model_folder("Llama")
-    with Engine.from_pretrained(str(folder), store=store) as here:
+    with Engine.from_pretrained(str(folder), store=store, dtype="float32") as here:
         assert here.primer().missing(chunks([1])) == missing
         prompt = here.prompts.build(QUESTIONS[1], chunks([3, 2, 1]))
     restarted = make_server(folder, store / "caches")  # in this process, without HTTP: that starts much faster
