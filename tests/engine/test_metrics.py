@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cachecraft_rag.engine.decoder import Decoder
@@ -195,6 +197,33 @@ def test_times_and_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
         found = scrape(server.port)
         assert found["cachecraft_request_seconds_count"][0].value == 1 + 8  # all but the refused one
         assert found["cachecraft_ttft_seconds_count"][0].value == 1 + 7  # nor the failed one
+
+
+def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: Path) -> None:
+    folder = Path(__file__).resolve().parents[2] / "examples/monitoring"
+    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
+    rules = [rule for group in yaml.safe_load((folder / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
+    with ChunkCacheStore.open(tmp_path / "caches", remote="memory://") as store, Engine(decoder, store) as opened:
+        ask(opened, CHUNKS[0])
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(opened))
+        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    there: dict[str, list[Mapping[str, str]]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        there.setdefault(sample.name, []).append(sample.labels)
+    # Counters of what has not happened yet, and their labels.
+    there |= {"cachecraft_load_failures_total": [{"tier": "", "reason": ""}], "cachecraft_loads_total": [{"tier": ""}]}
+    assert len(set(asked)) == len(asked) >= 15
+    for expression in asked:
+        assert expression.count("(") == expression.count(")")
+        grouped = {label for labels in re.findall(r"by \(([^)]*)\)", expression) for label in labels.split(", ")}
+        found = re.findall(r"\b(cachecraft_\w+)(?:\{(\w+)(=~|!=|=)\"([^\"]*)\"\})?", expression)
+        assert found, expression
+        for name, label, _sign, values in found:
+            assert name in there, name
+            assert not label or {one[label] for one in there[name]} >= set(values.split("|")), expression
+            assert grouped - {"instance"} <= there[name][0].keys(), expression
 
 
 def test_a_closed_store_leaves_the_numbers_of_requests(engine: Engine) -> None:
