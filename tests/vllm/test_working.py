@@ -206,6 +206,31 @@ def test_early_termination_drops_the_same_rows(
     assert progress.focus_layer is not None or window > 1
 
 
+@pytest.mark.parametrize("read_bytes_per_s", [50_000.0, math.inf])
+def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
+    read_bytes_per_s: float, engine: Engine, stack: BlockStack, settings: ConnectorSettings
+) -> None:
+    """What is stored is exact here, so the blocks hold full prefill, whatever was loaded and whatever computed."""
+    root = engine.store.root
+    engine.store.flush()
+    with ChunkCacheStore.open(root, host_bytes=0, read_bytes_per_s=read_bytes_per_s) as slow:
+        made = Workers(stack, slow, settings, block_size=BLOCK)  # type: ignore[arg-type]
+        scheduling = Scheduling(slow, settings, block_size=BLOCK, prefix_caching=True)
+        ask = ask_of(engine, [2, 1, 0], loading="cake")
+        for name in ("first", "second"):  # the second time, the speed of computing is known
+            fill = fill_of(scheduling, ask, name)
+            run(made, [fill])
+            news = made.news()
+            assert news is not None
+            segments = news.reports[name]["segments"][:-1]
+            assert {one["outcome"] for one in segments} <= {"exact", "computed"}  # computed: nothing of it was loaded
+            computed = sum(one["not_loaded"] for one in segments)
+            assert computed > 0 or read_bytes_per_s == math.inf
+            full = expected(engine, ask_of(engine, [2, 1, 0], reuse=False))
+            torch.testing.assert_close(filled(stack, fill), full, rtol=0, atol=1e-3)
+        made.close()
+
+
 def test_a_local_hit_is_not_written_over(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
 ) -> None:
