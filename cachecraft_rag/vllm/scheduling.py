@@ -88,7 +88,7 @@ class Scheduling:
         self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
         self._reports: dict[str, Mapping[str, Any]] = {}  # on their way to the front end, by the names of asks
-        self._row_s: float | None = None  # seconds that the last fill took for each row
+        self._row_s: float | None = None  # seconds that the last fill took for each row it computed
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Number of tokens behind the first `computed` that will be filled; None: ask again in the next step."""
@@ -155,7 +155,8 @@ class Scheduling:
                 if known.report is None:  # the first one: what it was before a preemption
                     known.report = report
                     self._send(known.ask, report)
-                if rows := report.get("row_layers", 0) // self._identity.layout.layers:
+                rows = report.get("row_layers", 0) // self._identity.layout.layers
+                if known.ask is not None and 2 * rows > known.ask.prompt.bounds[-1]:  # most of its time was computing
                     self._row_s = (time.monotonic() - known.began) / rows
                 if "refused" in report:  # vLLM asks again, where nothing of the prompt is computed yet
                     known.ask = None

@@ -456,13 +456,14 @@ def test_nobody_waits_for_longer_than_computing_takes(
         now[0] += 0.2
         assert made.matched(second, 0)
         made.finished(second)
-        layers = decoder.layout.layers
-        made.take_news(News({"first": {"row_layers": 10 * layers}}))  # 1.01 s for a row
+        layers, tokens = decoder.layout.layers, asks[0].prompt.bounds[-1]
+        now[0] = 100.0 + 2.0 * tokens
+        made.take_news(News({"first": {"row_layers": tokens * layers}}))  # 2 s for a row
         third = request_of(asks[2], "third")
         assert made.matched(third, 0) is None
-        now[0] += 2 * 1.0 * rows
+        now[0] += 2 * 2.0 * rows - 0.1
         assert made.matched(third, 0) is None
-        now[0] += 2 * 0.02 * rows
+        now[0] += 0.2
         assert made.matched(third, 0)
 
 
