@@ -127,7 +127,7 @@ async def _start(arguments: dict[str, Any], reports: dict[str, Mapping[str, Any]
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class Reports(StatLoggerBase):  # type: ignore[misc]
+    class Reports(StatLoggerBase):
         """Takes the reports out of vLLM's statistics."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
