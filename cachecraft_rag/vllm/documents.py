@@ -13,7 +13,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
-from cachecraft_rag.vllm.settings import ClientSettings
+from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
 FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request
 ADMIN_HEADER = "X-CacheCraft-Admin-Key"
@@ -196,8 +196,8 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
         raise ConfigError(f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}')
     names = [one.name for one in fields(ReuseConfig)]
     check_names(given, names, what=f"setting of {FIELD!r}")
-    # Chunk-caches captured alone are not corrected here; Python clients send all settings, this one at its default.
-    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | {"correction": "off"})
+    # Python clients send all settings, these at their defaults.
+    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | OFF)
     changed = [name for name in names if getattr(config, name) != getattr(default, name)]
     if changed and allowed == "none":
         raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")

@@ -28,7 +28,7 @@ from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.serving import Calls, Serving, Step
-from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
+from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -139,7 +139,7 @@ class VLLMEngine(StoreEngine):
             pass
 
     def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        return replace(super()._calibrated(config), correction="off")
+        return replace(super()._calibrated(config), **OFF)
 
     def _use_calibration(self, root: Path) -> None:
         self.calibration = load_calibration(root, self._model.fingerprint)

@@ -17,6 +17,8 @@ _KEY = "settings"  # in the extra config
 
 
 ClientSettings = Literal["none", "safe", "all"]
+# Of `ReuseConfig`: a learned correction, and reuse in prompts without documents, which this backend has not.
+OFF: Mapping[str, Any] = {"correction": "off", "plain_prompts": "off"}
 # Options of an engine that vLLM decides itself, and what to do instead.
 _VLLM_DECIDES = {
     "device": "vLLM chooses the device",
@@ -28,8 +30,8 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 
 
 def check_config(config: EngineConfig) -> EngineConfig:
-    """Return it without a learned correction, which this backend has not. Raises ConfigError for an option that would
-    have no effect here.
+    """Return it with what this backend has not switched off. Raises ConfigError for an option that would have no
+    effect here.
     """
     usual = EngineConfig()
     wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
@@ -42,7 +44,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
     }
     for name, why in wrong.items():
         raise ConfigError(f"{name} has no effect over vLLM: {why}. Leave it out")
-    return replace(config, reuse=replace(config.reuse, correction="off"))
+    return replace(config, reuse=replace(config.reuse, **OFF))
 
 
 @dataclass(frozen=True)

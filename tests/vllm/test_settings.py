@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {  # a value of each other setting that is not its defa
     "read_bytes_per_s": 1e6, "codec": "int8", "busy_timeout_s": 2.0, "reuse.reuse": False, "reuse.capture": False,
     "reuse.scope": "prefix", "reuse.alpha": 0.7, "reuse.recompute_ratio": 0.3, "reuse.selector": "cache_craft",
     "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.drift": 0.1, "reuse.correction": "off",
+    "reuse.plain_prompts": "off",
     "reuse.early_termination": "gap", "reuse.early_termination_window": 2, "reuse.loading": "whole",
 }  # fmt: skip
 REFUSED = {
@@ -136,7 +137,7 @@ def test_the_server_answers_by_its_own_settings(
     model = ServedModel(
         "tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, decoder.context_length, frozenset()
     )
-    reuse = ReuseConfig(recompute_ratio=0.3, correction="off")
+    reuse = ReuseConfig(recompute_ratio=0.3, correction="off", plain_prompts="off")
     config = EngineConfig(namespace="acme", system="Be brief.", private_system=True, best_last=False, reuse=reuse)
     settings = ConnectorSettings(str(tmp_path), model.identity, config, endpoint=EndpointSettings(root=str(tmp_path)))
     calls: Any = SimpleNamespace(close=lambda: None)
@@ -180,7 +181,7 @@ def asked(question: str, config: ReuseConfig | None) -> Asked:
 
 
 def test_a_request_may_bring_what_the_operator_allows() -> None:
-    default = ReuseConfig(alpha=0.5, correction="off")
+    default = ReuseConfig(alpha=0.5, correction="off", plain_prompts="off")
 
     def read(given: Any, allowed: Any) -> ReuseConfig | None:
         request: Any = SimpleNamespace(
@@ -194,7 +195,7 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
         assert read({"alpha": 0.5, "correction": "learned"}, allowed) == default
     assert read({"drift": 0.1}, "all") == replace(default, drift=0.1)
     for name, other in {
-        key[6:]: value for key, value in OTHERS.items() if re.match(r"reuse\.(?!correction)", key)
+        key[6:]: value for key, value in OTHERS.items() if re.match(r"reuse\.(?!correction|plain_prompts)", key)
     }.items():
         with pytest.raises(ConfigError, match=f"this server sets {name} itself"):
             read({name: other}, "none")
