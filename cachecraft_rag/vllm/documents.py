@@ -197,7 +197,7 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
     names = [one.name for one in fields(ReuseConfig)]
     check_names(given, names, what=f"setting of {FIELD!r}")
     # Python clients send all settings, these at their defaults.
-    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | OFF)
+    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | dict(OFF))
     changed = [name for name in names if getattr(config, name) != getattr(default, name)]
     if changed and allowed == "none":
         raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
