@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
-from cachecraft_rag.compute.correction import load_correction
 from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, answer_text
@@ -86,7 +85,7 @@ class VLLMEngine(StoreEngine):
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
             engine.check_reuse()
             engine._opened = opened.pop_all()
-        engine._use_calibration(Path(store))
+        engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine
 
     def check_reuse(self) -> None:
@@ -140,11 +139,6 @@ class VLLMEngine(StoreEngine):
 
     def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
         return replace(super()._calibrated(config), **OFF)
-
-    def _use_calibration(self, root: Path) -> None:
-        self.calibration = load_calibration(root, self._model.fingerprint)
-        if load_correction(root, self._model.fingerprint, self._model.layout) is not None:
-            logger.warning("The learned correction in %s is not applied over vLLM", root)
 
     def close(self) -> None:
         """Finish the captures under way, and end vLLM."""

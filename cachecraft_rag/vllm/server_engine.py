@@ -16,6 +16,7 @@ from cachecraft_rag.engine.request_log import log_request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.documents import Asked
 from cachecraft_rag.vllm.engine import VLLMEngine
@@ -55,7 +56,7 @@ class ServerEngine(VLLMEngine):
             model.tokenizer.chat_template = chat_template
         engine = cls(model, ChunkCacheStore.open(settings.store, settings.config.store), settings, calls=calls)
         if own.root:
-            engine._use_calibration(Path(own.root))
+            engine.calibration = load_calibration(Path(own.root), model.fingerprint)
         return engine
 
     def prepare(self, asked: Asked, *, session: str | None) -> tuple[Request, Ask]:

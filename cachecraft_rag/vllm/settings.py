@@ -17,8 +17,8 @@ _KEY = "settings"  # in the extra config
 
 
 ClientSettings = Literal["none", "safe", "all"]
-# Of `ReuseConfig`: a learned correction, and reuse in prompts without documents, which this backend has not.
-OFF: Mapping[str, Any] = {"correction": "off", "plain_prompts": "off"}
+# Of `ReuseConfig`: reuse in prompts without documents, which this backend has not.
+OFF: Mapping[str, Any] = {"plain_prompts": "off"}
 # Options of an engine that vLLM decides itself, and what to do instead.
 _VLLM_DECIDES = {
     "device": "vLLM chooses the device",
@@ -37,6 +37,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
     wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
     if config.new_variants != usual.new_variants and getattr(config.new_variants, "when", "") != "off":
         wrong["new_variants"] = "none are made here"
+    if config.reuse.refresh_rows:
+        wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {
         name: _MEMORY
         for name in ("device", "device_bytes")

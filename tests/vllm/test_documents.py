@@ -51,7 +51,7 @@ def test_chunks_history_and_question() -> None:
     assert asked.chunks == (Chunk("Vinegar."), Chunk("Crumbs."))
     assert asked.history == (("user", "What is it?"), ("assistant", "A kettle."))
     assert (asked.question, asked.system, asked.reserve, asked.client_salt) == ("And\n\nhow?", "Be brief.", 7, "mine")
-    assert asked.config == ReuseConfig(alpha=0.5, recompute_ratio=0.2, correction="off", plain_prompts="off")
+    assert asked.config == ReuseConfig(alpha=0.5, recompute_ratio=0.2, plain_prompts="off")
     plain = read()
     assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
     assert read(tools=[{}], tool_choice="none").question == "How?"

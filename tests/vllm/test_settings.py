@@ -38,9 +38,10 @@ OTHERS: dict[str, Any] = {  # a value of each other setting that is not its defa
     "eviction": "f_r", "host_bytes": 10**8, "device_bytes": 10**8, "queue_bytes": 10**8, "readers": 2,
     "read_bytes_per_s": 1e6, "codec": "int8", "busy_timeout_s": 2.0, "reuse.reuse": False, "reuse.capture": False,
     "reuse.scope": "prefix", "reuse.alpha": 0.7, "reuse.recompute_ratio": 0.3, "reuse.selector": "cache_craft",
-    "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.drift": 0.1, "reuse.correction": "off",
+    "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.drift": 0.1,
     "reuse.plain_prompts": "off",
     "reuse.early_termination": "gap", "reuse.early_termination_window": 2, "reuse.loading": "whole",
+    "reuse.refresh_rows": 2,
 }  # fmt: skip
 REFUSED = {
     "threads",
@@ -51,6 +52,7 @@ REFUSED = {
     "max_waiting",
     "wait_timeout_s",
     "device_bytes",
+    "reuse.refresh_rows",
 }
 
 
@@ -127,7 +129,7 @@ def test_what_vllm_decides_is_refused_in_python() -> None:
         (name,) = option
         with pytest.raises(ConfigError, match=f"^{name} has no effect over vLLM: "):
             VLLMEngine.from_pretrained("demo", **option)  # type: ignore[arg-type]
-    assert check_config(EngineConfig(new_variants="off")).reuse.correction == "off"
+    assert check_config(EngineConfig(new_variants="off")).reuse.plain_prompts == "off"
 
 
 def test_the_server_answers_by_its_own_settings(
@@ -137,7 +139,7 @@ def test_the_server_answers_by_its_own_settings(
     model = ServedModel(
         "tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, decoder.context_length, frozenset()
     )
-    reuse = ReuseConfig(recompute_ratio=0.3, correction="off", plain_prompts="off")
+    reuse = ReuseConfig(recompute_ratio=0.3, plain_prompts="off")
     config = EngineConfig(namespace="acme", system="Be brief.", private_system=True, best_last=False, reuse=reuse)
     settings = ConnectorSettings(str(tmp_path), model.identity, config, endpoint=EndpointSettings(root=str(tmp_path)))
     calls: Any = SimpleNamespace(close=lambda: None)
@@ -155,7 +157,7 @@ def test_the_server_answers_by_its_own_settings(
         with pytest.raises(ConfigError, match="not the id of its text"):  # as sent with a document over HTTP
             engine.prepare(replace(plain, chunks=(Chunk("the best", known_id="another"),)), session=None)
         facts = engine.facts()
-        assert (facts["reuse"]["recompute_ratio"], facts["reuse"]["correction"]) == (0.3, "off")
+        assert (facts["reuse"]["recompute_ratio"], facts["reuse"]["plain_prompts"]) == (0.3, "off")
 
 
 def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +183,7 @@ def asked(question: str, config: ReuseConfig | None) -> Asked:
 
 
 def test_a_request_may_bring_what_the_operator_allows() -> None:
-    default = ReuseConfig(alpha=0.5, correction="off", plain_prompts="off")
+    default = ReuseConfig(alpha=0.5, plain_prompts="off")
 
     def read(given: Any, allowed: Any) -> ReuseConfig | None:
         request: Any = SimpleNamespace(
@@ -192,10 +194,10 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
 
     for allowed in ("none", "safe", "all"):
         assert read({}, allowed) == default
-        assert read({"alpha": 0.5, "correction": "learned"}, allowed) == default
+        assert read({"alpha": 0.5, "plain_prompts": "reuse"}, allowed) == default
     assert read({"drift": 0.1}, "all") == replace(default, drift=0.1)
     for name, other in {
-        key[6:]: value for key, value in OTHERS.items() if re.match(r"reuse\.(?!correction|plain_prompts)", key)
+        key[6:]: value for key, value in OTHERS.items() if re.match(r"reuse\.(?!plain_prompts)", key)
     }.items():
         with pytest.raises(ConfigError, match=f"this server sets {name} itself"):
             read({name: other}, "none")
