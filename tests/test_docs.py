@@ -79,6 +79,7 @@ AFTERWARDS = {
     "docs/api/cachecraft.md": "assert answer.sources and rag.ask('How often?').stats.tokens_reused > 0",
     "docs/api/langchain.md": "assert chain.invoke({'input': 'When?'})['answer'] and chat.engine.store.stats().chunks",
     "docs/api/llama_index.md": "assert response.metadata['cachecraft']['chunk_ids']",
+    "docs/any_application.md": "assert str(answer) or answer.source_nodes",
     "docs/choosing.md": "assert decoder.layout.kv_heads == 2",
     "docs/deployment.md": """
 assert all(answer.sources for answer in answers)
