@@ -55,7 +55,7 @@ lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo "== mypy, on an installed copy: it cannot follow package-dir in the tree"
-	rm -rf build/typed build/lib build/bdist.*
+	rm -rf build/typed build/lib* build/bdist.*
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 	  --python-executable $(CURDIR)/$(BIN)/python -p cachecraft_rag
