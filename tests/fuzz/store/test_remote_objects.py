@@ -318,12 +318,7 @@ def other_scores(remote: Remote, dice: random.Random) -> str:
 LIES = (other_values, other_share, other_scores)
 
 
-# Once in some ten runs an answer behind an unsigned remote differs although its chunks say exact or computed. The cause
-# is not known yet; see "Remotes" in docs/log.md.
-UNSIGNED = pytest.param(None, id="unsigned", marks=pytest.mark.xfail(reason="a race, docs/log.md", strict=False))
-
-
-@pytest.mark.parametrize("key", [UNSIGNED, pytest.param(KEY, id="signed")])
+@pytest.mark.parametrize("key", [None, KEY], ids=["unsigned", "signed"])
 def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
     key: str | None, fuzz: Any, fuzz_decoder: Decoder, tmp_path: Path
 ) -> None:
