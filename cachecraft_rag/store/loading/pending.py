@@ -130,8 +130,9 @@ class PendingLoads:
             self.meter.begin(nbytes)
             started = time.thread_time()
             try:
-                if out is None:
-                    out = scratch = stored.scratch(extents[-1].last - extents[0].first, scratch)
+                if out is None:  # the disk's copy of what a remote sends is made of the buffers that it filled
+                    old = None if stored.sequential else scratch
+                    out = scratch = stored.scratch(extents[-1].last - extents[0].first, old)
                 stored.read(layer, extents[0].first, extents[-1].last, out=out)
                 lost = None
             except READ_ERRORS as error:

@@ -77,8 +77,9 @@ class Judge:
         for outcome in outcomes:
             self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if compare and set(outcomes) <= {"exact", "computed"}:
-            assert answer.tokens == self.right.tokens, what
-            assert torch.allclose(answer.logits, self.right.logits, atol=1e-3), what
+            found = (what, answer.stats.chunks)
+            assert answer.tokens == self.right.tokens, found
+            assert torch.allclose(answer.logits, self.right.logits, atol=1e-3), found
         return answer
 
     def turned(self) -> None:

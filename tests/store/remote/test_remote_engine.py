@@ -21,6 +21,9 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.loading.pending import Extent, PendingLoads
+from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
 
@@ -125,7 +128,10 @@ SECOND_PROCESS = """if True:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.store import ChunkCacheStore
-    from cachecraft_rag.store.remote import RemoteConfig
+    from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.loading.pending import Extent, PendingLoads
+from cachecraft_rag.store.loading.rate import Meter
+from cachecraft_rag.store.remote import RemoteConfig
     from cachecraft_rag.types import Chunk
     model, folder, question, texts, *urls = json.loads(sys.argv[1])
     chunks, short = [Chunk(text) for text in texts], SamplingParams(max_new_tokens=12)
@@ -342,6 +348,40 @@ def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
             assert torch.equal(loaded.kv, own.kv)
             assert second.flush(5)
         assert second.check().findings == ()
+
+
+def test_the_local_copy_of_what_memory_has_no_room_for_is_sound(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url, layers = f"file://{tmp_path}/shared", LAYOUT.layers
+    with open_store(tmp_path / "a", url) as first:
+        put(first, capture())
+    remote = RemoteConfig(url, **PATIENT)
+    with ChunkCacheStore.open(tmp_path / "b", remote=remote, host_bytes=0) as second:
+        (stored,) = second.open_variants(second.lookup("ns", "model", ["chunk"])["chunk"])
+        assert isinstance(stored, StoredVariant)
+        placed = torch.empty(layers, 2, 100, LAYOUT.kv_heads, LAYOUT.head_dim, dtype=torch.bfloat16)
+        loads = PendingLoads(layers, [Extent(stored, 0, 0, 100, kept=second.keeps(stored))], Meter(None))
+        loads.send_to(Into(placed))
+        loads.read()
+        loads.close()
+        second.keep(stored)
+        assert torch.equal(placed, capture().kv)
+        assert second.flush(5)
+        assert second.check().findings == ()
+        loaded = second.load(second.lookup("ns", "model", ["chunk"])["chunk"][0])
+        assert isinstance(loaded, LoadedVariant)
+        assert loaded.tier == "disk"
+        assert torch.equal(loaded.kv, capture().kv)
+
+
+class Into:
+    """A sink that fills a tensor."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+
+    def place(self, layer: int, chunk: torch.Tensor, start: int) -> None:
+        self.kv[layer, :, start : start + chunk.shape[1]] = chunk
 
 
 def test_the_local_copy_goes_first_and_enough_is_enough(tmp_path: Path) -> None:
