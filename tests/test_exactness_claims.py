@@ -1,6 +1,7 @@
 """Answers that claim exactness (`RequestStats.exact`) are those of transformers.
 
-Random requests over each codec, with sessions, removals, threads, budgets and loadings.
+Random requests over each codec, with sessions, removals, threads, budgets, loadings, and a disk on which single layers
+come late or not at all.
 
 TESTS_CLAIMS  number of claims; 42 by default, 2,000 take ten minutes
 """
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.codecs import CODECS
+from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.types import Chunk
 
 CLAIMS = int(os.environ.get("TESTS_CLAIMS", "42")) // len(CODECS)
@@ -125,6 +129,22 @@ def world(decoder: Decoder, folder: Path, codec: str, dice: random.Random) -> It
             yield from zip(pair, found, strict=True)
 
 
+@pytest.fixture
+def unsteady_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read in ten of a layer behind the first is late, and half of these fail."""
+    read, dice = StoredVariant.read, random.Random(0)
+
+    def unsteady(self: StoredVariant, layer: int, *args: Any, **more: Any) -> Any:
+        if layer and dice.random() < 0.1:
+            time.sleep(0.03)
+            if dice.random() < 0.5:
+                raise OSError("the disk fails")
+        return read(self, layer, *args, **more)
+
+    monkeypatch.setattr(StoredVariant, "read", unsteady)
+
+
+@pytest.mark.usefixtures("unsteady_disk")
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_an_answer_that_claims_exactness_is_that_of_transformers(
     codec: str, decoder_of_letters: Callable[..., Decoder], tmp_path: Path

@@ -83,6 +83,8 @@ class PrefillResult:
     buffer       keys and values, to decode in
     recorder     captures, perhaps none
     rows         positions computed in the end, and why
+    late         segments of which tokens were computed only after other rows had attended to what was stored of them,
+                 in the first layers
     plan         as chosen anew after a probe; None without one
     refresh      chooses stale tokens to recompute while decoding; None where there are none
     focus_layer  the layer that settled the focused chunks, where one did
@@ -94,6 +96,7 @@ class PrefillResult:
     buffer: KVBuffer
     recorder: CaptureRecorder
     rows: Rows
+    late: frozenset[int]
     plan: Plan | None
     refresh: Refresh | None
     focus_layer: int | None

@@ -91,6 +91,7 @@ class OverlappedPrefill:
         self._rows = job.rows
         self._resident: list[ResidentKV] = list(job.resident)
         self._uncorrected = list(job.reused)
+        self._late: set[int] = set()
         self._row_layers = 0
         self._rule = RULES[job.loading]
         if not self._rule.computes_front:  # else whole extents in single layers are too small to be placed one by one
@@ -213,6 +214,8 @@ class OverlappedPrefill:
             if layer >= placed_layers:
                 self._place(layer, self._resident)
             joined += len(late)
+            if layer:
+                self._late |= set(self._rows.segment[late].tolist())
             yield from self._join(run, late)
             yield from self._run_layer(run)
             if monitor is not None and focus is not None and focus.decide(layer):
@@ -227,6 +230,7 @@ class OverlappedPrefill:
             buffer=self._buffer,
             recorder=self._recorder,
             rows=self._rows,
+            late=frozenset(self._late),
             plan=plan,
             refresh=None if received is None else self._refresh(received),
             focus_layer=monitor.layer if monitor is not None else None,

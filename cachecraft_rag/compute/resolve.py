@@ -217,6 +217,9 @@ def as_it_went(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -
         reason, detail = (Reason.COMPUTED_FASTER, "") if lost is None else (Reason.NOT_LOADED, lost.reason)
         if lost is None and not segments[index].to_fix:
             result.recorder.forget(index)
+        if index in result.late and segments[index].outcome == "reused":
+            reason = Reason.COMPUTED_LATE
+            result.recorder.forget(index)  # its own tokens are among those that attended to it
         computed = result.rows.offsets(index, RowReason.NOT_LOADED).tolist()
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

@@ -89,7 +89,8 @@ class RequestStats:
         """True if the answer is that of a full prefill: every chunk computed, recomputed whole or reused exactly."""
         kept = ("exact", "computed", "trimmed")
         whole = all(one.outcome in kept or 0 < one.tokens == one.recomputed + one.computed for one in self.chunks)
-        return whole and self.focus_layer is None
+        in_time = all(one.reason_code is not Reason.COMPUTED_LATE for one in self.chunks)
+        return whole and in_time and self.focus_layer is None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -276,7 +276,7 @@ def with_not_loaded(planned: SegmentPlan, computed: Sequence[int], reason: Reaso
     if not computed or planned.variant is None:
         return planned
     changed = replace(planned, reason=reason, detail=detail)
-    if len(computed) == planned.variant.tokens:
+    if len(computed) == planned.variant.tokens and reason is not Reason.COMPUTED_LATE:
         return replace(changed, outcome="computed", variant=None, recompute=(), at_origin=False)
     kept = tuple(offset for offset in planned.recompute if offset not in set(computed))
     return replace(changed, recompute=kept, not_loaded=len(computed))

@@ -23,6 +23,7 @@ class Reason(StrEnum):
     LOSSY_CODEC = "lossy_codec"
     NOT_LOADED = "not_loaded"
     COMPUTED_FASTER = "computed_faster"
+    COMPUTED_LATE = "computed_late"
     PREFIX_CACHED = "prefix_cached"
     PROMPT_FULL = "prompt_full"
     TOO_LONG = "too_long"
@@ -42,13 +43,16 @@ _SENTENCES = {
     Reason.LOSSY_CODEC: "behind its origin prefix, but stored by a lossy codec",
     Reason.NOT_LOADED: "it could not be loaded",
     Reason.COMPUTED_FASTER: "computing it was faster than loading it",
+    Reason.COMPUTED_LATE: "computed in the end, but its first layers had been in use as they were stored",
     Reason.PREFIX_CACHED: "the server still had it from a request with the same chunks in the same order",
     Reason.PROMPT_FULL: "the prompt was full; the lowest-ranked chunks are left out",
     Reason.TOO_LONG: "it does not fit the model's context",
     Reason.FAILED: "the request failed before its first token",
     Reason.NOT_REPORTED: "the server did not say what it did",
 }
-_DETAIL_ALONE = frozenset({Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.TOO_LONG})
+_DETAIL_ALONE = frozenset(
+    {Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.COMPUTED_LATE, Reason.TOO_LONG}
+)
 
 
 def explain(reason: Reason, detail: str = "") -> str:

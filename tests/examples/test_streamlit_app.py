@@ -663,11 +663,13 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"width": 1280, "mobile": False})
     chrome.refresh()  # a reload keeps the conversation
     wait_for(lambda: len(all_of(".cc-bar")) == 2)
-    part = all_of(".cc-part")[1]
-    chrome.execute_script("arguments[0].focus()", part)
-    tip = part.find_element(By.CSS_SELECTOR, ".cc-tip")
-    wait_for(tip.is_displayed)
-    assert "tokens reused from memory" in tip.text
+
+    def tip() -> Any:
+        part = all_of(".cc-part")[1]
+        chrome.execute_script("arguments[0].focus()", part)  # again, where Streamlit has drawn it anew since
+        return part.find_element(By.CSS_SELECTOR, ".cc-tip").text
+
+    wait_for(lambda: "tokens reused from memory" in tip())
 
     wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".st-key-brief label").click() or True)
     ask_here("Tell me everything about the Wren K2")

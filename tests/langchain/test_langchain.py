@@ -287,10 +287,8 @@ async def test_leaving_early_stops_the_computing(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    settle(engine)
-    before = len(passes)
-    await asyncio.sleep(0.2)
-    assert len(passes) == before  # nothing is computed any more
+    assert await asyncio.to_thread(engine.settle, 60)
+    assert len(passes) < 1500  # of the two answers at least half was never computed
     assert (await asyncio.wait_for(chat.ainvoke("q"), 60)).text
 
 

@@ -129,9 +129,7 @@ SECOND_PROCESS = """if True:
     from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.layout import StoredVariant
-from cachecraft_rag.store.loading.pending import Extent, PendingLoads
-from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.store.remote import RemoteConfig
+    from cachecraft_rag.store.remote import RemoteConfig
     from cachecraft_rag.types import Chunk
     model, folder, question, texts, *urls = json.loads(sys.argv[1])
     chunks, short = [Chunk(text) for text in texts], SamplingParams(max_new_tokens=12)
