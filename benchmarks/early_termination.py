@@ -1,12 +1,11 @@
 """Early termination compared fairly: against a smaller recompute ratio of the same cost (Cache-Craft Algorithm 1).
 
-Every rule that stops recomputation early saves work, whichever tokens it stops at, so a comparison with no rule at all
-shows nothing. Here the KL with a rule is compared with the KL at the smaller ratio that computes as many token-layers
-as the rule left, question by question. Neither side has drift correction, which a chunk would lose with its rows.
+Stopping early saves work, whichever tokens it stops at, so a comparison with none shows nothing. Here the KL with early
+termination is compared with the KL at the smaller ratio that computes as many token-layers, question by question.
+Neither side has drift correction, which a chunk would lose with its rows.
 
-What the question attends to in each layer is recorded once and does not depend on the rule, so every rule, window and
-first layer follows from it, and only what they decide differently is run. On the first questions all are tried; of each
-rule the best window and first layer are tried again on the others.
+What the question attends to in each layer is recorded once, so every window and first layer follows from it, and only
+what they decide differently is run. On the first questions all are tried; the best is tried again on the others.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -28,6 +27,7 @@ from benchmarks import formats
 from benchmarks.evaluate import origin_named
 from benchmarks.kept import Kept
 from benchmarks.methods import ABLATIONS, CRAFT
+from cachecraft_rag.checks import check_names
 from cachecraft_rag.cli import evaluate, options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
 from cachecraft_rag.compute import overlapped
@@ -37,7 +37,7 @@ from cachecraft_rag.evaluation.measuring import Method, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.evaluation.origins import Origins
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
-from cachecraft_rag.planning.early_termination import FocusMonitor, FocusRule
+from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
@@ -46,17 +46,15 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.measuring import Reference
     from cachecraft_rag.planning.config import ReuseConfig
 
-RULES: tuple[FocusRule, ...] = get_args(FocusRule)
 METHODS: Mapping[str, Method] = {"craft": CRAFT, "no_drift": ABLATIONS["no_drift"]}
 _STEPS = 20  # the smaller ratio is the nearest of so many parts of the whole
-_LEAST_SAVED = 0.05  # a rule that saves less in the mean is not worth having
+_LEAST_SAVED = 0.05  # what saves less in the mean is not worth having
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rule, w of Algorithm 1, and the first layer that counts, as a share of all layers: 0 as published."""
+    """w of Algorithm 1, and the first layer that counts, as a share of all layers: 0 as published."""
 
-    rule: FocusRule
     window: int
     first: float
 
@@ -65,7 +63,7 @@ class Cell:
         if not asked:  # nothing is recomputed, so nothing was looked at
             return None
         first = round(self.first * len(asked))
-        monitor = FocusMonitor(len(asked[0]), rule=self.rule, window=self.window)
+        monitor = FocusMonitor(len(asked[0]), window=self.window)
         for layer, mass in enumerate(asked[first:], start=first):
             if monitor.observe(layer, mass):
                 assert monitor.focused is not None
@@ -77,9 +75,9 @@ class Cell:
 class Compared:
     """One cell under one method, over some questions.
 
-    kl, flat_kl   with the rule, and without it at the smaller ratio of the same cost
-    difference    kl - flat_kl, paired by question: above 0 the rule loses
-    saved         share of the recomputed token-layers that the rule saves
+    kl, flat_kl   with early termination, and without it at the smaller ratio of the same cost
+    difference    kl - flat_kl, paired by question: above 0 it loses
+    saved         share of the recomputed token-layers that it saves
     layers        deciding layer → number of questions; -1: none
     """
 
@@ -92,7 +90,7 @@ class Compared:
 
     @property
     def wins(self) -> bool:
-        """True if the whole interval is in the rule's favour."""
+        """True if the whole interval lies below 0."""
         return self.difference.high < 0.0
 
 
@@ -103,7 +101,7 @@ class _Scripted(FocusMonitor):
     """Records what it is shown, and decides as it was told: in this layer for these chunks, or never."""
 
     def __init__(self, decision: tuple[int, frozenset[int]] | None) -> None:
-        super().__init__(0, rule="gap", window=1)
+        super().__init__(0, window=1)
         self._decision = decision
         self.asked: list[list[float]] = []
 
@@ -142,7 +140,7 @@ class Measured:
     def __post_init__(self) -> None:
         recording = _Scripted(None)
         with _deciding(recording):
-            self._kl, self._rows, self._recomputed = self._answer(replace(self.config, early_termination="gap"))
+            self._kl, self._rows, self._recomputed = self._answer(replace(self.config, early_termination=True))
         self.asked = recording.asked
         self._found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
         self._flat = {_STEPS: self._kl}
@@ -154,7 +152,7 @@ class Measured:
             return {"kl": self._kl, "flat": self._kl, "saved": 0.0, "layer": -1}
         if decision not in self._found:
             with _deciding(_Scripted(decision)):
-                kl, rows, _ = self._answer(replace(self.config, early_termination="gap"))
+                kl, rows, _ = self._answer(replace(self.config, early_termination=True))
             saved = (self._rows - rows) / self._recomputed if self._recomputed else 0.0
             self._found[decision] = kl, saved
         kl, saved = self._found[decision]
@@ -181,8 +179,8 @@ class Measured:
 class Search:
     """What is tried.
 
-    cells  on the first `tune` questions; then the best cell of each rule on the others
-    ratio  recompute ratio without a rule
+    cells  on the first `tune` questions; then the best on the others
+    ratio  recompute ratio without early termination
     """
 
     cells: Sequence[Cell]
@@ -201,7 +199,7 @@ def compare(
     methods: Mapping[str, Method] = METHODS,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Results of each method and rule, as plain values.
+    """Results of each method, as plain values.
 
     Args:
         engine: opened with `best_last=False`.
@@ -211,7 +209,7 @@ def compare(
     """
     found: list[dict[str, Any]] = []
     for name, method in methods.items():
-        # However few rows are left, all runs probe: otherwise they would differ in more than the rule.
+        # However few rows are left, all runs probe: otherwise they would differ in more than that.
         config = replace(method.config(search.ratio), probe_min_rows=0)
         trials: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in search.cells}
         chosen: Sequence[Cell] = search.cells
@@ -224,7 +222,7 @@ def compare(
                 trials = {cell: [] for cell in chosen}
 
             measure = partial(_trials, engine, origins, question, search, config=config, cells=chosen)
-            key = f"{name} {question.question_id} {[(c.rule, c.window, c.first) for c in chosen]}"
+            key = f"{name} {question.question_id} {[(c.window, c.first) for c in chosen]}"
             for cell, trial in zip(chosen, kept.get(key, measure), strict=True):
                 trials[cell].append(trial)
         for cell, tried in trials.items():
@@ -264,13 +262,9 @@ def compared(trials: Sequence[Mapping[str, Any]]) -> Compared:
 
 
 def best_of(tuned: Mapping[Cell, Compared]) -> list[Cell]:
-    """Of each rule the cell with the lowest mean difference, among those that save anything worth it."""
-    saving = {cell: found for cell, found in tuned.items() if found.saved >= _LEAST_SAVED}
-    by_rule: dict[str, Cell] = {}
-    for cell, found in saving.items():
-        if cell.rule not in by_rule or found.difference.mean < saving[by_rule[cell.rule]].difference.mean:
-            by_rule[cell.rule] = cell
-    return list(by_rule.values())
+    """The cell with the lowest mean difference, among those that save anything worth it; none if none does."""
+    saving = [cell for cell, found in tuned.items() if found.saved >= _LEAST_SAVED]
+    return sorted(saving, key=lambda cell: tuned[cell].difference.mean)[:1]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -286,7 +280,6 @@ def main(
     model: options.Model = "demo",
     recompute_ratio: Ratio = 0.15,
     methods: Annotated[str, typer.Option("--methods", help="craft, no_drift.")] = "craft,no_drift",
-    rules: Annotated[str, typer.Option("--rules", help="printed, gap, share.")] = "printed,gap,share",
     window: Annotated[str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")] = "3,5,8,12",
     first_layer: Annotated[
         str, typer.Option("--first-layer", help="First layer that counts, as a share of all layers.")
@@ -306,10 +299,9 @@ def main(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare every rule of early termination with a smaller recompute ratio of the same cost.
+    """Compare early termination with a smaller recompute ratio of the same cost.
 
-    Tunes window and first layer on the first questions, and tries the best of each rule on the others. A stopped run
-    resumes.
+    Tunes window and first layer on the first questions, and tries the best on the others. A stopped run resumes.
     """
     options.set_threads(threads)
     options.quiet_libraries()
@@ -320,8 +312,7 @@ def main(
             f"with the origin {origin}, chunk-caches change from question to question; choose unrelated, neighbours, "
             "alone or similar"
         )
-    grid = product(_named(rules, RULES), (int(value) for value in numbers(window)), numbers(first_layer))
-    cells = [Cell(rule, width, first) for rule, width, first in grid]  # type: ignore[arg-type]
+    cells = [Cell(int(width), first) for width, first in product(numbers(window), numbers(first_layer))]
     search = Search(cells, limit // 2 if tune is None else tune, recompute_ratio, answer_tokens)
     asked = evaluate.Questions(data, format, limit, passages, answer_tokens=answer_tokens, seed=seed)
     dataset = asked.load(formats.read)
@@ -339,33 +330,31 @@ def main(
         store = opened.enter_context(ChunkCacheStore.open(folder / "caches", variants_per_chunk=VARIANTS_PER_CHUNK))
         engine = opened.enter_context(Engine(decoder, store, best_last=False, new_variants="off"))
         origins = Origins(condition, engine, dataset, seed, answer_tokens)
-        chosen = {name: METHODS[name] for name in _named(methods, tuple(METHODS))}
+        chosen = {name: METHODS[name] for name in _methods(methods)}
         with progress_bar("Measuring", remaining=True) as show:
             found = compare(engine, dataset, origins, search, kept=kept, methods=chosen, progress=show)
     if as_json:
-        print_json({"questions": len(dataset.questions), "passages": passages, "rules": found})
+        print_json({"questions": len(dataset.questions), "passages": passages, "found": found})
     else:
         _print(found)
 
 
-def _named(given: str, known: Sequence[str]) -> list[str]:
+def _methods(given: str) -> list[str]:
     names = [name.strip() for name in given.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"unknown {', '.join(unknown)}; choose among {', '.join(known)}")
+    check_names(names, METHODS, what="method")
     return names
 
 
 def _print(found: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("method", "rule", "w", "first", "questions", "saved", "KL", "at same cost", "difference (95 %)"):
-        table.add_column(heading, justify="left" if heading in ("method", "rule") else "right")
+    for heading in ("method", "w", "first", "questions", "saved", "KL", "at same cost", "difference (95 %)"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
     table.add_column("verdict")
     table.add_column("deciding layers")
     for one in found:
         low, high = one["difference"]["low"], one["difference"]["high"]
         table.add_row(
             one["method"],
-            one["rule"],
             str(one["window"]),
             f"{one['first']:g}",
             str(one["questions"]),

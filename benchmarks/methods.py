@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Config = Callable[[float], ReuseConfig]
 
-_PAPER = ReuseConfig.paper(capture=PLAIN.capture, loading=PLAIN.loading, early_termination="off")
+_PAPER = ReuseConfig.paper(capture=PLAIN.capture, loading=PLAIN.loading, early_termination=False)
 _CRAFT = "Cache-Craft §5.1.4"
 
 
@@ -48,7 +48,7 @@ _ABLATIONS = (
     *(Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _craft_alpha(alpha)) for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)),
     Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _craft_alpha(0.5), prepare=no_overlap),
     Method("alpha_0.5_no_cci", "Cache-Craft Fig. 26", _craft_alpha(0.5, selector="random")),
-    Method("alpha_0.5_early_termination", "Cache-Craft Fig. 26", _craft_alpha(0.5, early_termination="printed")),
+    Method("alpha_0.5_early_termination", "Cache-Craft Fig. 26", _craft_alpha(0.5, early_termination=True)),
     Method("no_position", "Cache-Craft Table 3", _fixed(_paper()(0.3)), prepare=no_positions),
     Method("no_position_no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0)), prepare=no_positions),
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),

@@ -335,7 +335,7 @@ def _focus(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Algorithm 1 with w = 3 from the first layer on, as published, and from the middle on."""
     found: dict[str, Any] = {"prompts": len(prompts), "layers": len(prompts[0]["asked"])}
     for first in (0.0, 0.5):
-        decided = [(one, p) for p in prompts if (one := Cell("printed", 3, first).decide(p["asked"])) is not None]
+        decided = [(one, p) for p in prompts if (one := Cell(3, first).decide(p["asked"])) is not None]
         if decided:
             hits = [bool(one[1] & {*p["holding"]}) for one, p in decided]
             found[f"from {first:g} of the layers"] = {

@@ -69,10 +69,10 @@ def check_number(
     raise ConfigError(f"{name} is {shown(value)}; it must be a number, {lower}{upper}")
 
 
-def check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object, *, advice: str = "") -> None:
     """True or False."""
     if not isinstance(value, bool):
-        raise _wrong(name, "True or False", value)
+        raise _wrong(name, "True or False", value, advice)
 
 
 def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False) -> None:

@@ -163,7 +163,7 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
         "session": state.session,
     }
     ratio = None if state.ratio == AUTOMATIC else state.ratio / 100
-    reuse = ReuseConfig(reuse=state.reuse, recompute_ratio=ratio, early_termination="gap" if state.focus else "off")
+    reuse = ReuseConfig(reuse=state.reuse, recompute_ratio=ratio, early_termination=state.focus)
     turn = Turn(question, arguments)
     turns.append(turn)
     asked_line(question, len(turns))

@@ -156,8 +156,8 @@ def test_g4_any_meeting_point_of_computed_front_and_loaded_tail_is_full_prefill(
 
 def test_g5_all_chunks_focused_is_no_early_termination(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = prefill(decoder, moved_chunks(decoder, share=0.3))
-    job = replace(moved_chunks(decoder, share=0.3), early_termination=EarlyTermination("share", 1))
-    monkeypatch.setattr(early_termination, "_FAIR_PART", 0.0)  # of the mean score: whoever has any is focused
+    job = replace(moved_chunks(decoder, share=0.3), early_termination=EarlyTermination(1))
+    monkeypatch.setattr(early_termination, "focused_count", len)
     focused = prefill(decoder, job)
     assert focused.focus_layer == 0
     assert focused.row_layers == plain.row_layers
@@ -165,7 +165,7 @@ def test_g5_all_chunks_focused_is_no_early_termination(decoder: Decoder, monkeyp
 
 
 def test_early_termination_computes_fewer_rows_and_keeps_the_questions(decoder: Decoder) -> None:
-    job = replace(moved_chunks(decoder, share=0.3), early_termination=EarlyTermination("gap", 1))
+    job = replace(moved_chunks(decoder, share=0.3), early_termination=EarlyTermination(1))
     output = prefill(decoder, job)
     layers, rows = decoder.layout.layers, len(job.rows.open())
     assert output.focus_layer is not None

@@ -26,14 +26,14 @@ class FocusObserver:
     def __init__(
         self, monitor: FocusMonitor, bounds: Sequence[int], question: range, *, device: torch.device, ranks: Ranks
     ) -> None:
-        self._monitor, self._ranks = monitor, ranks
+        self.monitor, self._ranks = monitor, ranks
         self.watched = question
         self._chunks = torch.tensor(bounds[1:-1], device=device)
         self._mass: Tensor | None = None  # [chunks], of the layer seen last
 
     def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
         """See `Observer.observe`."""
-        if self._monitor.focused is None and len(q):
+        if self.monitor.focused is None and len(q):
             mass, _ = attention_mass(q, k, visible, self._chunks, scale=settings.scale, softcap=settings.softcap)
             self._mass = mass.sum(0)
 
@@ -42,6 +42,6 @@ class FocusObserver:
 
         Apart from `observe`, because ranks see different heads and have to exchange their sums.
         """
-        if self._monitor.focused is not None or self._mass is None:
+        if self.monitor.focused is not None or self._mass is None:
             return False
-        return self._monitor.observe(layer, self._ranks.mean(self._mass).tolist())
+        return self.monitor.observe(layer, self._ranks.mean(self._mass).tolist())

@@ -14,7 +14,6 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.planning.config import Loading
-from cachecraft_rag.planning.early_termination import FocusRule
 from cachecraft_rag.planning.planner import Plan
 
 Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows], Plan]
@@ -35,12 +34,11 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTermination:
-    """Algorithm 1: its rule; w, how many layers in a row must agree; and the positions of the question's own text.
+    """Algorithm 1: w, how many layers in a row must agree, and the positions of the question's own text.
 
     Without positions it is the whole last segment.
     """
 
-    rule: FocusRule
     window: int
     question: range | None = None
 

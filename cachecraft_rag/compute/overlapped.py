@@ -197,13 +197,8 @@ class OverlappedPrefill:
         if self._job.probe is not None:
             with self._timer("probe"):
                 plan, placed_layers = yield from self._look(self._job.probe)
-        monitor, end = self._monitor(), len(self._ids)
-        focus = received = None
-        if monitor is not None and self._job.early_termination is not None:
-            bounds, stack = self._rows.bounds, self._stack
-            asked = self._job.early_termination.question or range(bounds[-2], bounds[-1])
-            focus = FocusObserver(monitor, bounds, asked, device=stack.device, ranks=stack.ranks)
-        elif self._job.refresh_rows:
+        focus, received, end = self._focus(), None, len(self._ids)
+        if focus is None and self._job.refresh_rows:
             received = AttentionReceived(range(end - 1, end), self._layers)
         positions, joined = self._rows.open(), 0
         captured = {one.segment for one in self._recorder.captures}
@@ -218,12 +213,12 @@ class OverlappedPrefill:
                 self._late |= set(self._rows.segment[late].tolist())
             yield from self._join(run, late)
             yield from self._run_layer(run)
-            if monitor is not None and focus is not None and focus.decide(layer):
-                run.keep(self._focused(run.positions, monitor))
+            if focus is not None and focus.decide(layer):
+                run.keep(self._focused(run.positions, focus.monitor))
         spent = time.perf_counter() - started - (self._loads.waited_s - waited)
-        if not joined and (monitor is None or monitor.focused is None):
+        if not joined and (focus is None or focus.monitor.focused is None):
             self._measured(positions, spent, "last" if self._resident or self._loads.extents else "piece")
-        if monitor is not None or self._job.probe is not None or received is not None:
+        if focus is not None or self._job.probe is not None or received is not None:
             self._drop_private_captures(captured)
         return PrefillResult(
             hidden=run.hidden,
@@ -233,7 +228,7 @@ class OverlappedPrefill:
             late=frozenset(self._late),
             plan=plan,
             refresh=None if received is None else self._refresh(received),
-            focus_layer=monitor.layer if monitor is not None else None,
+            focus_layer=None if focus is None else focus.monitor.layer,
             row_layers=self._row_layers,
             waited_s=self._loads.waited_s,
         )
@@ -387,11 +382,13 @@ class OverlappedPrefill:
         ]
         return DriftCorrection(stale, strength=self._job.drift, cos=self._buffer.cos, sin=self._buffer.sin)
 
-    def _monitor(self) -> FocusMonitor | None:
-        settings = self._job.early_termination
+    def _focus(self) -> FocusObserver | None:
+        settings, bounds, stack = self._job.early_termination, self._rows.bounds, self._stack
         if settings is None:
             return None
-        return FocusMonitor(len(self._rows.bounds) - 3, rule=settings.rule, window=settings.window)
+        monitor = FocusMonitor(len(bounds) - 3, window=settings.window)
+        asked = settings.question or range(bounds[-2], bounds[-1])
+        return FocusObserver(monitor, bounds, asked, device=stack.device, ranks=stack.ranks)
 
     def _focused(self, positions: NDArray[np.int64], monitor: FocusMonitor) -> NDArray[np.bool_]:
         """bool `[rows]`: all but the recomputed tokens of unfocused chunks, of those that the question may shape."""

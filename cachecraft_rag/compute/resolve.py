@@ -158,10 +158,9 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
 
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Early termination, where it is on and there is something to end."""
-    rule = config.early_termination
-    if rule == "off" or not any(planned.recompute for planned in plan.segments):
+    if not config.early_termination or not any(planned.recompute for planned in plan.segments):
         return None
-    return EarlyTermination(rule, config.early_termination_window, _own_text(prompt))
+    return EarlyTermination(config.early_termination_window, _own_text(prompt))
 
 
 def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:

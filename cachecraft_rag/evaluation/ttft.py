@@ -62,7 +62,7 @@ class TtftReport:
     token only).
 
     ratio_host, ratio_disk   reuse with the chunk-caches in memory, and on disk (page cache dropped if possible)
-    ratio_early_termination  as ratio_host, with early termination (rule "gap")
+    ratio_early_termination  as ratio_host, with early termination
     ratio_all_recomputed     this package's engine without reuse
     kernels                  instructions of the CPU kernels in use (`kernels/cpu`), or torch
     decode_ms                of one token of an answer behind a reused prompt; None where answers end with the first
@@ -162,7 +162,7 @@ class _Bench:
 
     def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
         """Run all sides alternately and compare their medians; `begun` is called with the number of each pair."""
-        full, early = ReuseConfig(reuse=False, capture=False), replace(self.config, early_termination="gap")
+        full, early = ReuseConfig(reuse=False, capture=False), replace(self.config, early_termination=True)
         sides: dict[str, Callable[[], float]] = {
             "own_prefill": self._own,
             "host": lambda: self._ask(self.engine, self.config).ttft_s,

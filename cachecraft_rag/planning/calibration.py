@@ -48,7 +48,7 @@ class Calibration:
 
     def fits(self, config: ReuseConfig) -> bool:
         """True if α was calibrated with this way of choosing tokens, and nothing else lowers quality."""
-        plain = config.early_termination == "off" and config.scope == "anywhere"
+        plain = not config.early_termination and config.scope == "anywhere"
         return plain and (self.selector, self.budget_scope, self.drift) == (
             config.selector,
             config.budget_scope,

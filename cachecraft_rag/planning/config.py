@@ -20,7 +20,6 @@ DEFAULT_ALPHA = 0.25
 
 PlainPrompts = Literal["off", "reuse"]
 Loading = Literal["cake", "layerwise", "whole"]
-EarlyTerminationRule = Literal["off", "printed", "gap", "share"]
 Scope = Literal["anywhere", "prefix", "set"]
 
 
@@ -49,9 +48,7 @@ class ReuseConfig:
     refresh_rows     tokens that were reused as they were stored and are recomputed with each decode step, those first
                      that the answer attends to most, see `compute.refresh`; 0 = none. An engine in a server refuses it:
                      vLLM's steps carry rows of the answer only
-    early_termination         stop early for chunks that the question does not look at: "off", "printed" (Algorithm 1
-                              as printed), "gap" (corrected) or
-                              "share" (a threshold on the attention share)
+    early_termination         stop early for chunks that the question does not look at, by Algorithm 1 as printed
     early_termination_window  w of Algorithm 1
     plain_prompts    of text in a prompt without documents: "reuse" recognises what was captured before and captures
                      passages that come again; "off" computes all of it. See `engine.plain_prompts`
@@ -69,7 +66,7 @@ class ReuseConfig:
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
     refresh_rows: int = 0
-    early_termination: EarlyTerminationRule = "off"
+    early_termination: bool = False
     early_termination_window: int = 3
     plain_prompts: PlainPrompts = "reuse"
     loading: Loading = "cake"
@@ -86,13 +83,13 @@ class ReuseConfig:
 
         >>> config = ReuseConfig.paper(alpha=1.0)
         >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
-        ('cache_craft', 0.0, 'printed', 'cake', 1.0)
+        ('cache_craft', 0.0, True, 'cake', 1.0)
         """
         published: dict[str, Any] = {
             "selector": "cache_craft",
             "budget_scope": "chunk",
             "drift": 0.0,
-            "early_termination": "printed",
+            "early_termination": True,
             "loading": "cake",
         }
         return cls(**published | changes)
@@ -110,7 +107,7 @@ class ReuseConfig:
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
         check_whole("refresh_rows", self.refresh_rows)
-        check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
+        check_flag("early_termination", self.early_termination, advice="True is Algorithm 1 as printed, the only rule")
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
         check_choice("loading", self.loading, get_args(Loading))

@@ -9,37 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
-
-FocusRule = Literal["printed", "gap", "share"]
-
-_FAIR_PART = 0.5  # of the mean score: what a chunk needs under the rule "share"
 
 
-def focused_count(scores: Sequence[float], rule: FocusRule) -> int:
+def focused_count(scores: Sequence[float]) -> int:
     """Number of focused chunks, from cumulative scores in descending order; at least 1.
 
-    `printed` follows lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i),
-    which is -p·log p of gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a
-    gap that holds nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk
-    above the gap it chose, so the first gap is never looked at. `gap` is the mended rule: it cuts at the largest gap.
-    `share` asks for no gap: focused is whoever has half of the mean score, so with many chunks many may be.
+    Lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i), which is -p·log p of
+    gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap that holds
+    nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk above the gap
+    it chose, so the first gap is never looked at. A cut at the largest gap was no better (docs/papers.md).
 
-    >>> focused_count([9.0, 1.0, 0.9, 0.8], "gap")
-    1
-    >>> focused_count([9.0, 6.0, 4.0, 1.0], "share")  # the mean is 5
-    3
-    >>> focused_count([9.0, 1.0, 0.9, 0.1], "printed")  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22: i* = 2
+    >>> focused_count([9.0, 1.0, 0.9, 0.1])  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22: i* = 2
     2
     """
     gaps = [high - low for high, low in pairwise(scores)]
     total = math.fsum(gaps)
     if total <= 0.0:  # fewer than two chunks, or all alike: nothing sets one apart
         return max(1, len(scores))
-    if rule == "share":
-        return sum(score >= _FAIR_PART * math.fsum(scores) / len(scores) for score in scores)
-    if rule == "gap":
-        return gaps.index(max(gaps)) + 1
     if len(gaps) < 2:  # two chunks: line 8 takes the largest of nothing
         return len(scores)
     shares = [gap / total for gap in gaps[1:]]  # 0.0 for a gap that is tiny beside the others
@@ -52,13 +38,11 @@ class FocusMonitor:
 
     Args:
         chunks: number of chunks in the prompt.
-        rule: see `focused_count`.
         window: w of Algorithm 1, the number of consecutive layers that must agree.
     """
 
-    def __init__(self, chunks: int, *, rule: FocusRule, window: int) -> None:
+    def __init__(self, chunks: int, *, window: int) -> None:
         self._cumulative = [0.0] * chunks
-        self._rule: FocusRule = rule
         self._window = window
         self._history: list[frozenset[int]] = []
         self.focused: frozenset[int] | None = None
@@ -70,7 +54,7 @@ class FocusMonitor:
             return False
         self._cumulative = [old + new for old, new in zip(self._cumulative, mass, strict=True)]
         order = sorted(range(len(mass)), key=lambda chunk: (-self._cumulative[chunk], chunk))
-        count = focused_count([self._cumulative[chunk] for chunk in order], self._rule)
+        count = focused_count([self._cumulative[chunk] for chunk in order])
         self._history.append(frozenset(order[:count]))
         recent = self._history[-self._window :]
         if len(recent) < self._window or any(focused != recent[0] for focused in recent):

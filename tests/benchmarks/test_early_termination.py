@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.early_termination import METHODS, RULES, Cell, Compared, Search, best_of, compare, compared
+from benchmarks.early_termination import METHODS, Cell, Compared, Search, best_of, compare, compared
 from benchmarks.kept import Kept
 from cachecraft_rag.compute import overlapped
 from cachecraft_rag.engine.decoder import Decoder
@@ -26,18 +25,18 @@ ASKED = [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]  # 
 
 
 def test_a_cell_decides_as_the_engine_would() -> None:
-    assert Cell("gap", 1, 0.0).decide(ASKED) == (0, {1})
-    assert Cell("gap", 2, 0.0).decide(ASKED) == (2, {0})  # chunk 1 led in the first layer alone
-    assert Cell("gap", 1, 0.25).decide(ASKED) == (1, {0})
-    assert Cell("gap", 2, 0.5).decide(ASKED) == (3, {0})
-    assert Cell("gap", 3, 0.5).decide(ASKED) is None
-    assert Cell("gap", 4, 0.0).decide(ASKED) is None
+    assert Cell(1, 0.0).decide(ASKED) == (0, {1})
+    assert Cell(2, 0.0).decide(ASKED) == (2, {0})  # chunk 1 led in the first layer alone
+    assert Cell(1, 0.25).decide(ASKED) == (1, {0})
+    assert Cell(2, 0.5).decide(ASKED) == (3, {0})
+    assert Cell(3, 0.5).decide(ASKED) is None
+    assert Cell(4, 0.0).decide(ASKED) is None
 
 
-def test_every_rule_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
+def test_it_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
     dataset = handbook_dataset(passages=3, limit=4, seed=1)
     seen: list[Progress] = []
-    search = Search([Cell(rule, w, 0.0) for rule, w in product(RULES, (1, 2))], tune=2, ratio=0.3, answer_tokens=4)
+    search = Search([Cell(w, 0.0) for w in (1, 2)], tune=2, ratio=0.3, answer_tokens=4)
     methods = {"craft": METHODS["craft"]}
     with (
         ChunkCacheStore.open(tmp_path) as store,
@@ -49,7 +48,6 @@ def test_every_rule_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., 
         again = compare(engine, dataset, origins, search, kept=Kept(tmp_path / "trials.jsonl", {}), methods=methods)
     assert again == found
     assert seen == [Progress(done, 4, "craft") for done in range(4)]
-    assert {one["rule"] for one in found} <= set(RULES)
     assert found
     for one in found:
         assert one["questions"] == one["tuned"]["questions"] == 2
@@ -70,11 +68,11 @@ def test_only_the_whole_interval_wins(mean: float, spread: float, wins: bool) ->
     assert _compared(mean, spread=spread).wins is wins
 
 
-def test_the_best_cell_of_each_rule_must_save_something() -> None:
-    short, long, idle = Cell("gap", 3, 0.0), Cell("gap", 8, 0.0), Cell("gap", 12, 0.0)
-    other = Cell("share", 3, 0.0)
-    found = {short: _compared(0.2), long: _compared(0.1), idle: _compared(0.0, saved=0.01), other: _compared(0.3)}
-    assert best_of(found) == [long, other]
+def test_the_best_cell_must_save_something() -> None:
+    short, long, idle = Cell(3, 0.0), Cell(8, 0.0), Cell(12, 0.0)
+    found = {short: _compared(0.2), long: _compared(0.1), idle: _compared(0.0, saved=0.01)}
+    assert best_of(found) == [long]
+    assert best_of({idle: found[idle]}) == []
 
 
 def test_a_question_on_which_nothing_is_decided_counts_as_no_difference() -> None:
@@ -84,7 +82,7 @@ def test_a_question_on_which_nothing_is_decided_counts_as_no_difference() -> Non
     assert (found.saved, found.layers) == (0.25, {-1: 1, 3: 1})
 
 
-def test_the_command_compares_every_rule(
+def test_the_command_compares(
     tiny_decoder: Callable[..., Decoder],
     benchmark_json: Callable[..., Any],
     tmp_path: Path,
@@ -97,8 +95,8 @@ def test_the_command_compares_every_rule(
     arguments = (*arguments, "--window", "2", "--first-layer", "0", "--methods", "craft", "--out", tmp_path / "out")
     report = benchmark_json("early-termination", *arguments)
     assert (report["questions"], report["passages"]) == (1, 3)
-    assert [one["rule"] for one in report["rules"]] == list(RULES)
+    assert [one["method"] for one in report["found"]] == ["craft"]
     with pytest.raises(ConfigError, match="change from question to question"):
         benchmark_json("early-termination", *arguments, "--origin", "stream")
-    with pytest.raises(ConfigError, match="unknown sharp"):
-        benchmark_json("early-termination", *arguments, "--rules", "sharp")
+    with pytest.raises(ConfigError, match="sharp: no such method"):
+        benchmark_json("early-termination", *arguments, "--methods", "sharp")

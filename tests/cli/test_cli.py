@@ -372,7 +372,7 @@ def test_another_folder_is_served_through_a_remote(home: Path, cachecraft: Comma
         (["store", "check", "--store", "x" * 300], "holds no chunk-caches"),  # too long stands for out of reach
         (["ask", "What?", "--store", "x" * 300], "holds no documents yet"),
         (["index", "nowhere"], "nowhere"),
-        (["ask", "What?", "--early-termination", "sharp"], "--early-termination: early_termination must be off"),
+        (["ask", "What?", "--codec", "sharp"], "--codec: codec unknown: 'sharp'. Choose one of"),
         (["ask", "What?", "--disk-bytes", "5 stones"], 'write bytes, or a number with a unit such as "50 GB"'),
         (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
         (

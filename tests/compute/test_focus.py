@@ -20,7 +20,7 @@ MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 10, 40, 60, 75]
 IDS = torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(9)).tolist()
 QUESTION = range(60, 75)
-ON = EarlyTermination("gap", 1)
+ON = EarlyTermination(1)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ class Decides(FocusMonitor):
     """Names the focused chunks in a given layer."""
 
     def __init__(self, chunks: int, focused: set[int], layer: int) -> None:
-        super().__init__(chunks, rule="gap", window=1)
+        super().__init__(chunks, window=1)
         self._decision, self._when = frozenset(focused), layer
         self.seen: list[Sequence[float]] = []
 
@@ -60,8 +60,8 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Decide:
     def use(focused: set[int], layer: int) -> Decides:
         monitor = Decides(2, focused, layer)
 
-        def made(chunks: int, *, rule: str, window: int) -> Decides:
-            assert (chunks, rule, window) == (2, ON.rule, ON.window)
+        def made(chunks: int, *, window: int) -> Decides:
+            assert (chunks, window) == (2, ON.window)
             return monitor
 
         monkeypatch.setattr(overlapped, "FocusMonitor", made)

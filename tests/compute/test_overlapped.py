@@ -355,7 +355,7 @@ def test_early_termination_beside_loading_leaves_no_position_without_keys(
     speed = measured(decoder)
     disk.throttle.bytes_per_s = rate
     memory_holds(math.nan)  # what is read before it is written would spoil everything
-    result = prefilled(decoder, disk.loads(), speed=speed, rows=rows, early_termination=EarlyTermination("gap", 2))
+    result = prefilled(decoder, disk.loads(), speed=speed, rows=rows, early_termination=EarlyTermination(2))
     assert_exact(result)  # the caches are exact: whatever is not recomputed any further is right as it is
 
 
@@ -551,7 +551,7 @@ def test_what_the_question_has_shaped_is_not_captured_for_everybody(
         captures=[2],
         reused=reused,
         shared_until=shared_until,
-        early_termination=EarlyTermination("share", 1) if ends_early else None,
+        early_termination=EarlyTermination(1) if ends_early else None,
         probe=probe_of() if probed else None,
     )
     assert set(range(170, 320)) <= set(not_loaded(result))
@@ -575,7 +575,7 @@ def test_what_an_earlier_pass_captured_is_kept_whatever_the_question_shapes_late
         resident=others,
         captures=[1],
         reused=(0, 2, 3),
-        early_termination=EarlyTermination("share", 1),
+        early_termination=EarlyTermination(1),
     )
     assert [capture.segment for capture in result.recorder.captures] == [1]
 

@@ -340,13 +340,13 @@ def test_shared_until_is_behind_the_last_chunk_that_is_captured_for_everybody(
 
 
 def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
-    config = replace(CONFIG, early_termination="share", early_termination_window=2)
+    config = replace(CONFIG, early_termination=True, early_termination_window=2)
     shelf.put("a", SYSTEM)
     assert shelf.resolve(config=config).job.early_termination is None
     shelf.put("b", SYSTEM)  # moved behind a
     found = shelf.resolve(config=config).job
     first, last = found.rows.bounds[-2:]
-    assert found.early_termination == EarlyTermination("share", 2, range(first, last))
+    assert found.early_termination == EarlyTermination(2, range(first, last))
     assert shelf.resolve().job.early_termination is None
 
 

@@ -107,6 +107,7 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(h
         ("disk_bytes = '5 stones'", "disk_bytes"),
         ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
         ("[reuse]\nselector = 'best'", "reuse.selector"),
+        ("[reuse]\nearly_termination = 'gap'", "must be True or False, not 'gap': True is Algorithm 1 as printed"),
         ("[remote]\nfailures = 0\nurl = 'redis://host'", "remote.failures"),
         ("[store]\nreaders = 3", "store"),
         ("readers = ", "not valid TOML"),
@@ -128,6 +129,7 @@ def test_what_is_wrong_in_a_file_is_named_with_file_and_key(text: str, says: str
 def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
     for environment, says in (
         ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
+        ({"CACHECRAFT_REUSE_EARLY_TERMINATION": "gap"}, "not 'gap': True is Algorithm 1 as printed"),
         ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
         ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings file at nowhere.toml"),
     ):

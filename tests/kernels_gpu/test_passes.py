@@ -119,9 +119,9 @@ def test_statistics_of_captures_and_focus_are_as_in_torch(decoder: Decoder, monk
         return torch.tensor((*found.inter, found.intra, found.cci, *found.token_scores.inter))
 
     assert torch.allclose(statistics(), in_torch(monkeypatch, statistics), atol=1e-5)
-    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[5, 16])
+    rows = Rows.of([0, 4, 15, 20, 24, 30], new=QUESTION, recomputed=[5, 16, 21])  # of two chunks, none is dropped
     chunks = resident(whole, moved=False)
-    early = EarlyTermination("gap", 1)
+    early = EarlyTermination(1)
     job = PrefillJob(IDS, rows, resident=chunks, early_termination=early)
     found, expected = prefill(decoder, job), None
     with monkeypatch.context() as patch:

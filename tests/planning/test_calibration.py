@@ -109,4 +109,4 @@ def test_an_engine_takes_it_up_and_says_so(
     assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
         replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
     )
-    assert not FOUND.fits(replace(as_always, early_termination="gap"))  # which would recompute less than was promised
+    assert not FOUND.fits(replace(as_always, early_termination=True))  # which would recompute less than was promised

@@ -22,7 +22,7 @@ from cachecraft_rag.planning.config import ReuseConfig
         {"recompute_ratio": 1.01},
         {"recompute_ratio": -0.01},
         {"recompute_ratio": math.nan},
-        {"early_termination": "on"},
+        {"early_termination": "gap"},
         {"early_termination_window": 0},
         {"selector": "best"},
     ],
@@ -55,7 +55,7 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     ("settings", "ends"),
     [
         (ReuseConfig, {"alpha": 0, "recompute_ratio": 0, "early_termination_window": 1}),
-        (ReuseConfig, {"recompute_ratio": 1.0, "early_termination": "printed", "selector": "random"}),
+        (ReuseConfig, {"recompute_ratio": 1.0, "early_termination": True, "selector": "random"}),
         (SamplingParams, {"max_new_tokens": 1, "temperature": 0, "top_p": 1.0, "stop": ()}),
     ],
     ids=str,

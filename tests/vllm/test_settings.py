@@ -40,7 +40,7 @@ OTHERS: dict[str, Any] = {  # a value of each other setting that is not its defa
     "reuse.scope": "prefix", "reuse.alpha": 0.7, "reuse.recompute_ratio": 0.3, "reuse.selector": "cache_craft",
     "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.drift": 0.1,
     "reuse.plain_prompts": "off",
-    "reuse.early_termination": "gap", "reuse.early_termination_window": 2, "reuse.loading": "whole",
+    "reuse.early_termination": True, "reuse.early_termination_window": 2, "reuse.loading": "whole",
     "reuse.refresh_rows": 2,
 }  # fmt: skip
 REFUSED = {

@@ -183,16 +183,15 @@ def test_blocks_hold_what_the_engine_has_in_its_buffer(
     )
 
 
-@pytest.mark.parametrize("rule", ["printed", "gap", "share"])
 @pytest.mark.parametrize("window", [1, 3])
 def test_early_termination_drops_the_same_rows(
-    rule: str, window: int, engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack,
+    window: int, engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In buffers that hold NaN wherever nothing is written."""
     fresh = Recycler.empty
     monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(math.nan))
-    ask = ask_of(engine, [0, 2, 1], early_termination=rule, early_termination_window=window, recompute_ratio=0.5)
+    ask = ask_of(engine, [0, 2, 1], early_termination=True, early_termination_window=window, recompute_ratio=0.5)
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
     buffer, progress = prefilled(engine, ask)
