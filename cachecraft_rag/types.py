@@ -29,6 +29,7 @@ IDENTITY_VERSION = 2
 
 Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]
+CHUNK_ID = "cachecraft_chunk_id"  # metadata key of a framework's document or node: the id of its chunk, if it is known
 
 
 def digest(*parts: str) -> str:
@@ -70,6 +71,8 @@ class Chunk:
         given: object = self.text
         if not isinstance(given, str):
             raise ConfigError(f"a chunk's text must be a str, not {type(given).__name__}: write Chunk(text)")
+        if not isinstance(known_id, str):
+            raise ConfigError(f"a chunk's id must be a str, not {type(known_id).__name__}: write Chunk(text)")
         object.__setattr__(self, "chunk_id", known_id or chunk_id_of(self.text))
 
 

@@ -19,7 +19,7 @@ from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
 from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk, Metadata, SearchHit, chunk_id_of, digest
+from cachecraft_rag.types import CHUNK_ID, Chunk, Metadata, SearchHit, chunk_id_of, digest
 
 try:
     from langchain_core.documents import Document
@@ -271,6 +271,8 @@ def _values(metadata: Metadata) -> dict[str, Any]:
 
 
 def _document(found: Chunk | SearchHit) -> Document:
-    """A document from the index; its id is the chunk id if it was not added through LangChain."""
-    ours = json.loads(str(found.metadata.get(_OURS, "{}")))
-    return Document(found.text, id=ours.get("id") or found.chunk_id, metadata=_values(found.metadata))
+    """A document as it was added through LangChain; any other has its chunk id as id and in the metadata."""
+    if _OURS in found.metadata:
+        name = json.loads(str(found.metadata[_OURS]))["id"]
+        return Document(found.text, id=name, metadata=_values(found.metadata))
+    return Document(found.text, id=found.chunk_id, metadata={**found.metadata, CHUNK_ID: found.chunk_id})

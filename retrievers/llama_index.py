@@ -55,7 +55,7 @@ from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk, SearchHit
+from cachecraft_rag.types import CHUNK_ID, Chunk, SearchHit
 
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})
@@ -401,13 +401,13 @@ def without_paths(node: BaseNode) -> BaseNode:
 
 def _node_of(found: Chunk | SearchHit) -> BaseNode:
     """The node that was added; for a chunk that `CacheCraft` indexed, a node whose metadata the model does not see."""
-    metadata = found.metadata
-    if NODE in metadata:
-        return metadata_dict_to_node(dict(metadata))
+    if NODE in found.metadata:
+        return metadata_dict_to_node(dict(found.metadata))
+    metadata = {**found.metadata, CHUNK_ID: found.chunk_id}
     node = TextNode(
         id_=found.chunk_id,
         text=found.text,
-        metadata=dict(metadata),
+        metadata=metadata,
         excluded_llm_metadata_keys=list(metadata),
         excluded_embed_metadata_keys=list(metadata),
     )

@@ -41,7 +41,7 @@ from cachecraft_rag.engine.tools import CallReader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types import CHUNK_ID, Chunk
 
 SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: what was searched for
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
@@ -237,7 +237,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             names = [tool["function"]["name"] for tool in offered]
             calls = CallReader(form, names, forced=choice not in ("auto", None))
         sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, json_schema=schema, **values)
-        chunks = [Chunk(document.page_content) for document in documents]
+        chunks = [Chunk(document.page_content, known_id=document.metadata.get(CHUNK_ID, "")) for document in documents]
         read = [
             {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in zip(documents, chunks, strict=True)
         ]

@@ -18,6 +18,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of, history_of
 from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.types import CHUNK_ID
 
 
 class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
@@ -142,7 +143,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         if self.document_prompt is not None:
             prompt = self.document_prompt
             documents = [
-                Document(format_document(document, prompt), id=document.id, metadata=document.metadata)
+                Document(format_document(document, prompt), id=document.id, metadata=metadata)
                 for document in documents
+                for metadata in [{key: value for key, value in document.metadata.items() if key != CHUNK_ID}]
             ]
         return [*history, *convert_to_messages([("human", question)])], documents

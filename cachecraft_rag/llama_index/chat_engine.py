@@ -19,14 +19,21 @@ from llama_index.core.indices.base import BaseIndex
 from llama_index.core.instrumentation.events.chat_engine import StreamChatEndEvent, StreamChatStartEvent
 from llama_index.core.llms.callbacks import llm_chat_callback
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
-from llama_index.core.schema import MetadataMode, NodeWithScore
+from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import ToolOutput
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import CacheCraftLLM, aresponses_of, question_of, responses_of, turns_of
+from cachecraft_rag.llama_index.llm import (
+    CacheCraftLLM,
+    aresponses_of,
+    documents_of,
+    question_of,
+    responses_of,
+    turns_of,
+)
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, dispatcher
 from cachecraft_rag.retrievers.llama_index import ConversationQuery, without_paths
@@ -143,7 +150,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))
         nodes = self._query_engine.retrieve(turn.query)
-        response = self._llm.chat(turn.messages, documents=_texts(nodes))
+        response = self._llm.chat(turn.messages, **_documents(nodes))
         for said in turn.said(response.message.content or ""):
             self.memory.put(said)
         return _whole(turn, nodes, response)
@@ -155,7 +162,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
         nodes = await self._query_engine.aretrieve(turn.query)
-        response = await self._llm.achat(turn.messages, documents=_texts(nodes))
+        response = await self._llm.achat(turn.messages, **_documents(nodes))
         for said in turn.said(response.message.content or ""):
             await self.memory.aput(said)
         return _whole(turn, nodes, response)
@@ -169,7 +176,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))
         nodes = self._query_engine.retrieve(turn.query)
-        generation = self._llm.begin(turn.question, history=turn.history, documents=_texts(nodes))
+        generation = self._llm.begin(turn.question, history=turn.history, **_documents(nodes))
         streamed = _Streamed(turn, nodes, self._llm, generation)
         streamed.response.chat_stream = streamed.pieces(self.memory)
         return streamed.response
@@ -183,8 +190,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
         nodes = await self._query_engine.aretrieve(turn.query)
-        texts = _texts(nodes)
-        generation = await asyncio.to_thread(self._llm.begin, turn.question, history=turn.history, documents=texts)
+        documents = _documents(nodes)
+        generation = await asyncio.to_thread(self._llm.begin, turn.question, history=turn.history, **documents)
         streamed = _Streamed(turn, nodes, self._llm, generation)
         streamed.response.achat_stream = streamed.apieces(self.memory)
         return streamed.response
@@ -222,15 +229,15 @@ def _refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _texts(nodes: Sequence[NodeWithScore]) -> list[str]:
-    """The texts that the model sees of the nodes, best first."""
-    return [without_paths(found.node).get_content(metadata_mode=MetadataMode.LLM) for found in nodes]
+def _documents(nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
+    """The nodes as documents of a call, best first."""
+    return documents_of(without_paths(found.node) for found in nodes)
 
 
 def _statistics(turn: _Turn, nodes: Sequence[NodeWithScore], counted: dict[str, Any]) -> dict[str, Any]:
     """The statistics of an answer that has ended; sends the event too."""
     stats: dict[str, Any] = {**counted, "searched": tuple(turn.query.embedding_strs)}
-    ids = [chunk_id_of(text) for text in _texts(nodes)]
+    ids = map(chunk_id_of, _documents(nodes)["documents"])
     stats["chunk_ids"] = {found.node.node_id: chunk_id for found, chunk_id in zip(nodes, ids, strict=True)}
     dispatcher.event(AnswerStatsEvent(stats=dict(stats)))
     return stats
@@ -262,11 +269,11 @@ class _Streamed:
         responses = responses_of(self._generation)
 
         @llm_chat_callback()  # LlamaIndex's events of an LLM call
-        def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], *, documents: list[str]) -> Any:
+        def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], **_documents: Any) -> Any:
             return stream_completion_response_to_chat_response(responses)
 
         dispatcher.event(StreamChatStartEvent())
-        called = call(self._llm, self._turn.messages, documents=_texts(self._nodes))
+        called = call(self._llm, self._turn.messages, **_documents(self._nodes))
         try:
             yield from called
         finally:
@@ -279,11 +286,11 @@ class _Streamed:
         responses = aresponses_of(self._generation)
 
         @llm_chat_callback()
-        async def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], *, documents: list[str]) -> Any:
+        async def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], **_documents: Any) -> Any:
             return astream_completion_response_to_chat_response(responses)
 
         dispatcher.event(StreamChatStartEvent())
-        called = await call(self._llm, self._turn.messages, documents=_texts(self._nodes))
+        called = await call(self._llm, self._turn.messages, **_documents(self._nodes))
         try:
             async for piece in called:
                 yield piece

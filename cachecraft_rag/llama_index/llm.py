@@ -29,6 +29,7 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import BaseNode, MetadataMode
 from pydantic import BaseModel, ValidationError
 
 from cachecraft_rag.checks import check_kind, check_text
@@ -40,7 +41,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types import CHUNK_ID, Chunk
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -128,6 +129,7 @@ class CacheCraftLLM(CustomLLM):
         question: str,
         *,
         documents: Sequence[str] = (),
+        document_ids: Sequence[str] = (),
         history: Sequence[Turn] = (),
         sampling: SamplingParams | None = None,
         config: ReuseConfig | None = None,
@@ -135,19 +137,25 @@ class CacheCraftLLM(CustomLLM):
     ) -> Generation:
         """The engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
-        Raises `ConfigError` for unknown options, and for `documents` that are not texts.
+        Args:
+            document_ids: the chunk id of each document, empty where it is not known.
+
+        Raises `ConfigError` for unknown options, for `documents` that are not texts, and for ids that are not theirs.
         """
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: no such option; there are documents, history (with chat: the messages), "
-                "sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
+                f"{', '.join(unknown)}: no such option; there are documents, document_ids, history (with chat: the "
+                "messages), sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
             )
         if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         documents = list(documents)  # a generator gives its texts once
         if not all(isinstance(text, str) for text in documents):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
-        chunks = [Chunk(text) for text in documents if text.strip()]
+        ids = list(document_ids) or [""] * len(documents)
+        if len(ids) != len(documents):
+            raise ConfigError(f"{len(ids)} document_ids for {len(documents)} documents; give one for each")
+        chunks = [Chunk(text, known_id=name) for text, name in zip(documents, ids, strict=True) if text.strip()]
         return self._engine.stream(
             question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )
@@ -235,6 +243,13 @@ class CacheCraftLLM(CustomLLM):
         question, history = question_of(messages)
         generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
+
+
+def documents_of(nodes: Iterable[BaseNode]) -> dict[str, list[str]]:
+    """The texts that the model sees of nodes, and the chunk ids that a retriever noted, as options of `begin`."""
+    nodes = list(nodes)
+    texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]
+    return {"documents": texts, "document_ids": [node.metadata.get(CHUNK_ID, "") for node in nodes]}
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:

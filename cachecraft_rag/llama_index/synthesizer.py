@@ -33,7 +33,15 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import CacheCraftLLM, alast_of, aresponses_of, last_of, responses_of, validated
+from cachecraft_rag.llama_index.llm import (
+    CacheCraftLLM,
+    alast_of,
+    aresponses_of,
+    documents_of,
+    last_of,
+    responses_of,
+    validated,
+)
 from cachecraft_rag.retrievers.llama_index import without_paths
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
@@ -141,11 +149,13 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
     def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
         """LlamaIndex's own; the model does not see the nodes' `file_path` (see `without_paths`)."""
-        return super().synthesize(query, _without_paths(nodes), *args, **settings)
+        nodes = _without_paths(nodes)
+        return super().synthesize(query, nodes, *args, **_ids_of(nodes), **settings)
 
     async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
         """`synthesize` with the model in threads."""
-        return await super().asynthesize(query, _without_paths(nodes), *args, **settings)
+        nodes = _without_paths(nodes)
+        return await super().asynthesize(query, nodes, *args, **_ids_of(nodes), **settings)
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
@@ -252,6 +262,11 @@ def _question_in(template: BasePromptTemplate, query: str) -> str:
 
 def _without_paths(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
     return [NodeWithScore(node=without_paths(found.node), score=found.score) for found in nodes]
+
+
+def _ids_of(nodes: Sequence[NodeWithScore]) -> dict[str, list[str]]:
+    """The nodes' chunk ids, beside their texts, which LlamaIndex passes to `get_response` itself."""
+    return {"document_ids": documents_of(found.node for found in nodes)["document_ids"]}
 
 
 def _new_statistics() -> dict[str, Any]:

@@ -662,6 +662,21 @@ def test_without_langchain_the_error_says_what_to_install(module: str, tmp_path:
     assert "type: pip install 'cachecraft-rag[langchain]'" in done.stderr.splitlines()[-1]
 
 
+def test_a_retrievers_chunk_id_reaches_the_store_and_a_wrong_one_is_refused(chat: ChatCacheCraft) -> None:
+    noted = [Document(text, metadata={"cachecraft_chunk_id": chunk_id_of(text)}) for text in TEXTS]
+    generator = CacheCraftGenerator(llm=chat)
+    generator.invoke({"input": "Why?", "context": noted})
+    settle(chat.engine)
+    assert {row.variant.key.chunk_id for row in chat.engine.store.rows()} >= set(map(chunk_id_of, TEXTS))
+    changed = [noted[0].model_copy(update={"page_content": "It is shorter now."})]
+    for given in (changed, [Document("x", metadata={"cachecraft_chunk_id": 1})]):
+        with pytest.raises(ConfigError, match="chunk"):
+            generator.invoke({"input": "Why?", "context": given})
+    prompt = PromptTemplate.from_template("Note: {page_content}")  # the chunk is another text than the retriever's
+    assert CacheCraftGenerator(llm=chat, document_prompt=prompt).invoke({"input": "Why?", "context": noted})
+    assert noted[0].metadata["cachecraft_chunk_id"] == chunk_id_of(TEXTS[0])
+
+
 def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> None:
     prompt = PromptTemplate.from_template("Note: {page_content}")
     seen: list[Any] = []

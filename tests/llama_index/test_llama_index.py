@@ -23,6 +23,7 @@ from llama_index.core import (
     VectorStoreIndex,
     load_index_from_storage,
 )
+from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
@@ -40,6 +41,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import (
     AnswerStatsEvent,
+    CacheCraftChatEngine,
     CacheCraftLLM,
     CacheCraftQueryEngine,
     CacheCraftSynthesizer,
@@ -185,6 +187,37 @@ def test_the_chunk_is_the_text_the_model_sees(engine: Engine) -> None:
     assert records[1]["chunk_ids"] == {"n2": chunk_id_of(seen)}
     assert [record["chunks"][0]["chunk_id"] for record in records] == [chunk_id_of(seen)] * 2
     assert [record["chunks"][0]["outcome"] for record in records] == ["computed", "exact"]
+
+
+def test_a_retrievers_chunk_id_reaches_the_store_and_a_wrong_one_is_refused(engine: Engine) -> None:
+    def found(text: str, name: Any) -> list[NodeWithScore]:
+        node = TextNode(text=text, metadata={"cachecraft_chunk_id": name})
+        node.excluded_llm_metadata_keys = ["cachecraft_chunk_id"]
+        return [NodeWithScore(node=node, score=1.0)]
+
+    class Found(BaseRetriever):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            return nodes
+
+    synthesizer, name = CacheCraftSynthesizer(engine, sampling=SHORT), chunk_id_of(TEXTS["kettle"])
+    chat = CacheCraftChatEngine.from_defaults(Found(), engine=engine, sampling=SHORT)
+    nodes = found(TEXTS["kettle"], name)
+    response = synthesizer.synthesize(QUESTION, nodes)
+    assert [chunk["chunk_id"] for chunk in response.metadata["cachecraft"]["chunks"]] == [name]
+    engine.write_back.wait_for([name])
+    assert name in {row.variant.key.chunk_id for row in engine.store.rows()}
+    for nodes in (found(TEXTS["kettle"] + " Or was it?", name), found(TEXTS["kettle"], 7)):
+        calls: list[Callable[[], Any]] = [
+            lambda: synthesizer.synthesize(QUESTION, nodes),  # noqa: B023  # called at once
+            lambda: asyncio.run(synthesizer.asynthesize(QUESTION, nodes)),  # noqa: B023
+            lambda: chat.chat(QUESTION),
+            lambda: chat.stream_chat(QUESTION),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="chunk"):
+                call()
+    with pytest.raises(ConfigError, match="give one for each"):
+        CacheCraftLLM(engine).complete(QUESTION, documents=["a", "b"], document_ids=["c"])
 
 
 class OnlyKettles(BaseNodePostprocessor):

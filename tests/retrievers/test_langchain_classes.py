@@ -171,7 +171,7 @@ def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: 
         question = "How much does the kettle hold?"
         found = store.as_retriever().invoke(question)
         assert ids(found) == [hit.chunk_id for hit in rag.retrieve(question)]
-        assert found[0].metadata["place"] == 0
+        assert (found[0].metadata["place"], found[0].metadata["cachecraft_chunk_id"]) == (0, found[0].id)
         ChatCacheCraft(engine=engine, max_tokens=2).invoke(question, documents=found)
         answer = rag.ask(question)
         assert {chunk.outcome for chunk in answer.stats.chunks} == {"exact"}  # the same chunks by either way

@@ -147,6 +147,8 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
         assert bodies[0]["documents"] == [{"text": "vinegar", "id": Chunk("vinegar").chunk_id}]
         assert bodies[0]["messages"][0] == {"role": "system", "content": "Mine."}
         assert "cachecraft" not in bodies[0]
+        with pytest.raises(ConfigError, match="not the id of its text"):
+            engine.stream("fine", [Chunk("vinegar, changed", known_id=Chunk("vinegar").chunk_id)])
         with pytest.raises(ServerError, match="ended the answer halfway"):
             list(engine.stream("broken", []))
         with pytest.raises(ServerError, match="the engine died"):
