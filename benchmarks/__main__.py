@@ -25,6 +25,7 @@ COMMANDS = {
     "premises": "What the papers presuppose, looked at on a model and data",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
     "serve": "Throughput and time to the first token under load",
+    "simulate": "Eviction policies and budgets, replayed over drawn or given traffic",
     "stream": "Recomputation and divergence over a stream of repeated questions",
 }
 _MODULES = {"eval": "evaluate"}  # where the module has another name

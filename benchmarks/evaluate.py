@@ -11,6 +11,7 @@ from benchmarks import figures, formats
 from benchmarks.baselines import BaselineStore
 from benchmarks.compression import PUBLISHED
 from benchmarks.methods import ABLATIONS, CRAFT, methods_for
+from benchmarks.plotting import pyplot
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Measuring, Questions, require_packages, show_report
 from cachecraft_rag.cli.options import takes
@@ -18,7 +19,6 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, paired_interval, ratio_interval
 from cachecraft_rag.evaluation.measuring import Method, Record, label, methods_named
 from cachecraft_rag.evaluation.origins import OriginCondition, condition_named
-from cachecraft_rag.evaluation.plotting import pyplot
 from cachecraft_rag.evaluation.report import MEASURES, Columns, Measure, summarise
 
 if TYPE_CHECKING:

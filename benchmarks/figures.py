@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cachecraft_rag.evaluation.plotting import (
+from benchmarks.plotting import (
     BLACK,
     BLUE,
     BROWN,

@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks import formats
 from benchmarks.early_termination import Cell
 from benchmarks.kept import Kept
+from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Data, Format, Questions, Seed
 from cachecraft_rag.cli.options import out, print_json, progress_bar
@@ -38,7 +39,7 @@ from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import mean_interval
-from cachecraft_rag.evaluation.simulation.trace import Trace, Traffic, draw_trace, read_trace
+from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.scoring import adjusted_overlap, context_impact, order_penalty, prefix_overlap
 from cachecraft_rag.types import Chunk, Progress, Prompt
@@ -437,7 +438,7 @@ def main(
     format: Format = None,
     model: options.Model = "demo",
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="File of requests.", show_default="drawn as by `cachecraft simulate`")
+        Path | None, typer.Option("--trace", help="File of requests.", show_default="drawn by Zipf's law")
     ] = None,
     articles: Annotated[int, typer.Option("--articles", min=2, help="Articles to look at.")] = 12,
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of each article.")] = 5,

@@ -25,6 +25,7 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.traffic import Traffic, draw_trace
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
@@ -36,7 +37,6 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.simulation.trace import Traffic, draw_trace
 from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -56,7 +56,7 @@ class ServeSettings:
     qps            … or as numbers, which then go before `loads`
     ratios         recompute ratios of the sides with reuse
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
-    questions, exponent, variation  see `simulation.Traffic`
+    questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
     decode_rows    how many answers a decode step computes together at most, see `EngineConfig`
     new_variants   whether chunks that were reused are captured in the background, see `EngineConfig`

@@ -19,6 +19,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import formats
+from benchmarks.traffic import Zipf
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
@@ -27,7 +28,6 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Question, handbook_dataset, load_dataset
 from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
-from cachecraft_rag.evaluation.simulation.trace import Zipf
 from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +14,8 @@ from cachecraft_rag.checks import check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, progress_bar, takes
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.simulation.trace import Traffic, draw_trace, read_trace
+from cachecraft_rag.evaluation.simulation.policies import MAKERS, Maker
+from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.simulation.sweep import Cell
@@ -21,66 +23,70 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Options of `simulate` besides its traffic.
+    """Options of a replay.
 
-    policies            comma-separated names, all without it; the oracle always runs
     budgets             disk budgets, comma-separated shares of the working set
     max_variants        N×M to try, comma-separated, at the first budget
     variants_per_chunk  most variants of one chunk, likewise
     new_variants        capture what is computed; with "always" also what would have to be fixed
     bytes_per_token     bytes of a token in a chunk-cache; 46080 is the demo model's
     processes           processes that replay at the same time, one per core without it
-    plot                draw the figure to this file
     """
 
-    policies: str | None = None
     budgets: str = "0.2,0.05,0.1,0.4,1"
     max_variants: str | None = None
     variants_per_chunk: str | None = None
     new_variants: Literal["computed", "always"] = "computed"
     bytes_per_token: int = 46_080
     processes: int | None = None
-    plot: Path | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers; raises ConfigError."""
         check_whole("bytes_per_token", self.bytes_per_token, least=1)
         check_whole("processes", self.processes, least=1, optional=True)
 
+    def run(self, trace: Trace, policies: Sequence[str] = (), *, makers: Mapping[str, Maker] = MAKERS) -> list[Cell]:
+        """Replay the trace at every budget; without names, by all policies."""
+        from cachecraft_rag.evaluation.simulation import sweep
+        from cachecraft_rag.evaluation.simulation.replay import Setting
 
-@takes(traffic=Traffic, replay=ReplayOptions)
+        grid = sweep.Grid(
+            policies=policies,
+            budgets=numbers(self.budgets),
+            max_variants=_whole("--max-variants", self.max_variants),
+            variants_per_chunk=_whole("--variants-per-chunk", self.variants_per_chunk),
+        )
+        per_token = self.bytes_per_token
+        base = Setting(sweep.OURS, 1, bytes_per_token=per_token, new_variants=self.new_variants, makers=makers)
+        with progress_bar("Simulation", remaining=True) as show:
+            return list(sweep.run(trace, grid, base, progress=show, processes=self.processes))
+
+
+@takes(replay=ReplayOptions)
 def simulate(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(help='JSON lines with a list "chunks" each; without it, questions drawn by Zipf\'s law.'),
-    ] = None,
+    trace: Annotated[Path, typer.Argument(help='JSON lines with a list "chunks" each.')],
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", min=1, help="Length of a chunk where the file gives none.")
+    ] = 256,
     as_json: options.Json = False,
     *,
-    traffic: Traffic,
     replay: ReplayOptions,
 ) -> None:
-    """Replay traffic without a model: what each eviction policy and each budget would save.
+    """Replay your traffic without a model: what each eviction rule and each budget would save.
 
-    Plans and eviction rules are the store's own. Attention is made up, so differences between policies and budgets
-    mean more than the saving itself.
+    Plans and eviction rules are the store's own. Attention is made up, so differences between rules and budgets mean
+    more than the saving itself.
     """
-    from cachecraft_rag.evaluation.simulation import sweep
-    from cachecraft_rag.evaluation.simulation.replay import Setting
+    asked = read_trace(trace, chunk_tokens=chunk_tokens)
+    show_cells(replay.run(asked), len(asked.requests), as_json=as_json)
 
-    grid = sweep.Grid(
-        policies=sweep.Grid().policies if replay.policies is None else replay.policies.split(","),
-        budgets=numbers(replay.budgets),
-        max_variants=_whole("--max-variants", replay.max_variants),
-        variants_per_chunk=_whole("--variants-per-chunk", replay.variants_per_chunk),
-    )
-    asked = draw_trace(traffic) if trace is None else read_trace(trace, chunk_tokens=traffic.chunk_tokens)
-    base = Setting(sweep.OURS, disk_bytes=1, bytes_per_token=replay.bytes_per_token, new_variants=replay.new_variants)
-    with progress_bar("Simulation", remaining=True) as show:
-        cells = list(sweep.run(asked, grid, base, progress=show, processes=replay.processes))
-    if replay.plot is not None:
-        sweep.draw(cells, replay.plot)
+
+def show_cells(cells: list[Cell], requests: int, *, as_json: bool) -> None:
+    """Print the replays of so many requests."""
     if as_json:
-        print_json(sweep.as_fields(cells, len(asked.requests)))
+        from cachecraft_rag.evaluation.simulation.sweep import as_fields
+
+        print_json(as_fields(cells, requests))
     else:
         _print(cells)
 

@@ -53,7 +53,7 @@ LIGHT = [
     ("store", "evict", "--all"),
     ("documents", "ls"),
     ("documents", "remove", "docs/returns.md"),
-    ("simulate", "--requests", "5", "--questions", "5", "--processes", "1", "--budgets", "1", "--json"),
+    ("simulate", "trace.jsonl", "--processes", "1", "--budgets", "1", "--json"),
     ("ask", ""),
     ("ask", "What?", "--store", "nowhere"),
 ]
@@ -64,6 +64,7 @@ def test_what_needs_no_model_imports_no_torch(home: Path) -> None:
     copy = home / "light"
     shutil.copytree(home / "store", copy / "store")
     shutil.copy(home / "cachecraft.toml", copy)
+    (copy / "trace.jsonl").write_text('{"chunks": [1]}')
     code = (
         "import json, sys\n"
         "from cachecraft_rag import CacheCraft\n"
@@ -127,7 +128,7 @@ def test_help_describes_options_as_their_dataclasses_do(tmp_path: Path) -> None:
     for said in ("--disk-bytes", "SIZE", "Limit of all files together, kept with the store.", "--reuse", "--no-reuse"):
         assert said in shown
     shown = process("simulate", "--help", cwd=tmp_path)
-    for said in ("--exponent", "Exponent of Zipf's law.", "[default: 1.0]", "<computed|always>"):
+    for said in ("--bytes-per-token", "Bytes of a token in a chunk-cache", "[default: 46080]", "<computed|always>"):
         assert said in shown
 
 

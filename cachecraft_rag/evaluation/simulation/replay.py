@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from cachecraft_rag.evaluation.simulation.disk import Disk
-from cachecraft_rag.evaluation.simulation.policies import MAKERS, Rival
+from cachecraft_rag.evaluation.simulation.policies import MAKERS, Maker, Rival
 from cachecraft_rag.evaluation.simulation.trace import Trace
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares, make_plan
@@ -36,7 +36,7 @@ _REPORT_EVERY = 1000  # requests
 class Setting:
     """Settings of a replay.
 
-    policy              a name of `policies.MAKERS`
+    policy, makers      name of a policy, and how each is made
     disk_bytes, host_bytes, max_variants, variants_per_chunk   as in `StoreConfig`
     bytes_per_token     of a chunk-cache
     new_variants        "computed": a chunk that is computed afresh is captured. "always": so is, exactly, one that was
@@ -52,6 +52,7 @@ class Setting:
     bytes_per_token: int = 46_080
     new_variants: NewVariants = "computed"
     config: ReuseConfig = field(default_factory=ReuseConfig)
+    makers: Mapping[str, Maker] = field(default_factory=lambda: MAKERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def replay(trace: Trace, setting: Setting, *, progress: Callable[[int], object] 
 class _Replay:
     def __init__(self, trace: Trace, setting: Setting) -> None:
         self._trace, self._setting = trace, setting
-        policy = MAKERS[setting.policy](trace, setting.disk_bytes)
+        policy = setting.makers[setting.policy](trace, setting.disk_bytes)
         self._rival = policy if isinstance(policy, Rival) else Rival()
         self._disk = Disk(policy, Limits(setting.disk_bytes, setting.max_variants, setting.variants_per_chunk))
         self._host = MemoryTier(setting.host_bytes)  # the same above every policy, so that the disk alone is compared

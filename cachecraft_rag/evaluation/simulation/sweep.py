@@ -7,19 +7,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.checks import check_choice, check_number
-from cachecraft_rag.evaluation.plotting import BLACK, BLUE, BROWN, RED, VIOLET, YELLOW, pyplot, save
-from cachecraft_rag.evaluation.simulation.policies import MAKERS
 from cachecraft_rag.evaluation.simulation.replay import Outcome, Setting, replay
 from cachecraft_rag.evaluation.simulation.trace import Trace
 from cachecraft_rag.types import Progress
 
 ORACLE, OURS = "oracle", "saving"
 _MANY = 100_000  # requests of all replays together: below that, starting processes takes longer
-_COLOURS = {OURS: RED, ORACLE: BLACK, "f_r": YELLOW, "lru": BLUE, "s3-fifo": VIOLET}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +35,11 @@ class Cell:
 class Grid:
     """Replays to make: every policy at every budget; ours at the first budget with each N×M and each bound per chunk.
 
+    policies    names; none means all. The oracle always runs
     host_share  of the disk's budget: memory
     """
 
-    policies: Sequence[str] = tuple(MAKERS)
+    policies: Sequence[str] = ()
     budgets: Sequence[float] = (0.2, 0.05, 0.1, 0.4, 1.0)
     max_variants: Sequence[int] = ()
     variants_per_chunk: Sequence[int] = ()
@@ -50,8 +47,6 @@ class Grid:
 
     def __post_init__(self) -> None:
         """Check every field; raises ConfigError."""
-        for policy in self.policies:
-            check_choice("policy", policy, list(MAKERS))
         for budget in self.budgets:
             check_number("budget", budget, least=1e-6)
         check_number("host_share", self.host_share, most=1)
@@ -115,7 +110,9 @@ def _outcomes(
 
 def _settings(trace: Trace, grid: Grid, base: Setting) -> list[tuple[float, Setting]]:
     whole = sum(trace.tokens) * base.bytes_per_token
-    policies = [ORACLE, *(policy for policy in dict.fromkeys(grid.policies) if policy != ORACLE)]
+    for policy in grid.policies:
+        check_choice("policy", policy, list(base.makers))
+    policies = list(dict.fromkeys([ORACLE, *(grid.policies or base.makers)]))
     found = []
     for budget in dict.fromkeys(grid.budgets):
         disk = max(1, int(budget * whole))
@@ -168,24 +165,3 @@ def _fields(cell: Cell) -> dict[str, Any]:
     spread = outcome.pop("variants_per_chunk")
     counts = {"chunks_by_variants": {str(number): chunks for number, chunks in spread.items()}}
     return {"saved": outcome.pop("saved"), "of_oracle": cell.of_oracle, **limits, **counts, **outcome}
-
-
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Saved tokens over the budget, a line per policy. Raises ConfigError if matplotlib is missing or cannot write."""
-    figure, axis = pyplot().subplots(figsize=(5.6, 3.8))
-    for policy, by_budget in of_policies(cells).items():
-        points = sorted(by_budget.items())
-        axis.plot(
-            [budget for budget, _ in points],
-            [100.0 * cell.outcome.saved for _, cell in points],
-            marker="o",
-            markersize=3,
-            color=_COLOURS.get(policy, BROWN),
-            linestyle="--" if policy == ORACLE else "-",
-            label=policy,
-        )
-    axis.set_xscale("log")
-    axis.set_xlabel("budget / working set")
-    axis.set_ylabel("tokens saved, %")
-    axis.legend(fontsize=7, frameon=False)
-    save(figure, path)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plotting import pyplot, save
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.plotting import pyplot, save
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
