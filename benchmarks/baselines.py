@@ -166,6 +166,12 @@ class H2O:
         return received
 
 
+def question_alone(engine: Engine, question: Question, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+    """Choice by the question's attention alone, as in ProphetKV (all layers there) and QCFuse (one layer there)."""
+    even = {one.variant_id: np.ones(one.tokens, np.float32) for one in variants_of(engine, question)}
+    return _answering(engine, question, Changes(even))
+
+
 class _Enough(Exception):
     """The layers that are wanted have run."""
 

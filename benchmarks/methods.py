@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.baselines import H2O, no_overlap, no_positions, value_deviation
+from benchmarks.baselines import H2O, no_overlap, no_positions, question_alone, value_deviation
 from benchmarks.compression import Lingua2, MapReduce, preparation
 from cachecraft_rag.evaluation.measuring import FULL_PREFILL, METHODS, PLAIN, Method
 from cachecraft_rag.planning.config import ReuseConfig
@@ -83,6 +83,13 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
         Method("h2o", _CRAFT, _paper(), takes_ratio=True, prepare=H2O(chunks)),
         Method("leading", "EPIC", _paper("leading"), takes_ratio=True),
         Method("value_deviation", "CacheBlend §4.3", _paper(), takes_ratio=True, prepare=value_deviation),
+        Method(
+            "question_alone",
+            "ProphetKV, QCFuse",
+            _ours(probe_min_rows=0, drift=0.0),
+            takes_ratio=True,
+            prepare=question_alone,
+        ),
         METHODS["default"],
         Method("question", "this package", _ours(probe_min_rows=0), takes_ratio=True),
         Method("mapreduce", _CRAFT, FULL_PREFILL.config, takes_ratio=True, prepare=preparation(MapReduce)),

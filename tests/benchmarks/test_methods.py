@@ -23,7 +23,8 @@ from cachecraft_rag.evaluation.dataset import Dataset, Question
 from cachecraft_rag.evaluation.measuring import Method
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk, TokenScores
 
 PER_CHUNK = ["random", "craft", "h2o", "leading", "value_deviation"]
 
@@ -153,9 +154,25 @@ def test_without_overlap_nothing_of_the_old_context_counts(by: Ask, chunks: list
     assert without.tokens_recomputed > with_overlap.tokens_recomputed
 
 
+def test_with_the_question_alone_what_a_chunk_attended_to_at_capture_counts_for_nothing(
+    engine: Engine, methods: dict[str, Method], by: Ask, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, beside = by(chunks, "question_alone", 0.2).logits, by(chunks, "question", 0.2).logits
+    assert not torch.allclose(alone, beside, atol=1e-4)
+    stored = ChunkCacheStore.token_scores
+
+    def shifted(self: ChunkCacheStore, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
+        found = stored(self, variant_ids)
+        return {name: TokenScores(None if one.inter is None else np.roll(one.inter, 7)) for name, one in found.items()}
+
+    monkeypatch.setattr(ChunkCacheStore, "token_scores", shifted)
+    assert torch.equal(by(chunks, "question_alone", 0.2).logits, alone)
+    assert not torch.equal(by(chunks, "question", 0.2).logits, beside)
+
+
 def test_a_store_answers_as_ever_once_a_request_is_over(by: Ask, chunks: list[Chunk]) -> None:
     before = by(chunks, "full_cache").logits
-    for name in ("h2o", "value_deviation", "no_position"):
+    for name in ("h2o", "value_deviation", "question_alone", "no_position"):
         by(chunks, name, 0.2)
     assert torch.equal(by(chunks, "full_cache").logits, before)
 
