@@ -283,6 +283,11 @@ INLINE void NAME(few_part)(const attend_t *c, long job, long bf) {
     }
     for (long n = key; n < stop; n++) {
         const void *k = AT(c->k, n * c->k_row + kv_head * c->k_head);
+        const void *next = AT(k, AHEAD * c->k_row), *v = AT(c->v, n * c->v_row + kv_head * c->v_head);
+        for (long d = 0; d < dim; d += 64 / size) { /* values are read behind the keys */
+            __builtin_prefetch(AT(next, d));
+            __builtin_prefetch(AT(v, d));
+        }
         for (long i = 0; i < folded; i += 4) {
             F s[4] = {};
             const float *q[4];

@@ -60,7 +60,7 @@ EXPORT long cachecraft_runs(void) {
     return found;
 }
 
-enum { BLOCK = 64, TILE = 24, WIDE = 128, MOST_DIM = 256, MASS_ROWS = 8, FEW = 12, PART = 256 };
+enum { BLOCK = 64, TILE = 24, WIDE = 128, MOST_DIM = 256, MASS_ROWS = 8, FEW = 12, PART = 256, AHEAD = 16 };
 
 /* Of `attend` and `mass`; strides in elements. Rows ascend by position; keys from `keys` on are never read. */
 typedef struct {

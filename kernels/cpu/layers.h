@@ -70,39 +70,72 @@ static void NAME(gated_job)(const void *context, long job) {
 }
 EXPORT void NAME(gated)(const rows_t *c, long threads) { run(NAME(gated_job), c, (c->rows + 7) / 8, threads); }
 
+/* Product of two vectors; `w` is read as one stream. */
+INLINE float NAME(dot)(const void *w, const void *x, long width, long bf) {
+    long k = 0;
+    F s[4] = {};
+#if defined(PAIRS)
+    if (bf) {
+        const half_t *a = w, *b = x;
+        __m512 t[4] = {};
+        for (; k + 128 <= width; k += 128)
+#pragma GCC unroll 4
+            for (long j = 0; j < 4; j++)
+                t[j] = _mm512_dpbf16_ps(t[j], (__m512bh)_mm512_loadu_si512(a + k + 32 * j),
+                                        (__m512bh)_mm512_loadu_si512(b + k + 32 * j));
+        for (; k + 32 <= width; k += 32)
+            t[0] = _mm512_dpbf16_ps(t[0], (__m512bh)_mm512_loadu_si512(a + k), (__m512bh)_mm512_loadu_si512(b + k));
+        for (long j = 0; j < 4; j++) s[j] = (F)t[j];
+    }
+#endif
+    for (; k + 4 * VL <= width; k += 4 * VL)
+#pragma GCC unroll 4
+        for (long j = 0; j < 4; j++) s[j] += NAME(get)(w, k + j * VL, bf) * NAME(get)(x, k + j * VL, bf);
+    float found = NAME(sum)((s[0] + s[1]) + (s[2] + s[3]));
+    for (; k < width; k++) found += NAME(get1)(w, k, bf) * NAME(get1)(x, k, bf);
+    return found;
+}
+
+/* Products of one vector with four. */
+INLINE void NAME(dots)(const void *w, const void *const *x, float *found, long width, long bf) {
+    long k = 0;
+    F s[4] = {};
+#if defined(PAIRS)
+    if (bf) {
+        __m512 t[4] = {};
+        for (; k + 32 <= width; k += 32) {
+            __m512bh y = (__m512bh)_mm512_loadu_si512((const half_t *)w + k);
+#pragma GCC unroll 4
+            for (long j = 0; j < 4; j++)
+                t[j] = _mm512_dpbf16_ps(t[j], (__m512bh)_mm512_loadu_si512((const half_t *)x[j] + k), y);
+        }
+        for (long j = 0; j < 4; j++) s[j] = (F)t[j];
+    }
+#endif
+    for (; k + VL <= width; k += VL) {
+        F y = NAME(get)(w, k, bf);
+#pragma GCC unroll 4
+        for (long j = 0; j < 4; j++) s[j] += NAME(get)(x[j], k, bf) * y;
+    }
+    for (long j = 0; j < 4; j++) found[j] = NAME(sum)(s[j]);
+    for (; k < width; k++)
+        for (long j = 0; j < 4; j++) found[j] += NAME(get1)(w, k, bf) * NAME(get1)(x[j], k, bf);
+}
+
 /* A product of few rows: the weights are read once, at the memory's speed. */
 INLINE void NAME(linear_outs)(const linear_t *c, long job, long bf) {
     long size = bf ? 2 : 4, width = c->width, stop = (job + 1) * 32 < c->outs ? (job + 1) * 32 : c->outs;
-    for (long n = job * 32; n < stop; n += 4) {
-        const void *w[4];
-        for (long j = 0; j < 4; j++) w[j] = AT(c->weight, (n + j < stop ? n + j : n) * width);
-        for (long row = 0; row < c->rows; row++) {
-            const void *x = AT(c->x, row * width);
-            F s[4] = {};
+    for (long n = job * 32; n < stop; n++) {
+        const void *w = AT(c->weight, n * width);
+        float bias = c->bias ? NAME(get1)(c->bias, n, bf) : 0.f;
+        for (long row = 0, count; row < c->rows; row += count) {
+            const void *x[4];
             float found[4];
-            long k = 0;
-#if defined(PAIRS)
-            if (bf) {
-                __m512 t[4] = {};
-                for (; k + 32 <= width; k += 32) {
-                    __m512bh y = (__m512bh)_mm512_loadu_si512((const half_t *)x + k);
-#pragma GCC unroll 4
-                    for (long j = 0; j < 4; j++)
-                        t[j] = _mm512_dpbf16_ps(t[j], (__m512bh)_mm512_loadu_si512((const half_t *)w[j] + k), y);
-                }
-                for (long j = 0; j < 4; j++) s[j] = (F)t[j];
-            }
-#endif
-            for (; k + VL <= width; k += VL) {
-                F y = NAME(get)(x, k, bf);
-#pragma GCC unroll 4
-                for (long j = 0; j < 4; j++) s[j] += NAME(get)(w[j], k, bf) * y;
-            }
-            for (long j = 0; j < 4; j++) found[j] = NAME(sum)(s[j]);
-            for (; k < width; k++)
-                for (long j = 0; j < 4; j++) found[j] += NAME(get1)(w[j], k, bf) * NAME(get1)(x, k, bf);
-            for (long j = 0; j < 4 && n + j < stop; j++)
-                NAME(put1)(c->out, row * c->outs + n + j, found[j] + (c->bias ? NAME(get1)(c->bias, n + j, bf) : 0.f), bf);
+            for (long j = 0; j < 4; j++) x[j] = AT(c->x, (row + j) * width);
+            count = row + 4 <= c->rows ? 4 : 1;
+            if (count == 4) NAME(dots)(w, x, found, width, bf);
+            else found[0] = NAME(dot)(w, x[0], width, bf);
+            for (long j = 0; j < count; j++) NAME(put1)(c->out, (row + j) * c->outs + n, found[j] + bias, bf);
         }
     }
 }
