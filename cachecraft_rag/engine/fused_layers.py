@@ -46,7 +46,8 @@ class FusedLayer:
         self.rotary_dim = rotary_dim
         self._layer, self._index, self._settings = layer, index, settings
         self._call: calls.LayerCall | None = None
-        self._held: list[tuple[Any, str, Tensor | None]] = []  # whose addresses the call has
+        self._held: list[tuple[dict[str, Any], str, Any]] = []  # modules and tensors whose addresses the call has
+        self._hooks: list[dict[int, Any]] = []  # of these modules
 
     def _whole(self, hidden: Tensor) -> calls.LayerCall | None:
         """The call that computes the whole layer at once; None where a product is not a plain linear layer's."""
@@ -58,8 +59,6 @@ class FusedLayer:
             return None
         norms = [own.input_layernorm, own.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        if self._call is not None and all(one._parameters[name] is held for one, name, held in self._held):
-            return self._call
         weights = [one.weight for one in (*linear, *norms)] + [one.bias for one in linear if one.bias is not None]
         if any(one.dtype != hidden.dtype or not one.is_contiguous() for one in weights):
             return None
@@ -79,9 +78,23 @@ class FusedLayer:
             call.eps[number] = one.variance_epsilon
         call.scale, call.softcap = self._settings.scale, self._settings.softcap or 0.0
         call.window, call.bfloat = self._settings.window or 0, hidden.dtype == torch.bfloat16
-        held = [(one, "weight", one.weight) for one in (*linear, *norms)]
-        self._call, self._held = call, [*held, *((one, "bias", one.bias) for one in linear)]
+        modules = (own, attention, mlp, mlp.act_fn, *linear, *norms)
+        self._hooks = [table for one in modules for table in (one._forward_hooks, one._forward_pre_hooks)]
+        tables = [one._modules for one in (own, attention, mlp)] + [one._parameters for one in (*linear, *norms)]
+        self._held = [(table, name, part) for table in tables for name, part in table.items()]
+        self._call = call
         return call
+
+    @property
+    def _known(self) -> calls.LayerCall | None:
+        """The call of the last time, if the layer is still the same and nobody watches it; takes a few microseconds."""
+        if (
+            self._call is None
+            or any(self._hooks)
+            or any(table.get(name) is not part for table, name, part in self._held)
+        ):
+            return None
+        return self._call
 
     @property
     def hooked(self) -> bool:
@@ -92,12 +105,16 @@ class FusedLayer:
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
         """What the layer makes of `[1, rows, hidden]`; None where the kernels do not take it."""
+        few = hidden.shape[1] <= _FEW_ROWS
+        if few and (call := self._known) is not None and call.bfloat == (hidden.dtype == torch.bfloat16):
+            run, rows = kernels_for(hidden), plain_rows(layer_pass, self._index)
+            if run is not None and rows:
+                return calls.layer(run, call, hidden, rows)
         own, attention = self._layer, self._layer.self_attn
         norm = own.input_layernorm
         run = kernels_for(hidden, norm.weight, own.post_attention_layernorm.weight)
         if run is None or self.hooked:
             return None
-        few = hidden.shape[1] <= _FEW_ROWS
         if few and (rows := plain_rows(layer_pass, self._index)) and (call := self._whole(hidden)) is not None:
             return calls.layer(run, call, hidden, rows)
         hidden = hidden.contiguous()

@@ -71,13 +71,14 @@ def test_other_families_keep_their_layers(tiny_decoder: MakeDecoder, instruction
 
 def test_a_layer_with_hooks_runs_as_it_is(tiny_decoder: MakeDecoder) -> None:
     decoder = tiny_decoder("Llama", seed=7)
+    answers(decoder)
     seen: list[str] = []
-    for name in ("mlp", "self_attn"):
-        part = getattr(decoder.model.model.layers[0], name)
+    for name in ("mlp", "self_attn", "mlp.down_proj"):
+        part = decoder.model.model.layers[0].get_submodule(name)
         part.register_forward_hook(lambda *_, name=name: seen.append(name))
     answers(decoder)
     assert seen
-    assert seen.count("mlp") == seen.count("self_attn")
+    assert seen.count("mlp") == seen.count("self_attn") == seen.count("mlp.down_proj")
 
 
 def test_weights_that_are_replaced_are_followed(tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,8 @@ def test_weights_that_are_replaced_are_followed(tiny_decoder: MakeDecoder, monke
     attention = decoder.model.model.layers[1].self_attn
     attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight.detach().flip(0).contiguous())
     attention.v_proj.bias = torch.nn.Parameter(attention.v_proj.bias.detach() + 1.0)
+    mlp = decoder.model.model.layers[0].mlp
+    mlp.up_proj = torch.nn.Sequential(mlp.up_proj)  # no plain product any more
     fused = answers(decoder)
     monkeypatch.setattr(decoder, "fused_layers", None)
     for ours, own, old in zip(fused, answers(decoder), before, strict=True):
