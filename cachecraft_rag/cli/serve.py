@@ -22,7 +22,7 @@ _NOT_HERE = {
 _KEYS = [key for key in (*ENGINE_KEYS, "best_last", "private_system") if key not in ("model", "device", "threads")]
 
 
-@takes(*_KEYS, *(f"reuse.{one.name}" for one in fields(ReuseConfig)))
+@takes(*_KEYS, *(f"reuse.{one.name}" for one in fields(ReuseConfig) if one.name != "plain_prompts"))
 def serve(
     model: Annotated[str, typer.Argument(help='Hugging Face name or folder, or "demo" for the bundled one.')],
     arguments: Annotated[
@@ -59,6 +59,13 @@ def serve(
             "all.",
         ),
     ] = "safe",
+    reuse_plain_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--reuse-plain-prompts",
+            help="Of requests without documents, too: reuse passages that come again, see docs/any_application.md.",
+        ),
+    ] = False,
     admin_key_file: Annotated[
         Path | None,
         typer.Option("--admin-key-file", help="File of keys, one on each line; prime and evict ask for one."),
@@ -68,7 +75,8 @@ def serve(
 ) -> None:
     """Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.
 
-    Requests without `documents` are vLLM's own. Example: cachecraft serve demo --port 8000 -- --enforce-eager
+    Requests without `documents` are vLLM's own (but see --reuse-plain-prompts).
+    Example: cachecraft serve demo --port 8000 -- --enforce-eager
     """
     own = ["--host", host, "--port", str(port), "--tensor-parallel-size", str(tensor_parallel_size)]
     if max_model_len is not None:
@@ -79,6 +87,7 @@ def serve(
     for key, advice in _NOT_HERE.items():
         if settings[key] is not None:
             raise ConfigError(f"{settings.entries[key].origin}: {key} has no effect here: {advice}")
+    plain = reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"
     run(
         model,
         store=Path(settings["store"]),
@@ -87,6 +96,7 @@ def serve(
             shared_system=shared_system,
             session_header=session_header,
             client_settings=cast(Any, client_settings),
+            plain_prompts="reuse" if plain else "off",
             admin_keys=() if admin_key_file is None else tuple(keys_in(admin_key_file)),
         ),
         arguments=[*own, *(arguments or ())],

@@ -215,7 +215,7 @@ class AnswerEngine(Closeable):
             recognise=self._recogniser(session) if plain else None,
             private=session is not None,
         )
-        return Request(prompt, self._calibrated(config), sampling, session_of(prompt, session), started)
+        return Request(prompt, self.calibrated(config), sampling, session_of(prompt, session), started)
 
     def _recogniser(self, session: str | None) -> Recognise | None:
         """What looks for captured texts in prompts that nobody marked; None where there is no reuse for those."""
@@ -226,7 +226,8 @@ class AnswerEngine(Closeable):
         found, decides = self.calibration, config.recompute_ratio is None and config.alpha is None
         return found if decides and found and found.fits(config) else None
 
-    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
+    def calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        """These settings with α as it was calibrated for them."""
         found = self.calibration_for(config)
         return config if found is None else replace(config, alpha=found.alpha)
 

@@ -121,12 +121,15 @@ def _prefix(prompt: Prompt) -> str:
     return digest(*(segment.segment_id for segment in prompt.segments[: last + 1]))
 
 
-def candidates_of(prompt: Prompt, plan: Plan, session: str | None, scope: Sequence[str]) -> dict[str, Candidate]:
+def candidates_of(
+    prompt: Prompt, plan: Plan, session: str | None, scope: Sequence[str], *, shared: Segment | None = None
+) -> dict[str, Candidate]:
     """What to capture if it was seen before, each by the name under which that is remembered.
 
     Args:
         session: of the request, see `session_of`.
         scope: what keeps one's texts from another's, besides the session.
+        shared: the instruction that passages are captured behind for everybody where the prompt's own is private.
     """
     system, *_ = prompt.segments
     found, segments = {}, tuple(replace(segment, found=False) for segment in prompt.segments)
@@ -134,10 +137,11 @@ def candidates_of(prompt: Prompt, plan: Plan, session: str | None, scope: Sequen
     new = [i for i, planned in texts.items() if planned.variant is None]
     first = frozenset(i for i in new if segments[i].segment_id == _name(segments[i].tokens_digest))
     for i in new:
-        owner = session if segments[i].private or system.private else None
+        alone = shared if shared is not None and system.private and not segments[i].private else system
+        owner = session if segments[i].private or alone.private else None
         name = digest("text", *scope, owner or "", segments[i].segment_id)
         tokens = len(segments[i].token_ids)
-        found[name] = Candidate((system, segments[i]), {1: tokens}, owner, first=frozenset((1,) if i in first else ()))
+        found[name] = Candidate((alone, segments[i]), {1: tokens}, owner, first=frozenset((1,) if i in first else ()))
     fixed = {i: len(segments[i].token_ids) for i, planned in texts.items() if planned.outcome != "exact"}
     if fixed:
         name = digest("prefix", *scope, session or "", _prefix(prompt))

@@ -158,7 +158,7 @@ class PromptBuilder:
                 "Shorten the question or history, or lower max_new_tokens."
             )
         if recognise is not None and not chunks:
-            found = tail_of(pieces, self._kinds, recognise, private=private)
+            found = tail_of(pieces, self.kinds, recognise, private=private)
             if found is not None:
                 return Prompt((self.system, *found[:-1], replace(found[-1], closing=tail.closing)), room=room)
         kept, trimmed, too_long = self._fitting(chunks, room)
@@ -189,7 +189,8 @@ class PromptBuilder:
         return kept, tuple(trimmed), tuple(too_long)
 
     @cached_property
-    def _kinds(self) -> TokenKinds:
+    def kinds(self) -> TokenKinds:
+        """What each token says about where text may be cut."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(vocabulary.values()) + 1)
         for token, number in vocabulary.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_flag, check_mapping, check_names
@@ -90,6 +90,20 @@ class Asked:
             reserve=SamplingParams().max_new_tokens if answer is None else answer,
             client_salt=request.cache_salt or "",
         )
+
+
+def plain_config(request: Any, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
+    """Settings for a request without documents; None where it asks for no reuse. Raises ConfigError."""
+    given = (request.model_extra or {}).get(FIELD)
+    if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
+        return None
+    capture = default.capture
+    if isinstance(given, Mapping) and allowed == "safe":  # captured later, by the server's own settings
+        capture = capture and given.get("capture") is not False
+        given = {**given, "capture": False}
+    config = _config(given, default, allowed) or default
+    config = replace(config, capture=config.capture if allowed == "all" else capture)
+    return config if config.reuse else None
 
 
 def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -21,19 +21,29 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion import api_router as completions
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses import api_router as responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
 
 from cachecraft_rag.checks import check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.vllm.documents import ADMIN_HEADER, MOST_BODY, Asked, check_documents, read_body, read_priming
+from cachecraft_rag.vllm.documents import (
+    ADMIN_HEADER,
+    MOST_BODY,
+    Asked,
+    check_documents,
+    plain_config,
+    read_body,
+    read_priming,
+)
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
+from cachecraft_rag.vllm.plain_prompts import Locate, Origin, PlainPrompts, SearchingClient, marked, text_in
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server_engine import ServerEngine
 from cachecraft_rag.vllm.serving import Calls
@@ -64,7 +74,7 @@ class ChatWithDocuments:
         opened = partial(ServerEngine.open, settings, engine_client.model_config, chat_template=template, calls=calls)
         engine = await loop.run_in_executor(None, opened)
         await loop.run_in_executor(None, engine.check_reuse)
-        state.cachecraft = Endpoint(engine)
+        state.cachecraft = Endpoint(engine, engine_client.vllm_config.cache_config)
         reported = reported_counts(engine_client, state.cachecraft.records.take)
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
 
@@ -72,8 +82,13 @@ class ChatWithDocuments:
 class Endpoint:
     """State of the routes: the engine, threads for calls that block, and the records of requests."""
 
-    def __init__(self, engine: ServerEngine) -> None:
+    def __init__(self, engine: ServerEngine, cache_config: Any) -> None:
         self.engine, self.records = engine, Records(engine.ended)
+        self.plain_prompts: PlainPrompts | None = None
+        if engine.settings.plain_prompts == "reuse":
+            blocks = cache_config.num_gpu_blocks or 0 if cache_config.enable_prefix_caching else 0
+            cached_tokens = blocks * cache_config.block_size
+            self.plain_prompts = PlainPrompts(engine, self.records, cached_tokens=cached_tokens)
         self._layouts = ThreadPoolExecutor(_THREADS, "cachecraft-prompts")
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
@@ -113,9 +128,11 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
 
 async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Any:
     """Chat completions; with `documents` from chunk-caches."""
-    if request.documents is None:
+    if request.documents is not None:
+        return await _with_documents(request, raw_request)
+    if (origin := _origin(request, raw_request)) is None:
         return await own.create_chat_completion(request, raw_request)
-    return await _with_documents(request, raw_request)
+    return await _plain_chat(request, raw_request, origin)
 
 
 @with_cancellation  # type: ignore[untyped-decorator]
@@ -147,16 +164,69 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
     handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
     handler.enable_prompt_tokens_details = True
     try:
-        return await _answer(handler, request, raw_request)
+        return await _answer(handler.create_chat_completion, request, raw_request)
     finally:
         if not record.begun:  # vLLM's own handler has refused it
             engine.request_counts.refuse()
 
 
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
+    async def locate(ids: Sequence[int]) -> range:
+        """Where the prompt differs from the same one with another last user message."""
+        messages = marked(request.messages)
+        if messages is None:
+            return range(0)
+        asked = request.model_copy(update={"messages": messages}, deep=True)
+        rendered = await stock.online_renderer.render_chat(asked)
+        return range(0) if isinstance(rendered, ErrorResponse) else text_in(ids, rendered[1][0]["prompt_token_ids"])
+
+    stock = raw_request.app.state.openai_serving_chat
+    handler = _searching(stock, raw_request, origin, locate)
+    return await _answer(handler.create_chat_completion, request, raw_request)
+
+
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
-    """vLLM's own; documents are taken by chat completions only."""
+    """Completions; documents are taken by chat completions only."""
     _require_none(request)
-    return await completions.create_completion(request, raw_request)
+    if (origin := _origin(request, raw_request)) is None:
+        return await completions.create_completion(request, raw_request)
+    return await _plain_completion(request, raw_request, origin)
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
+    async def locate(ids: Sequence[int]) -> range:
+        return range(len(ids))
+
+    handler = _searching(raw_request.app.state.openai_serving_completion, raw_request, origin, locate)
+    return await _answer(handler.create_completion, request, raw_request)
+
+
+def _origin(request: ChatCompletionRequest | CompletionRequest, raw_request: Request) -> Origin | None:
+    """Where a request without documents comes from; None where it is left to vLLM."""
+    endpoint = _endpoint(raw_request)
+    engine = endpoint.engine
+    if endpoint.plain_prompts is None or request.use_beam_search:
+        return None
+    session = endpoint.session(raw_request)
+    try:
+        config = plain_config(request, engine.config, engine.settings.client_settings)
+    except ConfigError as error:
+        raise bad_request(error) from error
+    return None if config is None else Origin(session, request.cache_salt or "", engine.calibrated(config))
+
+
+def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate) -> Any:
+    """A copy of vLLM's own handler whose prompts are searched."""
+    prompts = _endpoint(raw_request).plain_prompts
+    assert prompts is not None, "or there is no origin"
+    handler = copy.copy(stock)
+    handler.engine_client = SearchingClient(stock.engine_client, prompts, origin, locate)
+    handler.enable_prompt_tokens_details = True
+    return handler
 
 
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Any:
@@ -170,13 +240,14 @@ def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
         raise bad_request(ConfigError("documents are taken by /v1/chat/completions: send the question there"))
 
 
-async def _answer(handler: Any, request: ChatCompletionRequest, raw_request: Request) -> Any:
-    """Answer as vLLM's route does, with this handler."""
-    answer = await handler.create_chat_completion(request, raw_request)
+async def _answer(act: Callable[..., Any], request: Any, raw_request: Request) -> Any:
+    """Answer as vLLM's route does, with this handler's method."""
+    answer = await act(request, raw_request)
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
-    if isinstance(answer, ChatCompletionResponse):
-        return JSONResponse(answer.model_dump())
+    if isinstance(answer, ChatCompletionResponse | CompletionResponse):
+        load = metrics_header(raw_request.headers.get(own.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, ""))
+        return JSONResponse(answer.model_dump(), headers=load)
     interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
     return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
 
@@ -219,16 +290,19 @@ async def evict(raw_request: Request) -> Any:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
     endpoint, body = _administered(raw_request), await _body(raw_request)
 
-    def act() -> Any:
+    def act() -> tuple[list[str], Any]:
         ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
         if not isinstance(ids, list):
             raise ConfigError('write {"chunk_ids": ["…"]}')
         for one in ids:
             check_text("each of chunk_ids", one)
         engine = endpoint.engine
-        return asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids))))
+        return ids, asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids))))
 
-    return await endpoint.in_thread(act, slow=True)
+    ids, removed = await endpoint.in_thread(act, slow=True)
+    if endpoint.plain_prompts is not None:
+        endpoint.plain_prompts.forget(ids)
+    return removed
 
 
 async def _body(raw_request: Request) -> bytes:

@@ -127,18 +127,19 @@ class VLLMEngine(StoreEngine):
         )
         return Predicted(dict(likeliest), taken, report.get("refused", ""))
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """See `AnswerEngine.capture`."""
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool, session: str | None = None) -> None:
+        """See `AnswerEngine.capture`; `session`: whose they are where something private stands before them."""
         segments = prompt.segments[: captures[-1] + 1]
         end = segments[-1].token_ids[-1]  # for the question that a request must have
         asked = Prompt((*segments, Segment("question", "capture", (end, end), private=True)))
         config = replace(self.config, reuse=False, capture=True)
-        ask = Ask(asked, config, primed=primed, captures=tuple(captures), when_stored=True)
+        ask = Ask(asked, config, session, primed=primed, captures=tuple(captures), when_stored=True)
         for _ in self._serving.generate(self._prompt(ask), self._params(ask, max_tokens=1, temperature=0.0)):
             pass
 
-    def _calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        return replace(super()._calibrated(config), **OFF)
+    def calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        """See `AnswerEngine.calibrated`."""
+        return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
         """Finish the captures under way, and end vLLM."""

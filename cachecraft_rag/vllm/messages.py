@@ -62,7 +62,8 @@ class Ask:
         message = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}
         message["config"] = asdict(self.config)
         message["segments"] = [
-            [one.kind, one.segment_id, len(one.token_ids), one.private, one.closing] for one in self.prompt.segments
+            [one.kind, one.segment_id, len(one.token_ids), one.private, one.closing, one.found]
+            for one in self.prompt.segments
         ]
         return message | {"seal": _seal(message, self.prompt.token_ids, key)}
 
@@ -106,16 +107,16 @@ def _seal(message: Mapping[str, Any], token_ids: Sequence[int], key: str) -> str
 
 
 def _prompt(segments: Sequence[Sequence[Any]], token_ids: Sequence[int]) -> Prompt:
-    edges = [0, *accumulate(int(length) for _, _, length, _, _ in segments)]
+    edges = [0, *accumulate(int(length) for _, _, length, *_ in segments)]
     kinds = [kind for kind, *_ in segments]
-    if edges[-1] != len(token_ids) or min(length for _, _, length, _, _ in segments) < 1:
+    if edges[-1] != len(token_ids) or min(length for _, _, length, *_ in segments) < 1:
         raise ValueError(f"its segments have {edges[-1]} tokens, the prompt {len(token_ids)}")
-    if len(kinds) < 2 or kinds[-1] != "question" or "question" in kinds[:-1] or not set(kinds) <= set(_KINDS):
+    if len(kinds) < 2 or kinds[-1] != "question" or not set(kinds) <= set(_KINDS):
         raise ValueError("its segments are not a system segment, chunks and a question")
     return Prompt(
         tuple(
-            Segment(kind, name, tuple(token_ids[start:stop]), private=private, closing=closing)
-            for (kind, name, _, private, closing), start, stop in zip(segments, edges, edges[1:], strict=False)
+            Segment(kind, name, tuple(token_ids[start:stop]), private=private, closing=closing, found=found)
+            for (kind, name, _, private, closing, found), start, stop in zip(segments, edges, edges[1:], strict=False)
         )
     )
 

@@ -1,4 +1,4 @@
-"""Outcomes of the last requests with documents, by their ids."""
+"""Outcomes of the last requests that were laid out as segments, by their ids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 
 from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.planning.planner import Outcome
+from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.messages import FIELD
 
 _REMEMBERED = 1000  # requests: a few kilobytes each
@@ -25,6 +28,23 @@ def take_report(progress: RequestProgress, report: Mapping[str, Any]) -> None:
             setattr(progress, name, report[name])
 
 
+def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: Outcome) -> dict[str, Any]:
+    """Report as `filling.Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache.
+
+    Args:
+        outcome: of a segment that begins there: "exact" where vLLM itself has computed all that it keeps of the prompt.
+    """
+    segments = []
+    for segment, start, end in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False):
+        report = SegmentReport("computed", Reason.QUESTION if segment.kind == "question" else Reason.NOT_STORED)
+        if segment.kind != "question" and (cached > start or outcome == "reused"):
+            report = SegmentReport(outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start))
+        segments.append(report.as_dict())
+    rows = (prompt.bounds[-1] - cached) * layers
+    times: dict[str, Any] = {"planned_s": 0.0, "waited_s": 0.0, "focus_layer": None, "remote": None}
+    return {"segments": segments, "row_layers": rows} | times
+
+
 @dataclass
 class RequestRecord:
     """One request of an API server, as far as it has come.
@@ -33,6 +53,7 @@ class RequestRecord:
     report   of the connector, see `filling.Filling.report`
     begun    it was handed to vLLM
     counted  its end was counted
+    alone    vLLM computes it without chunk-caches
     """
 
     request: Request
@@ -42,6 +63,7 @@ class RequestRecord:
     report: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
     counted: bool = False
+    alone: bool = False
 
     def note(self, output: Any) -> None:
         """Note one of vLLM's outputs: new tokens, or all of them at once where the answer is not streamed."""
@@ -57,6 +79,10 @@ class RequestRecord:
             stopped = isinstance(one.stop_reason, str)
             progress.finish = "stop" if stopped else _FINISH.get(one.finish_reason, "closed")
             progress.generated -= progress.finish == "end"
+        if self.alone:
+            cached = output.num_cached_tokens or 0
+            self.take(self.report or cached_report(self.request.prompt, cached, self.layers, outcome="exact"))
+            return
         if output.kv_transfer_params:
             self.take(output.kv_transfer_params.get(FIELD, {}))
         if "refused" not in self.report:  # vLLM's own number counts all that was filled, computed or not
@@ -95,6 +121,11 @@ class Records:
     def begin(self, name: str, record: RequestRecord) -> None:
         """Note a request that is handed to vLLM."""
         self._under_way[name] = self._named[record.name] = record
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is under way."""
+        return bool(self._under_way)
 
     def take(self, name: str, report: Mapping[str, Any]) -> None:
         """Take the report of a request that is filled."""

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cachecraft_rag.engine.line import FutureCaptures, FutureVariant
-from cachecraft_rag.engine.request import SegmentReport
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
-from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import Found, RowBounds
-from cachecraft_rag.types import Prompt, TokenScores
+from cachecraft_rag.types import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
+from cachecraft_rag.vllm.records import cached_report
 from cachecraft_rag.vllm.refusals import request_refusal
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
@@ -118,7 +117,7 @@ class Scheduling:
         if computed and computed >= question - spare:
             if known.cached is None:
                 known.cached = computed
-                self._send(known.ask, self._cached_report(known.ask.prompt, computed))
+                self._send(known.ask, self._cached(known.ask, computed))
             return 0
         if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
             return None
@@ -178,7 +177,7 @@ class Scheduling:
             return None
         self._fills = [fill for fill in self._fills if fill.request_id != request.request_id]
         if known.report is None and known.ask is not None and known.cached is not None:
-            known.report = self._cached_report(known.ask.prompt, known.cached)
+            known.report = self._cached(known.ask, known.cached)
         if known.report is not None:
             return {FIELD: dict(known.report)}
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
@@ -192,18 +191,8 @@ class Scheduling:
         if ask is not None and ask.name:
             self._reports[ask.name] = report
 
-    def _cached_report(self, prompt: Prompt, cached: int) -> dict[str, Any]:
-        """Report as `Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache."""
-        segments = []
-        for segment, end in zip(prompt.segments, prompt.bounds[1:], strict=True):
-            missing = max(0, end - cached)
-            report = SegmentReport("computed", Reason.QUESTION)
-            if segment.kind != "question":
-                report = SegmentReport("reused", Reason.PREFIX_CACHED, not_loaded=min(missing, len(segment.token_ids)))
-            segments.append(report.as_dict())
-        rows = (prompt.bounds[-1] - cached) * self._identity.layout.layers
-        times: dict[str, Any] = {"planned_s": 0.0, "waited_s": 0.0, "focus_layer": None, "remote": None}
-        return {"segments": segments, "row_layers": rows} | times
+    def _cached(self, ask: Ask, cached: int) -> dict[str, Any]:
+        return cached_report(ask.prompt, cached, self._identity.layout.layers, outcome="reused")
 
     def _take_in(self, request: Any, message: object) -> Pending:
         try:
@@ -266,7 +255,7 @@ class Scheduling:
     def _found(self, ask: Ask) -> Looked:
         if not ask.config.reuse:
             return Found({}), {}
-        segments = ask.prompt.segments[:-1]
+        segments = [one for one in ask.prompt.segments if one.kind != "question"]
         tokens = {one.segment_id: (len(one.token_ids), one.tokens_digest) for one in segments}
         bounds = RowBounds(self._identity.layout, self._identity.context_length, tokens)
         found = self._store.find(

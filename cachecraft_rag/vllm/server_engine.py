@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag import __version__
+from cachecraft_rag.engine.config import NewVariants
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.request import Request, check_asked
 from cachecraft_rag.engine.request_log import log_request
@@ -39,6 +40,8 @@ class ServerEngine(VLLMEngine):
     ) -> None:
         super().__init__(model, store, settings.config, serving=calls, key=settings.key)
         self.settings: EndpointSettings = settings.endpoint
+        assert isinstance(settings.config.new_variants, NewVariants), "EngineConfig makes one of a word"
+        self.new_variants = settings.config.new_variants
         self.system, self._best_last = settings.config.system, settings.config.best_last
         self._builder_of = lru_cache(_INSTRUCTIONS)(self._new_builder)
         self._building = threading.Lock()
@@ -68,7 +71,7 @@ class ServerEngine(VLLMEngine):
         check_asked(asked.question, asked.history, session=session, config=asked.config)
         builder = self._builder(asked.system)
         prompt = builder.build(asked.question, asked.chunks, history=asked.history, reserve=asked.reserve)
-        config = self._calibrated(asked.config or self.config)
+        config = self.calibrated(asked.config or self.config)
         request = Request(prompt, config, SamplingParams(), session, started)
         return request, Ask(prompt, config, session, client_salt=asked.client_salt, name=request.request_id)
 
@@ -96,6 +99,7 @@ class ServerEngine(VLLMEngine):
             "session_header": self.settings.session_header,
             "reuse": asdict(self.config),
             "client_settings": self.settings.client_settings,
+            "plain_prompts": self.settings.plain_prompts,
         }
 
     def tokenizer_files(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from cachecraft_rag.checks import check_choice, check_flag, check_text
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import PlainPrompts
 from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.served_model import ModelIdentity
 
@@ -17,7 +18,7 @@ _KEY = "settings"  # in the extra config
 
 
 ClientSettings = Literal["none", "safe", "all"]
-# Of `ReuseConfig`: reuse in prompts without documents, which this backend has not.
+# Of `ReuseConfig`: an engine over vLLM reuses chunks only, a server's endpoint prompts as well (`EndpointSettings`).
 OFF: Mapping[str, Any] = {"plain_prompts": "off"}
 # Options of an engine that vLLM decides itself, and what to do instead.
 _VLLM_DECIDES = {
@@ -51,7 +52,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Settings of requests with documents over HTTP; set by the server's operator, never by a request's body.
+    """Settings of requests over HTTP; set by the server's operator, never by a request's body.
 
     root             folder of the store, where a calibration lies
     model            the name that clients know the model by
@@ -60,6 +61,7 @@ class EndpointSettings:
     session_header   the header that names a request's session, set by a trusted proxy; None: no sessions
     client_settings  settings of reuse that a request may bring: "none"; "safe", those that shape its own answer alone;
                      "all"
+    plain_prompts    of text in requests without documents, see `plain_prompts.PlainPrompts`
     admin_keys       one of them is asked for to prime and evict, besides vLLM's own key; none: everybody may
     """
 
@@ -68,6 +70,7 @@ class EndpointSettings:
     shared_system: bool = False
     session_header: str | None = None
     client_settings: ClientSettings = "safe"
+    plain_prompts: PlainPrompts = "off"
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ class EndpointSettings:
             check_text(name, getattr(self, name))
         check_flag("shared_system", self.shared_system)
         check_text("session_header", self.session_header, optional=True, empty=False)
+        check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
         check_choice("client_settings", self.client_settings, get_args(ClientSettings))
 
 

@@ -1,4 +1,7 @@
-"""Reuse in prompts that nobody marked: what is found, what is captured and when, whose it is, and that it is right."""
+"""Reuse in prompts that nobody marked: what is found, what is captured and when, whose it is, and that it is right.
+
+TESTS_PROMPTS  number of odd prompts; 49 by default, 10,000 take the better part of an hour
+"""
 
 from __future__ import annotations
 

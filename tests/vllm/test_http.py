@@ -270,7 +270,7 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
     def by(name: str) -> Counter[tuple[str, ...]]:
         return Counter({labels: int(value) for (found, labels), value in added.items() if found == name})
 
-    expected = Counter((one["finish"],) for one in stats) + Counter({("refused",): 2})
+    expected = Counter((one["finish"],) for one in stats) + Counter({("refused",): 3})
     assert by("cachecraft_requests_total") == expected
     chunks_of = [chunk for one in stats for chunk in one["chunks"]]
     assert by("cachecraft_chunks_total") == Counter((one["outcome"], one["reason_code"]) for one in chunks_of)

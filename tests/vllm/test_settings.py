@@ -22,7 +22,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm import server
-from cachecraft_rag.vllm.documents import Asked
+from cachecraft_rag.vllm.documents import Asked, plain_config
 from cachecraft_rag.vllm.engine import VLLMEngine, require_vllm
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server_engine import ServerEngine
@@ -91,7 +91,13 @@ def test_each_setting_acts_or_is_refused(key: str, started: Callable[..., Connec
         assert f"{key} has no effect" in found
         return
     assert isinstance(found, ConnectorSettings), found
-    if key.startswith("reuse."):
+    if key == "reuse.plain_prompts":  # a flag of its own: off until it is asked for
+        assert (found.endpoint.plain_prompts, found.config.reuse.plain_prompts) == ("off", "off")
+        flag, variable = started("--reuse-plain-prompts"), started(CACHECRAFT_REUSE_PLAIN_PROMPTS="reuse")
+        for asked_for in (flag, variable):
+            assert isinstance(asked_for, ConnectorSettings), asked_for
+            assert (asked_for.endpoint.plain_prompts, asked_for.config.reuse.plain_prompts) == ("reuse", "off")
+    elif key.startswith("reuse."):
         name = key.removeprefix("reuse.")
         flag = f"--no-{name}" if given is False else f"--{name.replace('_', '-')}"
         again = started(flag) if given is False else started(flag, text)
@@ -207,3 +213,22 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
             with pytest.raises(ConfigError, match=f"{name} would shape chunk-caches that serve others"):
                 read({name: other}, "safe")
             assert read({name: other, "capture": False}, "safe") == replace(default, capture=False, **{name: other})
+
+
+def test_settings_of_requests_without_documents() -> None:
+    default = ReuseConfig(alpha=0.5, plain_prompts="off")
+
+    def read(given: Any, allowed: Any) -> ReuseConfig | None:
+        return plain_config(SimpleNamespace(model_extra={"cachecraft": given}), default, allowed)
+
+    for allowed in ("none", "safe", "all"):
+        assert read(None, allowed) == read({}, allowed) == default
+        assert read({"plain_prompts": "off"}, allowed) is None
+        with pytest.raises(ConfigError, match="must be an object"):
+            read("off", allowed)
+    for allowed in ("safe", "all"):  # what it captures is shaped by the server's own settings
+        assert read({"recompute_ratio": 0.3}, allowed) == replace(default, recompute_ratio=0.3)
+        assert read({"capture": False}, allowed) == replace(default, capture=False)
+        assert read({"reuse": False}, allowed) is None
+    with pytest.raises(ConfigError, match="this server sets recompute_ratio itself"):
+        read({"recompute_ratio": 0.3}, "none")

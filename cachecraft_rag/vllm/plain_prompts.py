@@ -1,0 +1,334 @@
+"""Reuse in requests without `documents`: any client's prompts, as vLLM has rendered them (`engine.plain_prompts`).
+
+vLLM's own handlers lay out and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine: the
+last user message only; what stands before it is prefix. vLLM's prefix cache goes first. A prompt is served from
+chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt, and vLLM computes all
+others itself, as if there were no chunk-caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from cachecraft_rag.engine.plain_prompts import candidates_of, recognised, session_of, tail_of
+from cachecraft_rag.engine.request import Request
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.planning.candidates import Candidate, Candidates
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import make_plan
+from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.server_engine import ServerEngine
+
+Locate = Callable[[Sequence[int]], Awaitable[range]]  # the last user message in a prompt's token ids
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+_BLOCK = 16  # tokens: how finely `ServedPrompts` compares, less than is always computed of a last message
+_MOST_BLOCKS = 1 << 17  # that `ServedPrompts` remembers
+_LEAST_REUSED = 128  # tokens; for fewer, a prompt is not taken from vLLM
+_LEAST_SHARE = 1 / 8  # of a prompt
+_THREADS = 4
+_MARK = "?"
+_LOOK_S, _PATIENCE_S = 0.05, 10.0  # how often idleness is looked for, and how long before capturing beside answers
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request comes from: its session, the `cache_salt` that it gave, its settings of reuse."""
+
+    session: str | None
+    salt: str
+    config: ReuseConfig
+
+    @property
+    def owner(self) -> str | None:
+        """The session that its passages belong to: a salt asks for separation, too."""
+        return self.session if self.session is not None or not self.salt else f"salt {digest(self.salt)}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt with found segments.
+
+    ask     how it is served from chunk-caches; None: vLLM computes it
+    notes   what to capture if it was seen before, see `candidates_of`
+    """
+
+    request: Request
+    ask: Ask | None
+    notes: Mapping[str, Candidate]
+
+
+class ServedPrompts:
+    """The prompts whose blocks vLLM's prefix cache is likely to hold: the latest ones that fit. Thread-safe.
+
+    Args:
+        tokens: of the prefix cache; 0 without one.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._most = min(tokens // _BLOCK, _MOST_BLOCKS)
+        self._blocks: OrderedDict[bytes, Ask | None] = OrderedDict()  # chained digests, as vLLM's own
+        self._lock = threading.Lock()
+
+    def note(self, ids: Sequence[int], origin: Origin, ask: Ask | None) -> None:
+        """Note a prompt that was served; from chunk-caches, only what is behind all of those tells it from others."""
+        least = 0 if ask is None else ask.prompt.bounds[-2]
+        with self._lock:
+            for stop, block in _chain(ids, origin):
+                if stop >= least:
+                    self._blocks[block] = ask
+                    self._blocks.move_to_end(block)
+            while len(self._blocks) > self._most:
+                self._blocks.popitem(last=False)
+
+    def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
+        """Tokens of the longest beginning that was served, and the request for chunk-caches that served it."""
+        found: tuple[int, Ask | None] = (0, None)
+        with self._lock:
+            for stop, block in _chain(ids, origin):
+                if block in self._blocks:
+                    found = stop, self._blocks[block]
+        return found
+
+
+def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
+    """The end of each whole block, and a digest of everything up to it."""
+    chained = hashlib.blake2b(repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16)
+    for stop in range(_BLOCK, len(ids) + 1, _BLOCK):
+        chained.update(struct.pack(f"<{_BLOCK}q", *ids[stop - _BLOCK : stop]))
+        yield stop, chained.digest()
+
+
+def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
+    """Where a prompt differs from the same one with another text in one place.
+
+    >>> text_in([1, 2, 7, 8, 9, 3], [1, 2, 5, 3])
+    range(2, 5)
+    """
+    least = min(len(ids), len(marked))
+    first = next((place for place in range(least) if ids[place] != marked[place]), least)
+    behind = next((back for back in range(least - first) if ids[-1 - back] != marked[-1 - back]), least - first)
+    return range(first, len(ids) - behind)
+
+
+def marked(messages: Sequence[Any]) -> list[Any] | None:
+    """The messages with another text in the last one of the user's; None where there is no text."""
+    for place in reversed(range(len(messages))):
+        content = messages[place].get("content")
+        if messages[place].get("role") != "user":
+            continue
+        if not isinstance(content, str):
+            parts = list(content or ())
+            if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+                return None
+        mark = _MARK if isinstance(content, str) else [{"type": "text", "text": _MARK}]
+        return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
+    return None
+
+
+class PlainPrompts:
+    """Prompts without documents of one API server. But for `prepare` and `capture`, used in its event loop only.
+
+    Args:
+        cached_tokens: of vLLM's prefix cache; 0 without one.
+    """
+
+    def __init__(self, engine: ServerEngine, records: Records, *, cached_tokens: int) -> None:
+        self._engine, self.records = engine, records
+        self._served = ServedPrompts(cached_tokens)
+        self._candidates = Candidates(engine.new_variants.waiting)
+        self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
+        self._capturing: asyncio.Task[None] | None = None
+        self._noting: set[asyncio.Task[None]] = set()
+        self.under_way = 0
+
+    def prepare(self, ids: Sequence[int], text: range, origin: Origin) -> Prepared | None:
+        """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting.
+
+        Args:
+            text: the last user message.
+        """
+        started = time.perf_counter()
+        cached, before = self._served.longest(ids, origin)
+        prompt, notes, reused, moved = self._laid_out(ids, text, origin)
+        ask: Ask | None = None
+        if before is not None and cached >= reused and (moved or 2 * reused < cached):
+            ask = _behind(before, ids)
+            prompt = ask.prompt
+        elif prompt is None:
+            return None
+        elif (before is not None or cached < reused) and reused >= max(_LEAST_REUSED, _LEAST_SHARE * len(ids)):
+            # Blocks of one and the same prompt, filled exactly and filled by approximation, are never mixed.
+            salt = origin.salt if moved else f"exact {origin.salt}"
+            config = replace(origin.config, capture=False)  # not with the request
+            ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
+        request = Request(prompt, origin.config, SamplingParams(), origin.session, started)
+        return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
+
+    def _laid_out(
+        self, ids: Sequence[int], text: range, origin: Origin
+    ) -> tuple[Prompt | None, Mapping[str, Candidate], int, bool]:
+        """The prompt in segments (None: nothing is found), what to note of it, how many tokens of it are stored, and
+        whether those were moved.
+        """
+        engine, owner = self._engine, origin.owner
+        head = tuple(ids[: max(text.start, 1)])
+        look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
+        tail = tail_of(
+            [(tuple(ids[len(head) : text.stop]), True), (tuple(ids[text.stop :]), False)],
+            engine.prompts.kinds,
+            partial(recognised, look_up=look_up),
+            private=owner is not None,
+        )
+        if tail is None:
+            return None, {}, 0, False
+        private = not engine.settings.shared_system
+        system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
+        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(ids) - text.stop)))
+        session = session_of(prompt, owner)
+        sought = [one for one in prompt.segments if one.kind != "question"]
+        found = engine.look_up(sought, session=session)
+        plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
+        scope = (engine.namespace, engine.decoder.fingerprint)
+        wanted = origin.config.capture and engine.new_variants.when != "off"
+        notes = candidates_of(prompt, plan, session, scope, shared=engine.prompts.system) if wanted else {}
+        reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
+        moved = any(planned.to_fix for planned in plan.segments)
+        return prompt, notes, reused, moved
+
+    def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
+        """Note a prompt whose blocks vLLM has now."""
+        self._served.note(ids, origin, None if prepared is None else prepared.ask)
+
+    def asking(self, ask: Ask) -> tuple[dict[str, Any], str]:
+        """A request's `kv_transfer_params`, and its salt."""
+        return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
+
+    def record(self, prepared: Prepared) -> RequestRecord:
+        """The record of a request."""
+        name = prepared.request.request_id
+        return RequestRecord(prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None)
+
+    async def aside(self, act: Callable[[], Any]) -> Any:
+        """Call something that blocks; None where it fails: the request is vLLM's then."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+        except (CacheCraftError, OSError, RuntimeError):
+            logger.exception("A prompt without documents is left to vLLM")
+            return None
+
+    def note(self, notes: Mapping[str, Candidate]) -> None:
+        """Note the text of a prompt, behind its answer, and have captured what was seen before."""
+        if notes:
+            task = asyncio.create_task(self._note(notes))
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
+
+    async def _note(self, notes: Mapping[str, Candidate]) -> None:
+        for name in await self.aside(partial(self._engine.store.seen_texts, list(notes))) or ():
+            self._candidates.add(notes[name])
+        if self._capturing is None and len(self._candidates):
+            self._capturing = asyncio.create_task(self._capture_all())
+            self._capturing.add_done_callback(self._captured)
+
+    def forget(self, chunk_ids: Sequence[str]) -> None:
+        """Capture none of these any more: they are removed."""
+        for candidate in self._candidates.having(frozenset(chunk_ids)):
+            self._candidates.remove(candidate)
+
+    def _captured(self, task: asyncio.Task[None]) -> None:
+        self._capturing = None
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("Passages could not be captured", exc_info=task.exception())
+
+    async def _capture_all(self) -> None:
+        while len(self._candidates):
+            until = time.monotonic() + _PATIENCE_S
+            while (self.under_way or self.records.busy) and time.monotonic() < until:
+                await asyncio.sleep(_LOOK_S)
+            if (candidate := self._candidates.best()) is not None:
+                self._candidates.remove(candidate)
+                await self.aside(partial(self.capture, candidate))
+
+    def capture(self, candidate: Candidate) -> None:
+        """Compute and store what is not stored of it behind its prefix; blocks."""
+        sought = [one for one in candidate.segments if one.kind != "question"]
+        found = self._engine.look_up(sought, session=candidate.session)
+        plan = make_plan(Prompt(candidate.segments), found.variants, ReuseConfig(scope="prefix"))
+        missing = [index for index in candidate.fixed if plan.segments[index].variant is None]
+        if missing:
+            self._engine.capture(Prompt(candidate.segments), missing, primed=False, session=candidate.session)
+
+
+def _behind(before: Ask, ids: Sequence[int]) -> Ask:
+    """A request that goes on behind an earlier one's chunk-caches, whose blocks vLLM has."""
+    start = before.prompt.bounds[-2]
+    rest = tuple(ids[start:])
+    question = Segment("question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True)
+    return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
+
+
+class SearchingClient:
+    """vLLM's engine client for the handler of one request without documents.
+
+    Each prompt is searched on its way, and recorded where it has segments.
+    """
+
+    def __init__(self, client: Any, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
+        self._client, self._prompts, self._origin, self._locate = client, prompts, origin, locate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+        """Generate as vLLM's client does."""
+        prompts, client, prepared = self._prompts, self._client, None
+        ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
+        if ids:
+            text = await self._locate(ids)
+            prepared = await prompts.aside(partial(prompts.prepare, ids, text, self._origin))
+        if prepared is not None:
+            client = RecordingClient(client, prompts.record(prepared), prompts.records)
+            if prepared.ask is not None:
+                transfer, salt = prompts.asking(prepared.ask)
+                params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+                prompt = {**prompt, "cache_salt": salt}
+        prompts.under_way += 1
+        try:
+            async with aclosing(client.generate(prompt, params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        prompts.served(ids, self._origin, prepared)
+                    yield output
+        finally:
+            prompts.under_way -= 1
+            if prepared is not None:
+                prompts.note(prepared.notes)
+
+
+def _searchable(prompt: Any, params: Any, options: Mapping[str, Any]) -> bool:
+    """True if vLLM takes chunk-caches for such a request: one answer, to text alone."""
+    return (
+        isinstance(prompt, Mapping)
+        and prompt.get("type") == "token"
+        and getattr(params, "n", 0) == 1
+        and params.prompt_logprobs is None
+        and not (params.extra_args or {}).get("kv_transfer_params")
+        and not options.get("lora_request")
+    )

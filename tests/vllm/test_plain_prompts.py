@@ -1,0 +1,278 @@
+"""Reuse for stock clients of a server: prompts without documents over HTTP, and the parts that decide about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.catalog_records import Listed
+from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.plain_prompts import Origin, ServedPrompts, marked
+from tests.engine.test_plain_prompts import passage, prompt_of
+from tests.vllm.http_server import START_S, ServerProcess
+
+HERE = Origin(None, "", ReuseConfig())
+
+
+def words(start: int) -> list[str]:
+    """Passages that no other test has sent."""
+    return [passage(seed) for seed in range(start, start + 8)]
+
+
+# -- what vLLM's prefix cache is likely to have ------------------------------------------------------------------------
+
+
+def asked(lengths: tuple[int, ...]) -> Ask:
+    ids = iter(range(sum(lengths)))
+    kinds = ["system", *["chunk"] * (len(lengths) - 2), "question"]
+    segments = tuple(
+        Segment(kind, f"{kind} {place}", tuple(next(ids) for _ in range(n)))  # type: ignore[arg-type]
+        for place, (kind, n) in enumerate(zip(kinds, lengths, strict=True))
+    )
+    return Ask(Prompt(segments), ReuseConfig())
+
+
+def test_the_longest_beginning_that_was_served() -> None:
+    served = ServedPrompts(10_000)
+    served.note(range(100), HERE, None)
+    assert served.longest(range(200), HERE) == (96, None)
+    assert served.longest([*range(50), 7], HERE) == (48, None)
+    assert served.longest([7, *range(100)], HERE) == (0, None)
+    for other in (
+        Origin("ada", "", HERE.config),
+        Origin(None, "salt", HERE.config),
+        Origin(None, "", ReuseConfig(alpha=1.0)),
+    ):
+        assert served.longest(range(200), other) == (0, None)
+
+
+def test_what_chunk_caches_served_counts_from_behind_the_last_of_them() -> None:
+    served, ask = ServedPrompts(10_000), asked((20, 60, 40))
+    served.note(range(120), HERE, ask)
+    assert served.longest(range(79), HERE) == (0, None)
+    assert served.longest(range(100), HERE) == (96, ask)
+    served.note(range(64), HERE, None)  # vLLM has computed the beginning, too
+    assert served.longest(range(79), HERE) == (64, None)
+    assert served.longest(range(200), HERE) == (112, ask)
+
+
+def test_no_more_is_remembered_than_the_prefix_cache_holds() -> None:
+    served = ServedPrompts(160)
+    for start in range(5):
+        served.note(range(1000 * start, 1000 * start + 80), HERE, None)
+    assert [served.longest(range(1000 * start, 1000 * start + 80), HERE)[0] for start in range(5)] == [0, 0, 0, 80, 80]
+    without = ServedPrompts(0)
+    without.note(range(80), HERE, None)
+    assert without.longest(range(80), HERE) == (0, None)
+
+
+def test_the_last_user_message_is_marked() -> None:
+    first, answer = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}
+    parts = {"role": "user", "content": [{"type": "text", "text": "Three?"}]}
+    assert marked([first, answer]) == [{"role": "user", "content": "?"}, answer]
+    assert marked([first, answer, parts]) == [
+        first,
+        answer,
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+    ]
+    assert marked([first, {"role": "user", "content": [{"type": "image_url"}]}]) is None
+    assert marked([answer]) is None
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def start(model: Path, folder: Path, *options: str) -> ServerProcess:
+    return ServerProcess(model, folder / "store", folder / "log", "--max-model-len", "4096", *options)
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("plain")
+    options = ("--reuse-plain-prompts", "--session-header", "X-Mine", "--dtype", "float32")
+    made = start(model_folder("Llama"), folder, *options)
+    yield made
+    made.stop()
+
+
+def rows(server: ServerProcess) -> list[Listed]:
+    with ChunkCacheStore.open(server.store / "caches") as store:
+        return store.rows(RowFilter(), limit=10_000)
+
+
+def wait_for(server: ServerProcess, count: int) -> None:
+    """Wait until so many chunk-caches are stored: they are captured in idle time."""
+    deadline = time.monotonic() + START_S
+    while len(found := rows(server)) < count:
+        assert time.monotonic() < deadline, [one.variant.key for one in found]
+        time.sleep(0.2)
+
+
+def stats_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """Statistics of an answer that was not streamed."""
+    return dict(answer["kv_transfer_params"]["cachecraft"]["stats"])
+
+
+def exact(stats: dict[str, Any]) -> bool:
+    return all(one["outcome"] in ("exact", "computed") for one in stats["chunks"])
+
+
+def ask(server: ServerProcess, *passages: str, question: str = "Which is it?", **body: Any) -> dict[str, Any]:
+    answer = server.chat(None, prompt_of(*passages, question=question), max_tokens=2, **body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def reused(stats: dict[str, Any]) -> int:
+    """Tokens of passages that came from chunk-caches."""
+    return sum(
+        one["tokens"] - one["computed"]
+        for one in stats["chunks"]
+        if one["outcome"] in ("exact", "reused") and one["reason_code"] != "prefix_cached"
+    )
+
+
+@pytest.mark.slow
+def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProcess) -> None:
+    import openai
+
+    text, before = words(100), len(rows(server))
+    first = stats_of(ask(server, text[0], text[1], text[2]))
+    second = stats_of(ask(server, text[3], text[2], text[0], text[1]))
+    assert reused(first) == reused(second) == 0
+    assert exact(first)
+    assert exact(second)
+    wait_for(server, before + 3)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    third = prompt_of(text[1], text[4], text[0], text[2])
+    answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": third}], max_tokens=2)
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer.id}").json()["stats"]
+    whole = sum(map(len, text[:3]))  # a token is a byte here
+    assert found["tokens_reused"] >= 0.75 * whole
+    assert reused(found) >= 0.9 * whole
+    assert found["tokens_recomputed"] > 0
+    assert not exact(found)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == found["tokens_reused"]
+    pieces = list(
+        client.completions.create(
+            model=model, prompt=prompt_of(text[2], text[5], text[1], text[0]), max_tokens=2, stream=True
+        )
+    )
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0].id}-0").json()["stats"]
+    assert reused(found) >= 0.75 * whole
+
+
+@pytest.mark.slow
+def test_a_prompt_that_comes_again_is_exact(server: ServerProcess) -> None:
+    text, before = words(200), len(rows(server))
+    how = {"logprobs": True, "top_logprobs": 3}
+    full = ask(server, *text[:3], **how, cachecraft={"plain_prompts": "off"})
+    assert "cachecraft" not in (full["kv_transfer_params"] or {})
+    for again in range(4):
+        answer = ask(server, *text[:3], **how)
+        assert exact(stats_of(answer))
+        assert_same_logprobs(answer, full)
+        if again == 1:
+            wait_for(server, before + 6)  # each passage alone, and behind those before it
+    # Not from vLLM's prefix cache: these settings have another salt.
+    filled = ask(server, *text[:3], **how, cachecraft={"recompute_ratio": 0.2})
+    assert reused(stats_of(filled)) > 0.9 * sum(map(len, text[:3]))
+    assert exact(stats_of(filled))
+    assert_same_logprobs(filled, full)
+    other = ask(
+        server, *text[:3], question="And what of the oven, the hood and the toaster?", cachecraft={"drift": 0.3}
+    )
+    assert exact(stats_of(other))
+
+
+def assert_same_logprobs(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = (
+        {
+            (place, one["token"]): one["logprob"]
+            for place, token in enumerate(answer["choices"][0]["logprobs"]["content"])
+            for one in token["top_logprobs"]
+        }
+        for answer in (one, other)
+    )
+    assert first == pytest.approx(second, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_private_text_shapes_nothing_that_others_are_served(server: ServerProcess) -> None:
+    """Canaries before, between and behind passages, in an earlier turn, an instruction and a session."""
+    text, before = words(300), len(rows(server))
+    canary = "My name is Canary-4711 and my number is 0815; nobody else may ever read it, not even a part of it."
+    for order in ([0, 1, 2], [2, 1, 0]):
+        passages = [text[place] for place in order]
+        messages = [
+            {"role": "system", "content": canary},
+            {"role": "user", "content": canary},
+            {"role": "assistant", "content": canary},
+            {"role": "user", "content": canary + "\n\n" + prompt_of(*passages, question=canary)},
+        ]
+        answer = server.chat(None, messages=messages, max_tokens=2).json()
+        assert reused(stats_of(answer)) == 0
+    for order in ([3, 4, 5], [5, 4, 3]):
+        ask(server, *(text[place] for place in order), headers={"X-Mine": "ada"})
+    wait_for(server, before + 6)
+    new = rows(server)[before:] if before else rows(server)
+    shared = [one.variant for one in rows(server) if one.variant.session is None]
+    system = httpx.get(f"{server.url}/v1/cachecraft").json()
+    assert system["system"]
+    instructions = {one.key.origin_prefix for one in shared if one.key.origin_prefix}
+    assert len(instructions) == 1  # the server's own, which no client writes
+    assert {len(one) for one in instructions} == {1}
+    assert {one.variant.session for one in new} >= {None, "ada"}
+    others = stats_of(ask(server, text[2], text[5], text[0], text[4], text[1]))
+    assert reused(others) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))
+    outcomes = [one["outcome"] for one in others["chunks"]]
+    assert outcomes.count("computed") >= 2  # Ada's
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert "Canary" not in str(others) + metrics
+    assert "kettle" not in str(others) + metrics
+    salted = stats_of(ask(server, text[2], text[0], text[1], cache_salt="mine"))
+    assert reused(salted) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))  # shared ones serve it, too
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_behind_what_it_was_served(server: ServerProcess) -> None:
+    text, before = words(400), len(rows(server))
+    for order in ([0, 1, 2], [2, 0, 1]):
+        ask(server, *(text[place] for place in order))
+    wait_for(server, before + 3)
+    first = [{"role": "user", "content": prompt_of(text[1], text[2], text[0])}]
+    served = server.chat(None, messages=first, max_tokens=2).json()
+    assert reused(stats_of(served)) > 0
+    turns = [*first, {"role": "assistant", "content": "It is."}, {"role": "user", "content": "And the toaster?"}]
+    follow_up = stats_of(server.chat(None, messages=turns, max_tokens=2).json())
+    assert {one["reason_code"] for one in follow_up["chunks"]} == {"prefix_cached"}
+    assert not exact(follow_up)
+
+
+@pytest.mark.slow
+def test_off_by_default_nothing_changes(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    server = start(model_folder("Llama"), tmp_path, "--dtype", "float32")
+    try:
+        text, before = words(500), len(rows(server))
+        for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+            answer = ask(server, *(text[place] for place in order))
+            assert answer["kv_transfer_params"] is None
+            assert answer["usage"]["prompt_tokens_details"] is None
+        assert len(rows(server)) == before
+        with ChunkCacheStore.open(server.store / "caches") as store, store._durable.catalog._db.reading() as connection:
+            assert connection.execute("SELECT count(*) FROM seen_texts").fetchone() == (0,)
+    finally:
+        server.stop()
