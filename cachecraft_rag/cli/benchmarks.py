@@ -42,6 +42,10 @@ def ttft(
         typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of torch; the prompt is always the same."),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time goes, part by part.")] = False,
+    peers: Annotated[
+        str | None,
+        typer.Option("--peers", help="Other engines, prefilling in turn: openvino (pip install openvino-genai)."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Time to the first token: reuse against the model's own prefill, side by side.
@@ -60,7 +64,16 @@ def ttft(
         if seed is not None:
             torch.manual_seed(seed)
         options.quiet_libraries()
-        reports = run(model, shapes, dtype=dtype, ratio=recompute_ratio, pairs=pairs, profile=profile, progress=show)
+        reports = run(
+            model,
+            shapes,
+            dtype=dtype,
+            ratio=recompute_ratio,
+            pairs=pairs,
+            profile=profile,
+            peers=peers.split(",") if peers else (),
+            progress=show,
+        )
     if as_json:
         alone = asdict(reports[0]) if len(reports) == 1 else {}
         print_json(alone | {"lengths": [asdict(report) for report in reports]})
@@ -79,6 +92,9 @@ def print_ttft(report: TtftReport) -> None:
         ("reuse, early termination", report.early_termination_s, report.ratio_early_termination),
         ("everything recomputed", report.all_recomputed_s, report.ratio_all_recomputed),
     ]
+    rows += [
+        (f"whole prefill by {name}", seconds, seconds / report.own_prefill_s) for name, seconds in report.peers.items()
+    ]
     for name, seconds, ratio in rows:
         table.add_row(name, f"{seconds:.3f} s", f"{ratio:.3f}")
     out.print(table)
@@ -89,6 +105,8 @@ def print_ttft(report: TtftReport) -> None:
     )
     if report.decode_ms is not None:
         out.print(f"{report.decode_ms:.1f} ms for each further token, 64 tokens after {report.to_64_tokens_s:.2f} s")
+    for name, step in report.peers_decode_ms.items():
+        out.print(f"{name}: {step:.1f} ms and {report.peers_to_64_tokens_s[name]:.2f} s")
     if report.parts is not None and report.parts_all_recomputed is not None:
         print_parts(report.parts, report.parts_all_recomputed)
 

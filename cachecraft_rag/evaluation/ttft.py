@@ -6,13 +6,14 @@ sides run alternately and are compared by medians, because the speed of a machin
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.peers import Peer, peer
 from cachecraft_rag.kernels.cpu.library import description
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -67,6 +69,8 @@ class TtftReport:
     kernels                  instructions of the CPU kernels in use (`kernels/cpu`), or torch
     decode_ms                of one token of an answer behind a reused prompt; None where answers end with the first
     to_64_tokens_s           host_s and 63 of these
+    peers                    seconds of the whole prefill by each other engine with the same weights;
+                             peers_decode_ms and peers_to_64_tokens_s as above
     token_ratio              rows computed / prompt tokens: the time ratio if time were proportional to rows
     parts                    with profile: seconds of each part (`timing.Timer`) of the fastest request with reuse from
                              memory, from question to answer
@@ -93,6 +97,9 @@ class TtftReport:
     kernels: str
     decode_ms: float | None = None
     to_64_tokens_s: float | None = None
+    peers: Mapping[str, float] = field(default_factory=dict)
+    peers_decode_ms: Mapping[str, float] = field(default_factory=dict)
+    peers_to_64_tokens_s: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[Part, float] | None = None
     parts_all_recomputed: Mapping[Part, float] | None = None
 
@@ -105,15 +112,18 @@ def run(
     ratio: float = 0.15,
     pairs: int = 7,
     profile: bool = False,
+    peers: Sequence[str] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[TtftReport]:
     """Measure prompts of each shape.
 
     `dtype="auto"` first finds the dtype in which the model's own prefill of the first one is fastest on this machine.
-    With `profile`, as many requests again are timed part by part, apart from those that are compared.
+    With `profile`, as many requests again are timed part by part, apart from those that are compared. `peers` names
+    other engines (`evaluation/peers.py`) that prefill the same prompts in turn with the other sides.
 
     Raises:
-        ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
+        ConfigError: fewer than two chunks or one pair, more tokens than the model's context or the text has, or a peer
+            that is unknown or not installed.
     """
     if any(shape.chunks < 2 for shape in shapes) or pairs < 1:
         raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
@@ -122,6 +132,7 @@ def run(
     decoder = _fastest(
         model, dtype, first.chunks * first.chunk_tokens, lambda name: progress(Progress(0, total, f"prefill in {name}"))
     )
+    others = {name: peer(name, decoder) for name in peers}
     reports = []
     for number, shape in enumerate(shapes):
 
@@ -130,7 +141,7 @@ def run(
 
         with (
             tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
-            closing(_Bench(decoder, Path(folder), shape, ratio=ratio)) as bench,
+            closing(_Bench(decoder, Path(folder), shape, ratio=ratio, peers=others)) as bench,
         ):
             report = bench.report(pairs, begun)
             reports.append(bench.with_parts(report, pairs) if profile else report)
@@ -140,8 +151,10 @@ def run(
 class _Bench:
     """One prepared prompt and the ways to prefill it."""
 
-    def __init__(self, decoder: Decoder, folder: Path, shape: Shape, *, ratio: float) -> None:
-        self.decoder, self.folder = decoder, folder
+    def __init__(
+        self, decoder: Decoder, folder: Path, shape: Shape, *, ratio: float, peers: Mapping[str, Peer]
+    ) -> None:
+        self.decoder, self.folder, self.peers = decoder, folder, peers
         self.config = ReuseConfig(recompute_ratio=ratio, capture=False)
         self.chunks = chunks_of(decoder, count=shape.chunks, tokens=shape.chunk_tokens)
         prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
@@ -170,21 +183,24 @@ class _Bench:
             "disk": self._from_disk,
             "all_recomputed": lambda: self._ask(self.engine, full).ttft_s,
         }
+        for name, other in self.peers.items():
+            sides[name] = functools.partial(self._prefill_of, other)
         stats = self._ask(self.engine, self.config)  # warms up and fills the memory tier
         assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
-        self._own()
+        for side in (self._own, *(sides[name] for name in self.peers)):
+            side()
         times: dict[str, list[float]] = {name: [] for name in sides}
         for pair in range(pairs):
             begun(pair)
             for name, side in sides.items():
                 times[name].append(side())
         medians = {name: statistics.median(values) for name, values in times.items()}
+        others = {name: medians.pop(name) for name in self.peers}
         own = medians["own_prefill"]
         found: dict[str, Any] = {f"{name}_s": seconds for name, seconds in medians.items()}
         found |= {f"ratio_{name}": seconds / own for name, seconds in medians.items() if name != "own_prefill"}
+        step, peer_steps = self._decode_steps(min(pairs, 3))
         stats = self._ask(self.engine, self.config)
-        steps = [step for _ in range(min(pairs, 3)) if (step := self._decode_step()) is not None]
-        step = statistics.median(steps) if steps else None
         return TtftReport(
             **found,
             token_ratio=(stats.tokens_recomputed + stats.tokens_computed) / stats.tokens_prompt,
@@ -198,6 +214,9 @@ class _Bench:
             decode_ms=None if step is None else 1000 * step,
             to_64_tokens_s=None if step is None else medians["host"] + 63 * step,
             kernels=description().partition("_")[0],
+            peers=others,
+            peers_decode_ms={name: 1000 * seconds for name, seconds in peer_steps.items()},
+            peers_to_64_tokens_s={name: others[name] + 63 * seconds for name, seconds in peer_steps.items()},
         )
 
     def with_parts(self, report: TtftReport, rounds: int) -> TtftReport:
@@ -227,11 +246,21 @@ class _Bench:
         self.engine.close()
         self.store.close()
 
-    def _decode_step(self) -> float | None:
-        """Seconds of one token behind the first one."""
-        stats = self._ask(self.engine, self.config, tokens=_DECODED)
-        behind = stats.tokens_generated - 1
-        return (stats.total_s - stats.ttft_s) / behind if behind > 0 else None
+    def _decode_steps(self, rounds: int) -> tuple[float | None, dict[str, float]]:
+        """Seconds of one token behind the first one: here (None where answers end with the first), by each peer."""
+        own: list[float] = []
+        others: dict[str, list[float]] = {name: [] for name in self.peers}
+        for _ in range(rounds):
+            stats = self._ask(self.engine, self.config, tokens=_DECODED)
+            if (behind := stats.tokens_generated - 1) > 0:
+                own.append((stats.total_s - stats.ttft_s) / behind)
+            for name, other in self.peers.items():
+                first, last = other.answer(self.ids, _DECODED)
+                others[name].append((last - first) / (_DECODED - 1))
+        return statistics.median(own) if own else None, {name: statistics.median(all_) for name, all_ in others.items()}
+
+    def _prefill_of(self, other: Peer) -> float:
+        return other.answer(self.ids, 1)[0]
 
     def _ask(self, engine: Engine, config: ReuseConfig, *, tokens: int = 1) -> RequestStats:
         generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=tokens))
