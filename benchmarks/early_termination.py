@@ -35,7 +35,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval
 from cachecraft_rag.evaluation.measuring import Method, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
-from cachecraft_rag.evaluation.origins import Origins
+from cachecraft_rag.evaluation.origins import OriginCondition, Origins
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.types import Progress
@@ -269,6 +269,7 @@ def best_of(tuned: Mapping[Cell, Compared]) -> list[Cell]:
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
+_OUT = Path("cachecraft-early-termination")
 Ratio = Annotated[
     float, typer.Option("--recompute-ratio", min=0.01, max=1.0, help="Recompute ratio without early termination.")
 ]
@@ -293,9 +294,7 @@ def main(
     answer_tokens: evaluate.AnswerTokens = 16,
     dtype: options.Dtype = "float32",
     seed: evaluate.Seed = 0,
-    folder: Annotated[Path, typer.Option("--out", "-o", help="What is there is not measured again.")] = Path(
-        "cachecraft-early-termination"
-    ),
+    folder: Annotated[Path, typer.Option("--out", "-o", help="What is there is not measured again.")] = _OUT,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -306,12 +305,7 @@ def main(
     options.set_threads(threads)
     options.quiet_libraries()
     evaluate.require_packages()
-    condition = origin_named(origin)
-    if condition.behind is None:
-        raise ConfigError(
-            f"with the origin {origin}, chunk-caches change from question to question; choose unrelated, neighbours, "
-            "alone or similar"
-        )
+    condition = _lasting(origin)
     cells = [Cell(int(width), first) for width, first in product(numbers(window), numbers(first_layer))]
     search = Search(cells, limit // 2 if tune is None else tune, recompute_ratio, answer_tokens)
     asked = evaluate.Questions(data, format, limit, passages, answer_tokens=answer_tokens, seed=seed)
@@ -335,8 +329,18 @@ def main(
             found = compare(engine, dataset, origins, search, kept=kept, methods=chosen, progress=show)
     if as_json:
         print_json({"questions": len(dataset.questions), "passages": passages, "found": found})
-    else:
-        _print(found)
+        return
+    _print(found)
+
+
+def _lasting(origin: str) -> OriginCondition:
+    condition = origin_named(origin)
+    if condition.behind is None:
+        raise ConfigError(
+            f"with the origin {origin}, chunk-caches change from question to question; choose unrelated, neighbours, "
+            "alone or similar"
+        )
+    return condition
 
 
 def _methods(given: str) -> list[str]:

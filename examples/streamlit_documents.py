@@ -98,7 +98,7 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
                 problems.append(f"**{plain(path.name)}** cannot be stored: {error.strerror}.")
         try:
             report = shared.rag.add_documents(shared.uploads)
-        except BaseException:
+        except BaseException:  # a rerun of the page too: no upload stays without its documents
             for path in stored:
                 path.unlink(missing_ok=True)
             raise

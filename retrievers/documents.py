@@ -173,7 +173,7 @@ def parsing(name: str) -> Iterator[None]:
         raise
     except (MarkupError, FormatError) as error:
         raise DocumentError(f"{name}: cannot be read: {error}") from error
-    except Exception as error:
+    except Exception as error:  # whatever a parser raises
         what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
         advice = "save it again with another program, or leave it out"
         raise DocumentError(f"{name}: cannot be read ({what}); {advice}") from error

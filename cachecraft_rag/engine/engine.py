@@ -107,9 +107,7 @@ class Engine(StoreEngine):
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
-        check_kind(
-            "config", config, ReuseConfig, optional=True, advice="write ReuseConfig(reuse=False) to switch it off"
-        )
+        check_kind("config", config, ReuseConfig, optional=True, advice="ReuseConfig(reuse=False) switches it off")
         chosen: dict[str, Any] = options if config is None else options | {"reuse": config}
         own = replace(settings or EngineConfig(), **chosen)
         super().__init__(decoder, store, own)

@@ -54,7 +54,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
             if self._end():
                 self._ended(self._stats, None)
             raise
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too ends the answer
             self._progress.finish = "failed"
             self._pieces.close()
             if self._end():

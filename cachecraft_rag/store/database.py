@@ -155,7 +155,7 @@ class Database:
         try:
             self._when_free(lambda: self._compare(writer) if self.read_only else self._prepare(writer))
             self._reader = self._connect()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no connection stays open
             writer.close()
             raise
         self._writer = writer

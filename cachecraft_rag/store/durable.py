@@ -130,7 +130,7 @@ class DurableVariants:
             over, why = self.catalog.over(self.limits)
             if over:
                 self._evict(over, why)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the folder is released
             self.close()
             raise
 

@@ -55,7 +55,7 @@ class Filling:
         self._steps = OverlappedPrefill(stack, job, self._loads, speed).steps()
         try:
             self._step: Step = next(self._steps)
-        except BaseException:
+        except BaseException:  # whatever it is, readers stop
             self.give_up()
             raise
         self._asked_at = time.perf_counter()

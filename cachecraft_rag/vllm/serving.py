@@ -99,7 +99,7 @@ class Serving(Calls):
         self._closed = False
         try:
             self._engine = self._run(_start(arguments, self.reports)).result(_START_S)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the thread ends
             self._end_loop()
             raise
 

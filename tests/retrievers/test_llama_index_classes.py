@@ -436,6 +436,7 @@ def test_chunk_caches_of_a_deletion_alone_leave_after_a_grace(
         store.delete("a")
         while cached(caches):  # the run's own time limit ends a test that waits for ever
             time.sleep(0.01)
+    assert not caches.stats().variants
 
 
 def test_a_store_that_outlives_its_chunk_caches_closes_with_a_warning(
