@@ -113,7 +113,8 @@ import torch, transformers
 print("ready", flush=True)
 sys.stdin.readline()
 if sys.argv[3:] == ["killed"]:  # at its most delicate: everything written but the manifest
-    module.json.dumps = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    write = module._write_model
+    module._write_model = lambda *given: (write(*given), os.kill(os.getpid(), signal.SIGKILL))
 convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
 print(is_complete(Path(sys.argv[2])))
 """
