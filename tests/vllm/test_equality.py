@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,6 +132,38 @@ def assert_all_equal(server: Server, cases: dict[str, Expected], layers: int) ->
         assert_equal(server.ask([ask])[0], one, layers)
     for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
         assert found.tokens == one.tokens
+
+
+@pytest.mark.slow
+def test_both_ends_of_a_slow_disk_give_full_prefills_tokens(
+    model_folder: Callable[[str], Path], make_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """What is stored is exact here; the disk reads multiples of the KV bytes that the worker computes in a second."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    folder, config = model_folder("Llama"), replace(BASE, loading="cake")
+    chunks = [Chunk(text * 4) for text in TEXTS[:5]]
+    decoder = Decoder.load(str(folder))
+    with ChunkCacheStore.open(tmp_path / "caches") as caches, Engine(decoder, caches, config=BASE) as engine:
+        Primer(engine).prime(chunks)
+        full = greedy(engine, KETTLE, chunks[::-1], replace(BASE, reuse=False))
+        assert set(greedy(engine, KETTLE, chunks[::-1], BASE).outcomes[:-1]) == {"exact"}
+    server = make_server(folder, tmp_path / "caches", caches={"host_bytes": 0})
+    seconds = []
+    for _ in range(3):  # the first one is slower
+        began = time.perf_counter()
+        server.ask([Ask(full.prompt, full.config, captures=())], tokens=1)
+        seconds.append(time.perf_counter() - began)
+    throttle = get_kv_transfer_group()._store.throttle
+    for multiple in (0.5, 1.0, 4.0):
+        throttle.bytes_per_s = multiple * decoder.layout.nbytes(full.prompt.bounds[-2]) / min(seconds)
+        (found,) = server.ask([Ask(full.prompt, config, captures=())])
+        segments = found.report["segments"][:-1]
+        assert {one["outcome"] for one in segments} <= {"exact", "computed"}
+        computed = [one for one in segments if one["not_loaded"] or one["outcome"] == "computed"]
+        assert computed or multiple > 0.5
+        assert found.tokens == full.tokens
+        assert found.logprobs == pytest.approx(full.logprobs, abs=1e-3)
 
 
 def counts_compiled() -> Callable[[Any], int]:
