@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -24,14 +24,17 @@ from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json, progress_bar
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Question, handbook_dataset, load_dataset
 from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.types import Progress
+from cachecraft_rag.vllm.engine import VLLMEngine
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.planning.config import ReuseConfig
 
 
@@ -68,7 +71,7 @@ class Window:
 
     reused, recomputed, computed   taken over untouched; fixed; computed afresh
     overlap            mean β′ of the chunks that were taken from the store
-    kl                 mean divergence from full prefill along its answer, nats
+    kl                 mean divergence from full prefill along its answer, nats; None over vLLM, which gives no logits
     new_variants       captured by then in the background, and the tokens computed for them
     variants           by then, how many chunks have how many variants
     """
@@ -78,7 +81,7 @@ class Window:
     recomputed: int
     computed: int
     overlap: float
-    kl: float
+    kl: float | None
     new_variants: int
     idle_tokens: int
     variants: dict[int, int]
@@ -112,7 +115,7 @@ class StreamReport:
     def kl_ratio(self) -> float | None:
         """KL in the last window / in the first."""
         first, last = self.windows[0].kl, self.windows[-1].kl
-        return last / first if first else None
+        return last / first if first and last is not None else None
 
 
 def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> tuple[Question, ...]:
@@ -133,7 +136,7 @@ def draw(questions: Sequence[Question], settings: StreamSettings) -> list[Questi
 
 
 def run(
-    engine: Engine,
+    engine: Engine | VLLMEngine,
     questions: Sequence[Question],
     settings: StreamSettings,
     *,
@@ -143,7 +146,8 @@ def run(
     """Ask them all.
 
     Args:
-        engine: over an empty store, opened with `best_last=False`, because passages are in prompt order already.
+        engine: over an empty store, opened with `best_last=False`, because passages are in prompt order already; over
+            vLLM without vLLM's own prefix cache, which would answer for the chunk-caches.
         config: how chunk-caches are reused; None: the engine's own.
     """
     asked = draw(questions, settings)
@@ -152,10 +156,16 @@ def run(
     counted = _Counts()
     for number, question in enumerate(asked):
         progress(Progress(number, len(asked), "warm-up" if number < settings.warmup else "stream"))
-        if (reference := references.get(question.question_id)) is None:
-            reference = reference_of(engine, question, answer_tokens=settings.answer_tokens)
-            references[question.question_id] = reference
-        counted.ask(engine, reference, config)
+        if isinstance(engine, Engine):
+            if (reference := references.get(question.question_id)) is None:
+                reference = reference_of(engine, question, answer_tokens=settings.answer_tokens)
+                references[question.question_id] = reference
+            counted.ask(engine, reference, config)
+        else:
+            sampling = SamplingParams(max_new_tokens=settings.answer_tokens)
+            answer = engine.stream(question.text, question.passages, sampling=sampling, config=config)
+            deque(answer, maxlen=0)
+            counted.add(answer.stats)
         engine.settle()
         place = number + 1 - settings.warmup
         if place >= 0 and place % settings.window == 0:
@@ -169,6 +179,7 @@ class _Counts:
     """The sums of one window."""
 
     def __init__(self) -> None:
+        self._requests = 0
         self._tokens: Counter[str] = Counter()
         self._kl: list[float] = []
         self._overlaps: list[float] = []
@@ -183,23 +194,27 @@ class _Counts:
             config=config,
         )
         self._kl.append(divergence(full.logits, found.logits)[0])
-        for chunk in found.stats.chunks:
+        self.add(found.stats)
+
+    def add(self, stats: RequestStats) -> None:
+        self._requests += 1
+        for chunk in stats.chunks:
             self._tokens["recomputed"] += chunk.recomputed
             self._tokens["computed"] += chunk.computed
             self._tokens["reused"] += chunk.tokens - chunk.recomputed - chunk.computed
             if chunk.beta_prime is not None:
                 self._overlaps.append(chunk.beta_prime)
 
-    def window(self, engine: Engine) -> Window:
+    def window(self, engine: Engine | VLLMEngine) -> Window:
         stats = engine.new_variants.stats
         engine.store.flush()
         return Window(
-            requests=len(self._kl),
+            requests=self._requests,
             reused=self._tokens["reused"],
             recomputed=self._tokens["recomputed"],
             computed=self._tokens["computed"],
             overlap=sum(self._overlaps) / max(len(self._overlaps), 1),
-            kl=sum(self._kl) / len(self._kl),
+            kl=sum(self._kl) / len(self._kl) if self._kl else None,
             new_variants=stats.captured,
             idle_tokens=stats.tokens,
             variants=variant_counts(engine),
@@ -224,6 +239,7 @@ def main(
     share: options.NewVariantsShare = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of the stream.")] = 0,
     threads: options.Threads = None,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """A stream of repeated questions: tokens recomputed, divergence from full prefill, and variants per chunk.
@@ -243,7 +259,13 @@ def main(
         making = NewVariants(new_variants, share)  # type: ignore[arg-type]  # it checks the word
         asked = questions_of(data, passages=passages, limit=questions, seed=seed)
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cachecraft-bench-")))
-        engine = opened.enter_context(open_engine(model, folder, dtype=dtype, new_variants=making))
+        engine: Engine | VLLMEngine
+        if vllm:
+            server = {"enable_prefix_caching": False, "enforce_eager": True}
+            own: Any = {"dtype": dtype, "best_last": False, "new_variants": making}
+            engine = opened.enter_context(VLLMEngine.from_pretrained(model, store=folder, server=server, **own))
+        else:
+            engine = opened.enter_context(open_engine(model, folder, dtype=dtype, new_variants=making))
         report = run(engine, asked, settings, progress=show)
     if as_json:
         print_json(asdict(report) | {"ratio": report.ratio, "kl_ratio": report.kl_ratio})
@@ -265,7 +287,7 @@ def print_stream(report: StreamReport) -> None:
             f"{window.computed:,}",
             f"{window.reused:,}",
             f"{window.overlap:.2f}",
-            f"{window.kl:.4f}",
+            "–" if window.kl is None else f"{window.kl:.4f}",
             f"{window.new_variants:,}",
             f"{window.idle_tokens:,}",
             f"{window.variants_per_chunk:.1f}, at most {most}",

@@ -65,8 +65,8 @@ class EngineConfig:
     best_last       whether the best chunk stands nearest to the question, see `PromptBuilder`
     reuse           how chunk-caches are reused
     new_variants    when chunks that were reused and fixed are captured behind the prefix they had: idle (while nobody
-                    is being answered), always or off; or a whole `NewVariants`, with a budget. An engine in a server
-                    makes none
+                    is being answered), always or off; or a whole `NewVariants`, with a budget. An engine over vLLM
+                    refuses always
     decode_rows     how many answers a decode step computes together at most; 1 = each on its own
     max_waiting     most requests that wait while another one has its turn; one more is refused with BusyError
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ from cachecraft_rag.types import CaptureDrop, Prompt, Segment, Unavailable
 logger = logging.getLogger("cachecraft_rag.new_variants")
 
 # As much of the prefix as is stored exactly is taken from the store; everything else is computed.
-_EXACT = ReuseConfig(scope="prefix", loading="whole")
+EXACT = ReuseConfig(scope="prefix", loading="whole")
 _MOST_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
 _MOST_DOUBLINGS = 16
 # The disk, the device (torch raises RuntimeError) or memory: the next prompt may do better.
@@ -76,6 +76,68 @@ class NewVariantStats:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
+class WantedVariants:
+    """Prompts that wait to be captured, the tokens that may be computed for them, and results. Not thread-safe."""
+
+    def __init__(self, config: NewVariants) -> None:
+        self.candidates = Candidates(config.waiting)
+        self._share = config.share
+        self._allowance = 0.0  # tokens that may be computed; below zero by less than one prompt
+        self._refusals = 0  # in a row
+        self._captured = self._tokens = 0
+        self._dropped: Counter[str] = Counter()
+
+    def stats(self) -> NewVariantStats:
+        """Numbers so far."""
+        return NewVariantStats(self._captured, self._tokens, len(self.candidates), dict(self._dropped))
+
+    def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
+        """Count the tokens of an answered prompt towards the budget, and note what was fixed in it."""
+        earned = self._share * prompt_tokens
+        self._allowance = min(self._allowance + earned, self._share * max(_MOST_SAVED_UP, prompt_tokens))
+        if candidate is not None and self.candidates.add(candidate) is not None:
+            self._dropped[Dropped.FULL] += 1
+
+    def best(self) -> Candidate | None:
+        """The most valuable candidate; None while the budget is spent."""
+        return self.candidates.best() if self._allowance > 0.0 else None
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that were computed; after refusals they count several times."""
+        self._tokens += tokens
+        self._allowance -= math.ldexp(tokens, min(self._refusals, _MOST_DOUBLINGS))
+
+    def stored(self, captured: int, refused: int = 0) -> None:
+        """Count captures that were stored, and such that the store refused; it was a full disk, say."""
+        self._captured += captured
+        self._refusals = self._refusals + refused if refused else 0
+
+    def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
+        """Remove a candidate; None where it was stored."""
+        self.candidates.remove(candidate)
+        self.count(reason)
+
+    def count(self, reason: Dropped | None, times: int = 1) -> None:
+        """Count candidates that were not captured."""
+        if reason is not None and times:
+            self._dropped[reason] += times
+
+
+def exact_only(found: Found) -> Found:
+    """Those that may stand before a capture that is to be called exact: exact to the bit."""
+    exact = {
+        name: [variant for variant in offers if variant.lossless and variant.exact_share >= 1.0]
+        for name, offers in found.variants.items()
+    }
+    return replace(found, variants=exact)
+
+
+def missing_of(candidate: Candidate, found: Found) -> list[int]:
+    """The chunks that are not stored behind their prefix, by their places in the prompt."""
+    plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
+    return [index for index in candidate.fixed if plan.segments[index].variant is None]
+
+
 Aside = Callable[..., Future[Any]]
 
 
@@ -105,23 +167,18 @@ class VariantMaker:
     look_up: LookUp
     aside: Aside
     loop: StepLoop
-    _allowance: float = 0.0  # tokens that may be computed; below zero by less than one prompt
-    _refusals: int = 0  # in a row
-    _captured: int = 0
-    _tokens: int = 0
-    _dropped: Counter[str] = field(default_factory=Counter)
     _run: Run | None = None
     _running: Candidate | None = None
     _dropped_as: Dropped = Dropped.CLOSED  # if the running one is given up
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self._candidates = Candidates(self.config.waiting)
+        self._wanted = WantedVariants(self.config)
 
     @property
     def stats(self) -> NewVariantStats:
         """Numbers so far."""
-        return NewVariantStats(self._captured, self._tokens, len(self._candidates), dict(self._dropped))
+        return self._wanted.stats()
 
     @property
     def busy(self) -> bool:
@@ -132,34 +189,29 @@ class VariantMaker:
         """Count the tokens of an answered prompt towards the budget, and note what was fixed in it."""
         if self.config.when == "off":
             return
-        earned = self.config.share * prompt_tokens
-        self._allowance = min(self._allowance + earned, self.config.share * max(_MOST_SAVED_UP, prompt_tokens))
-        if candidate is not None:
-            if self._closed:
-                self._dropped[Dropped.CLOSED] += 1
-            elif self._candidates.add(candidate) is not None:
-                self._dropped[Dropped.FULL] += 1
+        if self._closed and candidate is not None:
+            self._wanted.count(Dropped.CLOSED)
+        else:
+            self._wanted.answered(prompt_tokens, candidate)
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
         """Capture none of these chunks any more; they were removed. The running one ends once `busy` is false, or goes
         on without them.
         """
-        for candidate in self._candidates.having(frozenset(chunk_ids)):
+        for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
             if candidate is self._running:
                 self._give_up(Dropped.REMOVED)
             else:
-                self._candidates.remove(candidate)
-                self._dropped[Dropped.REMOVED] += 1
+                self._wanted.drop(candidate, Dropped.REMOVED)
 
     def close(self) -> None:
         """Forget what waits, and give up the running one before its next layer."""
         self._closed = True
         if self._running is not None:
-            self._candidates.remove(self._running)
+            self._wanted.candidates.remove(self._running)
             self._give_up(Dropped.CLOSED)
-        if count := self._candidates.clear():
-            self._dropped[Dropped.CLOSED] += count
+        self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
     def running(self, chunk_ids: Collection[str]) -> bool:
         """Return whether one of these chunks is in what is being computed."""
@@ -173,7 +225,7 @@ class VariantMaker:
 
     def _begin(self) -> None:
         """Begin with the best candidate, unless one is being captured or the budget is spent."""
-        candidate = self._candidates.best() if self._allowance > 0.0 else None
+        candidate = self._wanted.best()
         if self._run is None and not self._closed and candidate is not None:
             self._running, self._dropped_as = candidate, Dropped.CLOSED
             level = Level.JOB if self.config.when == "always" else Level.IDLE
@@ -192,9 +244,7 @@ class VariantMaker:
                 self.close()
         elif run.closed:
             dropped = self._dropped_as
-        self._candidates.remove(candidate)
-        if dropped is not None:
-            self._dropped[dropped] += 1
+        self._wanted.drop(candidate, dropped)
         self._begin()
 
     def _capture(self, candidate: Candidate) -> Work[Dropped | None]:
@@ -211,9 +261,7 @@ class VariantMaker:
             self.loader.end(loads)
             resolved.close()
         as_it_went(resolved, loads, result)
-        spent = result.row_layers // self.stack.layout.layers
-        self._tokens += spent
-        self._allowance -= math.ldexp(spent, min(self._refusals, _MOST_DOUBLINGS))
+        self._wanted.spend(result.row_layers // self.stack.layout.layers)
         exact_shares = [1.0] * len(prompt.segments)
         shared = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session)
         refused = None
@@ -224,25 +272,18 @@ class VariantMaker:
                 refused = refused or Dropped.REMOVED
             elif isinstance(stored, Unavailable):  # a full disk, say: each one in a row costs twice as much
                 refused = Dropped.REFUSED
-                self._refusals += 1
+                self._wanted.stored(0, refused=1)
             else:
-                self._captured += 1
-                self._refusals = 0
+                self._wanted.stored(1)
         return refused
 
     def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | None:
         """Plan up to the last chunk that is still not stored behind its prefix, if there is one, and begin to load."""
         found = self.look_up(candidate.segments, session=candidate.session)
-        plan = make_plan(Prompt(candidate.segments), found.variants, _EXACT)
-        missing = [index for index in candidate.fixed if plan.segments[index].variant is None]
+        missing = missing_of(candidate, found)
         if not missing:
             return None
         prompt = Prompt(candidate.segments[: max(missing) + 1])
-        # Only what is exact to the bit may stand before a capture that is to be called exact.
-        exact = {
-            name: [variant for variant in offers if variant.lossless and variant.exact_share >= 1.0]
-            for name, offers in found.variants.items()
-        }
-        offered = replace(found, variants=exact)
-        resolved = resolve(prompt, offered, _EXACT, store=self.store, ranks=self.stack.ranks, answer_tokens=0)
+        offered = exact_only(found)
+        resolved = resolve(prompt, offered, EXACT, store=self.store, ranks=self.stack.ranks, answer_tokens=0)
         return prompt, resolved, self.loader.begin(resolved.to_load)

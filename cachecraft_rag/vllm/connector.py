@@ -43,12 +43,14 @@ class StepWork(KVConnectorMetadata):
     """Scheduler → workers, once a step: fillings to begin, requests to give up, and the most rows to compute.
 
     alone  nothing else is computed in this step
+    idle   no request is under way but such that make new variants
     """
 
     fills: list[Fill]
     gone: list[str]
     rows: int
     alone: bool
+    idle: bool
 
 
 @dataclass
@@ -116,7 +118,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
-        return StepWork(self._scheduling.take_fills(), sorted(scheduler_output.finished_req_ids), rows, scheduled == 0)
+        scheduling = self._scheduling
+        fills, idle = scheduling.take_fills(), scheduling.idle
+        if idle:
+            rows = self._settings.least_rows  # a request that comes waits for the end of this step
+        gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
+        return StepWork(fills, gone, rows, scheduled == 0, idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' news."""
@@ -140,7 +147,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Fill, for this step's share of time."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
-        self._safely(None, lambda: self._workers.step(work.fills, work.gone, rows=work.rows, alone=work.alone))
+        how: Any = {"rows": work.rows, "alone": work.alone, "idle": work.idle}
+        self._safely(None, lambda: self._workers.step(work.fills, work.gone, **how))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -13,16 +14,19 @@ from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
 from cachecraft_rag.engine.base import PathLike, StoreEngine
-from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.config import EngineConfig, NewVariants
+from cachecraft_rag.engine.new_variants import EXACT, Dropped, missing_of
 from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, answer_text
 from cachecraft_rag.engine.sampling import SamplingParams as Sampling
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
+from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
@@ -48,6 +52,8 @@ class VLLMEngine(StoreEngine):
         super().__init__(model, store, config)
         self._model, self._serving, self._key = model, serving, key
         self._opened = ExitStack()  # closed by `close`, besides vLLM
+        assert isinstance(config.new_variants, NewVariants), "EngineConfig makes one of a word"
+        self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
 
     @classmethod
     def from_pretrained(
@@ -129,13 +135,51 @@ class VLLMEngine(StoreEngine):
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool, session: str | None = None) -> None:
         """See `AnswerEngine.capture`; `session`: whose they are where something private stands before them."""
-        segments = prompt.segments[: captures[-1] + 1]
-        end = segments[-1].token_ids[-1]  # for the question that a request must have
-        asked = Prompt((*segments, Segment("question", "capture", (end, end), private=True)))
+        asked = _asking(prompt.segments[: captures[-1] + 1])
         config = replace(self.config, reuse=False, capture=True)
-        ask = Ask(asked, config, session, primed=primed, captures=tuple(captures), when_stored=True)
-        for _ in self._serving.generate(self._prompt(ask), self._params(ask, max_tokens=1, temperature=0.0)):
-            pass
+        self._filled(Ask(asked, config, session, primed=primed, captures=tuple(captures), when_stored=True))
+
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until new variants are captured, as far as the budget allows; returns whether they are."""
+        return self.new_variants.settle(timeout)
+
+    def note_fixed(self, request: Request, report: Mapping[str, Any] | None) -> None:
+        """Note, of an answer that has ended, what was reused and fixed: it is captured in idle time."""
+        fixed = {int(index): int(tokens) for index, tokens in (report or {}).get("fixed", ())}
+        segments = request.prompt.segments[: max(fixed, default=-1) + 1]
+        session = request.session if any(one.private for one in segments) else None
+        candidate = Candidate(segments, fixed, session) if fixed else None
+        self.new_variants.answered(request.prompt.bounds[-1], candidate)
+
+    def _capture_missing(self, candidate: Candidate) -> Captured:
+        """Capture what is still missing of a candidate, by a request that the scheduler computes in idle time."""
+        found = self.look_up(candidate.segments, session=candidate.session)
+        missing = missing_of(candidate, found)
+        if not missing:
+            return Captured(dropped=Dropped.STORED)
+        segments = candidate.segments[: max(missing) + 1]
+        if not all(found.variants.get(segments[index].segment_id) for index in missing):
+            return Captured(dropped=Dropped.REMOVED)  # or evicted; it had one
+        # Blocks that vLLM has kept of an earlier try capture nothing, hence a salt of its own.
+        salt = secrets.token_hex(8)
+        ask = Ask(_asking(segments), EXACT, candidate.session, when_stored=True, idle=True, client_salt=salt)
+        report = self._filled(ask)
+        if "segments" not in report:
+            given_up = "given_up" in report
+            return Captured(again=given_up, dropped=None if given_up else Dropped.FAILED)
+        left = missing_of(candidate, self.look_up(candidate.segments, session=candidate.session))
+        return Captured(
+            stored=len(missing) - len(left),
+            refused=len(left),
+            tokens=report["row_layers"] // self._model.layout.layers,
+            dropped=Dropped.REFUSED if left else None,
+        )
+
+    def _filled(self, ask: Ask) -> Mapping[str, Any]:
+        """Have a prompt filled; returns the report."""
+        (*_, last) = self._serving.generate(self._prompt(ask), self._params(ask, max_tokens=1, temperature=0.0))
+        report: Mapping[str, Any] = last.report.get(FIELD, {})
+        return report
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
         """See `AnswerEngine.calibrated`."""
@@ -145,6 +189,7 @@ class VLLMEngine(StoreEngine):
         """Finish the captures under way, and end vLLM."""
         if not self._home.here:
             return
+        self.new_variants.close()
         with self._opened:
             self._serving.close()
 
@@ -160,10 +205,11 @@ class VLLMEngine(StoreEngine):
             seed=sampling.seed,
             structured_outputs=_structured(sampling),
         )
+        reported: list[Mapping[str, Any]] = []
         try:
             self._serving.reports[ask.name] = None
             with closing(self._serving.generate(self._prompt(ask), params)) as steps:
-                tokens = _tokens(request, progress, steps)
+                tokens = _tokens(request, progress, steps, reported)
                 yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
         finally:
             # Where the answer ended here, at a stop string or with its reader, vLLM has sent none with it.
@@ -171,6 +217,7 @@ class VLLMEngine(StoreEngine):
             if progress.reports is None and report is not None:
                 take_report(progress, report)
             progress.end(request, "closed")
+            self.note_fixed(request, next(iter(reported), report))
 
     def _prompt(self, ask: Ask) -> dict[str, Any]:
         return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self.namespace)}
@@ -188,11 +235,20 @@ class VLLMEngine(StoreEngine):
         )
 
 
-def _tokens(request: Request, progress: RequestProgress, steps: Iterable[Step]) -> Iterator[int]:
+def _asking(segments: Sequence[Segment]) -> Prompt:
+    """A prompt of these, with the question that a request must have."""
+    end = segments[-1].token_ids[-1]
+    return Prompt((*segments, Segment("question", "capture", (end, end), private=True)))
+
+
+def _tokens(
+    request: Request, progress: RequestProgress, steps: Iterable[Step], reported: list[Mapping[str, Any]]
+) -> Iterator[int]:
     for step in steps:
         progress.first_token_s = progress.first_token_s or request.clock()
         if step.report:
-            take_report(progress, step.report.get(FIELD, {}))
+            reported.append(step.report.get(FIELD, {}))
+            take_report(progress, reported[-1])
         yield from step.tokens
 
 

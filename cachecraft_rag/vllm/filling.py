@@ -13,6 +13,7 @@ from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.engine.request import segment_reports
+from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
@@ -118,6 +119,10 @@ class Filling:
             "waited_s": self._load_s,
             "remote": self.fill.found.remote,
         }
-        if self.fill.ask.details:
+        ask = self.fill.ask
+        if ask.config.capture and not ask.idle and not any(one.found for one in ask.prompt.segments):
+            wanted = Candidate.of(ask.prompt, self.plan, ask.config, session=ask.session)
+            report["fixed"] = [] if wanted is None else [list(one) for one in wanted.fixed.items()]
+        if ask.details:
             report["recomputed"] = [list(one.recompute) for one in self.plan.segments]
         return report

@@ -37,6 +37,7 @@ class Ask:
     details   the report lists the recomputed tokens
     when_stored  the answer waits until its captures are stored
     client_salt  the `cache_salt` that a client gave, if any: part of this request's own
+    idle         a new variant: computed while nothing else is under way, exactly, and given up where blocks are short
     name         under which the front end is sent its report as soon as it is filled; empty: only with its answer
     """
 
@@ -48,6 +49,7 @@ class Ask:
     details: bool = False
     when_stored: bool = False
     client_salt: str = ""
+    idle: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:

@@ -152,7 +152,7 @@ class PlainPrompts:
     def __init__(self, engine: ServerEngine, records: Records, *, cached_tokens: int) -> None:
         self._engine, self.records = engine, records
         self._served = ServedPrompts(cached_tokens)
-        self._candidates = Candidates(engine.new_variants.waiting)
+        self._candidates = Candidates(engine.new_variants.config.waiting)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
         self._capturing: asyncio.Task[None] | None = None
         self._noting: set[asyncio.Task[None]] = set()
@@ -206,7 +206,7 @@ class PlainPrompts:
         found = engine.look_up(sought, session=session)
         plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
-        wanted = origin.config.capture and engine.new_variants.when != "off"
+        wanted = origin.config.capture and engine.new_variants.config.when != "off"
         notes = candidates_of(prompt, plan, session, scope, shared=engine.prompts.system) if wanted else {}
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)

@@ -87,7 +87,7 @@ class RequestRecord:
             self.take(output.kv_transfer_params.get(FIELD, {}))
         if "refused" not in self.report:  # vLLM's own number counts all that was filled, computed or not
             known = progress.reports is not None
-            output.num_cached_tokens = stats_of(self.request, progress, self.layers).tokens_reused if known else None
+            output.num_cached_tokens = self.stats().tokens_reused if known else None
 
     def take(self, report: Mapping[str, Any]) -> None:
         """Take the connector's report: when it is filled, and again with its last output."""
@@ -98,11 +98,15 @@ class RequestRecord:
         """Note its end."""
         self.progress.end(self.request, "closed")
 
+    def stats(self) -> RequestStats:
+        """Its statistics so far."""
+        return stats_of(self.request, self.progress, self.layers)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         refused = self.report.get("refused")
         return {
-            "stats": stats_of(self.request, self.progress, self.layers).as_dict(),
+            "stats": self.stats().as_dict(),
             "report": None if refused is not None or not self.report else self.report,
             "refused": refused,
         }
@@ -111,7 +115,7 @@ class RequestRecord:
 class Records:
     """The last requests of an API server. Used in its event loop only."""
 
-    def __init__(self, ended: Callable[[RequestStats], None]) -> None:
+    def __init__(self, ended: Callable[[RequestRecord], None]) -> None:
         """Make empty ones; `ended` is called once for each request, when it has ended."""
         self._count_ended = ended
         self._under_way: dict[str, RequestRecord] = {}
@@ -138,7 +142,7 @@ class Records:
         self._named.pop(record.name, None)
         if not record.counted:
             record.counted = True
-            self._count_ended(stats_of(record.request, record.progress, record.layers))
+            self._count_ended(record)
         if self._under_way.get(name) is record:  # a client may give two requests one name
             del self._under_way[name]
         self._ended[name] = (record.request.session, record.as_dict())

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cachecraft_rag.engine.line import FutureCaptures, FutureVariant
+from cachecraft_rag.engine.new_variants import exact_only
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.store import ChunkCacheStore
@@ -83,6 +84,8 @@ class Scheduling:
         # No step waits for a slow remote. Without a remote a look-up is one query of the catalog.
         self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         self._known: dict[str, Pending] = {}
+        self._busy: set[str] = set()  # requests under way, vLLM's own too, but for new variants
+        self._short: set[str] = set()  # those of them that have asked for blocks since the last step, and got none
         self._fills: list[Fill] = []
         self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
@@ -91,6 +94,15 @@ class Scheduling:
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Number of tokens behind the first `computed` that will be filled; None: ask again in the next step."""
+        tokens = self._matched(request, computed)
+        known = self._known.get(request.request_id)
+        if known is None or known.ask is None or not known.ask.idle:
+            self._busy.add(request.request_id)
+            if tokens is not None:
+                self._short.add(request.request_id)
+        return tokens
+
+    def _matched(self, request: Any, computed: int) -> int | None:
         message = (request.kv_transfer_params or {}).get(FIELD)
         if not message:
             return 0
@@ -99,6 +111,8 @@ class Scheduling:
             known = self._known[request.request_id] = self._take_in(request, message)
         if known.ask is None:
             return 0
+        if known.ask.idle and self._busy:
+            return None
         known.looked = known.looked or self._look_up(known.ask)
         if not known.looked.done():
             return None
@@ -125,6 +139,7 @@ class Scheduling:
 
     def allocated(self, request: Any, blocks: tuple[int, ...], tokens: int) -> None:
         """Note the blocks that vLLM has given the request; `tokens` of their positions are to be filled."""
+        self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
             return
@@ -139,6 +154,16 @@ class Scheduling:
         self._filled.move_to_end(known.digest)
         if len(self._filled) > _REMEMBERED:
             self._filled.popitem(last=False)
+
+    @property
+    def idle(self) -> bool:
+        """True while no request is under way but such that make new variants."""
+        return not self._busy
+
+    def take_given_up(self) -> list[str]:
+        """New variants under way that make room for requests without blocks: vLLM ends them with their next token."""
+        short, self._short = self._short, set()
+        return [name for name, one in self._known.items() if short and one.filling and one.ask and one.ask.idle]
 
     def take_fills(self) -> list[Fill]:
         """Work that the workers begin in this step."""
@@ -155,7 +180,8 @@ class Scheduling:
                     known.report = report
                     self._send(known.ask, report)
                 rows = report.get("row_layers", 0) // self._identity.layout.layers
-                if known.ask is not None and 2 * rows > known.ask.prompt.bounds[-1]:  # most of its time was computing
+                ask = known.ask
+                if ask is not None and not ask.idle and 2 * rows > ask.prompt.bounds[-1]:  # mostly it computed
                     self._row_s = (time.monotonic() - known.began) / rows
                 if "refused" in report:  # vLLM asks again, where nothing of the prompt is computed yet
                     known.ask = None
@@ -172,6 +198,8 @@ class Scheduling:
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forget a request; returns its report, which goes out with its answer, in `kv_transfer_params`."""
+        self._busy.discard(request.request_id)
+        self._short.discard(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
@@ -180,6 +208,8 @@ class Scheduling:
             known.report = self._cached(known.ask, known.cached)
         if known.report is not None:
             return {FIELD: dict(known.report)}
+        if known.ask is not None and known.ask.idle:
+            return {FIELD: {"given_up": True}}
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
 
     def close(self) -> None:
@@ -241,7 +271,7 @@ class Scheduling:
         return any(
             coming.serves(wanted, ask.config.scope)
             for other in self._known.values()
-            if other.filling and other.ask is not None
+            if other.filling and other.ask is not None and not other.ask.idle
             for coming in _captures(other.ask, other.lacks or ())
         )
 
@@ -258,13 +288,9 @@ class Scheduling:
         segments = [one for one in ask.prompt.segments if one.kind != "question"]
         tokens = {one.segment_id: (len(one.token_ids), one.tokens_digest) for one in segments}
         bounds = RowBounds(self._identity.layout, self._identity.context_length, tokens)
-        found = self._store.find(
-            self._settings.namespace,
-            self._identity.fingerprint,
-            list(tokens),
-            session=ask.session,
-            bounds=bounds,
-        )
+        find, names = self._store.find, list(tokens)
+        found = find(self._settings.namespace, self._identity.fingerprint, names, session=ask.session, bounds=bounds)
+        found = exact_only(found) if ask.idle else found
         return found, self._store.token_scores([one.variant_id for some in found.variants.values() for one in some])
 
 

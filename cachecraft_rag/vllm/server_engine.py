@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag import __version__
-from cachecraft_rag.engine.config import NewVariants
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.request import Request, check_asked
 from cachecraft_rag.engine.request_log import log_request
 from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.documents import Asked
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
 from cachecraft_rag.vllm.serving import Calls
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
@@ -40,8 +39,6 @@ class ServerEngine(VLLMEngine):
     ) -> None:
         super().__init__(model, store, settings.config, serving=calls, key=settings.key)
         self.settings: EndpointSettings = settings.endpoint
-        assert isinstance(settings.config.new_variants, NewVariants), "EngineConfig makes one of a word"
-        self.new_variants = settings.config.new_variants
         self.system, self._best_last = settings.config.system, settings.config.best_last
         self._builder_of = lru_cache(_INSTRUCTIONS)(self._new_builder)
         self._building = threading.Lock()
@@ -75,10 +72,12 @@ class ServerEngine(VLLMEngine):
         request = Request(prompt, config, SamplingParams(), session, started)
         return request, Ask(prompt, config, session, client_salt=asked.client_salt, name=request.request_id)
 
-    def ended(self, stats: RequestStats) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Count and log a request that has ended."""
+        stats = record.stats()
         self.request_counts.add(stats)
         log_request(stats)
+        self.note_fixed(record.request, record.report)
 
     def transfer(self, ask: Ask) -> dict[str, Any]:
         """vLLM's `kv_transfer_params` of a request."""

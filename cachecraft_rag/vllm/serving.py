@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -44,12 +44,15 @@ class Calls(Closeable):
         self._engine, self._loop = engine, loop
         self.reports: dict[str, Mapping[str, Any] | None] = {}  # of requests under way, once they are filled
         self._numbers = itertools.count()
+        self._jobs: set[Future[Any]] = set()  # requests under way
 
     def generate(self, prompt: dict[str, Any], params: Any) -> Generator[Step]:
         """Generate; closing the iterator aborts the request. Not to be called in the loop's own thread."""
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
         job = self._run(self._generate(prompt, params, name, steps))
+        self._jobs.add(job)
+        job.add_done_callback(lambda _: steps.put(Step((), error=CancelledError())))  # read only where it was cancelled
         try:
             while True:
                 step = steps.get()
@@ -60,6 +63,7 @@ class Calls(Closeable):
                     return
         finally:
             job.cancel()
+            self._jobs.discard(job)
 
     @property
     def vllm_config(self) -> Any:
@@ -67,7 +71,9 @@ class Calls(Closeable):
         return self._engine.vllm_config
 
     def close(self) -> None:
-        """Do nothing: the engine has another owner."""
+        """End requests under way; the engine has another owner."""
+        for job in list(self._jobs):
+            job.cancel()
 
     async def _generate(self, prompt: dict[str, Any], params: Any, name: str, steps: SimpleQueue[Step]) -> None:
         try:
@@ -108,6 +114,7 @@ class Serving(Calls):
         if self._closed:
             return
         self._closed = True
+        super().close()
         self._run(self._shut_down()).result(_CLOSE_S)
         self._end_loop()
 

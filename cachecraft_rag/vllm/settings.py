@@ -36,8 +36,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
     """
     usual = EngineConfig()
     wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
-    if config.new_variants != usual.new_variants and getattr(config.new_variants, "when", "") != "off":
-        wrong["new_variants"] = "none are made here"
+    if getattr(config.new_variants, "when", "") == "always":
+        wrong["new_variants"] = "they are made while no request is under way"
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {

@@ -70,16 +70,19 @@ class Workers:
         self._reports: dict[str, dict[str, Any]] = {}
         self._last_capturing: frozenset[str] = frozenset()  # as last sent to the scheduler
 
-    def step(self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int, alone: bool = False) -> None:
+    def step(
+        self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int, alone: bool = False, idle: bool = True
+    ) -> None:
         """Begin new fillings, drop those that are gone, and compute up to `rows` rows through all layers.
 
         Args:
             alone: vLLM computes nothing in this step.
+            idle: no request is under way: new variants may be computed.
         """
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
             try:
-                self._step(new, gone, rows, _SLICE_ALONE_S if alone else _SLICE_S)
+                self._step(new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle)
             except Exception as error:  # it belongs to no request, so all of them are left to vLLM
                 logger.exception("A step has failed")
                 # Several ranks may stand at different places now, and stay apart. A single one may go on.
@@ -89,7 +92,7 @@ class Workers:
         else:
             self._leave_all(new, self._broken)
 
-    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float) -> None:
+    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool) -> None:
         for name in gone:
             self._drop(name)
         self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
@@ -98,7 +101,7 @@ class Workers:
             self._done.add(name)
         self._round([([one.fill], partial(self._take, one, one.go_on)) for one in self._fillings.values()])
         budget, until = rows * self._stack.layout.layers, time.perf_counter() + slice_s
-        while budget > 0 and (group := self._group()):
+        while budget > 0 and (group := self._group(idle)):
             budget -= self._run_layer(group)
             if self._ranks.size == 1 and time.perf_counter() > until:  # ranks must run the same layers
                 return
@@ -230,9 +233,13 @@ class Workers:
             return
         self._done.add(name)  # vLLM keeps the blocks until it is reported
 
-    def _group(self) -> list[Filling]:
-        """The first filling that can compute, and those that stand before the same layer."""
-        layers = {one: one.row_pass.layer for one in self._fillings.values() if one.row_pass is not None}
+    def _group(self, idle: bool) -> list[Filling]:
+        """The first filling that can compute, and those that stand before the same layer; new variants if `idle`."""
+        layers = {
+            one: one.row_pass.layer
+            for one in self._fillings.values()
+            if one.row_pass is not None and one.fill.ask.idle <= idle
+        }
         return [one for one, layer in layers.items() if layer == next(iter(layers.values()))]
 
     def _run_layer(self, group: list[Filling]) -> int:
@@ -257,7 +264,7 @@ class Workers:
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
         self._stack.write_blocks(result.buffer.kv, slots, fill.first)
         captured = self._capture(filling, result)
-        if self.first_rank and not fill.again:
+        if self.first_rank and not fill.again and not fill.ask.idle:
             for planned in filling.plan.segments:
                 if planned.variant is not None:
                     self._store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
@@ -285,6 +292,6 @@ class Workers:
             return frozenset()
         ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed)
+        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, another=ask.idle)
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[one.segment].segment_id for one in recorder.captures)

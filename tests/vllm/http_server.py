@@ -45,6 +45,7 @@ class ServerProcess:
             command.append("--")
         command += ["--enforce-eager", "--max-num-seqs", "8", "--block-size", "32", "--seed", "0"]
         env = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        env["CACHECRAFT_NEW_VARIANTS"] = "off"  # or what a request finds would depend on the moment
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=log.parent

@@ -30,7 +30,8 @@ QUESTION = "How is the kettle descaled?"
 def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     folder = str(model_folder("Llama"))
     document = Document("manual", "\n\n".join(text * 4 for text in TEXTS))
-    with CacheCraft.from_pretrained(folder, store=tmp_path, backend="vllm", server=SERVER, reuse=REUSE) as rag:
+    made = {"reuse": REUSE, "new_variants": "off"}  # both engines are to find the same
+    with CacheCraft.from_pretrained(folder, store=tmp_path, backend="vllm", server=SERVER, **made) as rag:
         assert isinstance(rag.engine, VLLMEngine)
         assert rag.engine.store.rows() == []  # the self-check's captures
         report = rag.add_documents([document], prime=True)

@@ -24,6 +24,7 @@ from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm import server
 from cachecraft_rag.vllm.documents import Asked, plain_config
 from cachecraft_rag.vllm.engine import VLLMEngine, require_vllm
+from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
@@ -131,7 +132,7 @@ def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_p
 
 def test_what_vllm_decides_is_refused_in_python() -> None:
     for option in ({"decode_rows": 4}, {"device": "cuda:1"}, {"max_waiting": 3}, {"device_bytes": 0},
-                   {"new_variants": "always"}, {"new_variants": NewVariants(share=2.0)}):  # fmt: skip
+                   {"new_variants": "always"}, {"new_variants": NewVariants("always", share=2.0)}):  # fmt: skip
         (name,) = option
         with pytest.raises(ConfigError, match=f"^{name} has no effect over vLLM: "):
             VLLMEngine.from_pretrained("demo", **option)  # type: ignore[arg-type]
@@ -162,6 +163,11 @@ def test_the_server_answers_by_its_own_settings(
         assert "best" in byte_tokenizer.decode(other.prompt.segments[1].token_ids)
         with pytest.raises(ConfigError, match="not the id of its text"):  # as sent with a document over HTTP
             engine.prepare(replace(plain, chunks=(Chunk("the best", known_id="another"),)), session=None)
+        record = RequestRecord(request, decoder.layout.layers, report={"segments": [], "fixed": [[1, 3], [2, 1]]})
+        engine.ended(record)
+        assert engine.new_variants.settle(60)
+        assert engine.new_variants.stats.dropped == {"removed": 1}  # nothing is stored of it any more
+        engine.new_variants.close()
         facts = engine.facts()
         assert (facts["reuse"]["recompute_ratio"], facts["reuse"]["plain_prompts"]) == (0.3, "off")
 

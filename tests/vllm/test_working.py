@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.new_variants import EXACT
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.planning.config import ReuseConfig
@@ -131,11 +132,11 @@ def fill_of(scheduling: Scheduling, ask: Ask, name: str = "r", *, computed: int 
     return fill
 
 
-def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000) -> int:
+def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000, idle: bool = True) -> int:
     """Steps until all are filled; between them the threads that read and store have their time."""
     wanted, done, steps = {fill.request_id for fill in fills}, set(), 0
     while done != wanted:
-        workers.step(fills if not steps else [], [], rows=rows)
+        workers.step(fills if not steps else [], [], rows=rows, idle=idle)
         done |= workers.finished()
         steps += 1
         assert steps < 60_000
@@ -546,3 +547,74 @@ def test_layouts_are_those_of_all_ranks() -> None:
     parts = [TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv) for r in (0, 1)]
     torch.testing.assert_close(torch.cat(parts, dim=2), kv)
     assert KVLayout(1, 4, 5, "float32").kv_heads == sum(part.shape[2] for part in parts)
+
+
+# -- new variants ----------------------------------------------------------------------------------------------------
+
+
+def idle_ask(engine: Engine, order: list[int]) -> Ask:
+    return replace(ask_of(engine, order), config=EXACT, captures=None, idle=True)
+
+
+def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(
+    engine: Engine,
+    scheduling: Scheduling,
+    workers: Workers,
+) -> None:
+    """It comes while a new variant is computed: that stands still, and ends where the request gets no blocks."""
+    making, asked = request_of(idle_ask(engine, [2, 1, 0]), "making"), request_of(ask_of(engine, [1, 0, 2]), "asked")
+    plain = request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None)
+    assert scheduling.matched(plain, 0) == 0
+    assert scheduling.matched(making, 0) is None  # while vLLM's own are under way, too
+    assert not scheduling.idle
+    scheduling.finished(plain)
+    fill = fill_of(scheduling, idle_ask(engine, [2, 1, 0]), "making", first_block=30)
+    assert scheduling.idle
+    workers.step([fill], [], rows=1, idle=True)
+    (layer,) = [one.row_pass.layer for one in workers._fillings.values() if one.row_pass is not None]
+    answer = fill_of(scheduling, ask_of(engine, [1, 0, 2]), "asked")
+    assert (scheduling.idle, scheduling.take_given_up()) == (False, [])
+    run(workers, [answer], idle=False)
+    (still,) = [one.row_pass.layer for one in workers._fillings.values() if one.row_pass is not None]
+    assert still == layer
+    scheduling.ended({"asked"})
+    scheduling.finished(asked)
+    assert scheduling.idle
+    late = request_of(ask_of(engine, [2, 0]), "late")
+    assert scheduling.matched(late, 0)  # and vLLM has no blocks for it
+    assert scheduling.take_given_up() == ["making"]
+    workers.step([], ["making"], rows=1, idle=False)
+    assert workers.finished() == {"making"}
+    scheduling.ended({"making"})
+    assert scheduling.finished(making) == {FIELD: {"given_up": True}}
+    assert scheduling.take_given_up() == []
+
+
+def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine,
+    scheduling: Scheduling,
+    workers: Workers,
+) -> None:
+    ask = idle_ask(engine, [2, 1, 0])
+    used: list[str] = []
+    monkeypatch.setattr(engine.store, "used", lambda name, **_how: used.append(name))
+    run(workers, [fill_of(scheduling, replace(ask, when_stored=True), "making")])
+    engine.store.flush()
+    found = engine.look_up(ask.prompt.segments[:-1]).variants
+    for place, segment in enumerate(ask.prompt.segments[1:-1], 1):
+        prefix = tuple(one.segment_id for one in ask.prompt.segments[:place])
+        assert [one.exact_share for one in found[segment.segment_id] if one.key.origin_prefix == prefix] == [1.0]
+    assert not used
+
+
+def test_what_an_answer_fixed_is_reported(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
+    for capture in (True, False):
+        ask = ask_of(engine, [2, 1, 0], capture=capture)
+        run(workers, [fill_of(scheduling, ask, f"r{capture}")])
+        news = workers.news()
+        assert news is not None
+        report = news.reports[f"r{capture}"]
+        scheduling.ended({f"r{capture}"})
+        assert ("fixed" in report) == capture
+    assert all(report["segments"][place]["recomputed"] for place, _ in report.get("fixed", ()))

@@ -1,0 +1,109 @@
+"""New variants over vLLM: what asks for them, when they are computed, and what they save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.engine.config import NewVariants
+from cachecraft_rag.engine.new_variants import Dropped
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.planning.candidates import Candidate
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Chunk, Segment
+from cachecraft_rag.vllm.engine import VLLMEngine
+from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
+from tests.vllm.conftest import TEXTS
+
+SHORT = SamplingParams(max_new_tokens=4)
+REUSE = ReuseConfig(alpha=0.6, probe_min_rows=0, loading="whole")
+
+
+def candidate(name: str, tokens: int = 5) -> Candidate:
+    segments = (Segment("system", "s", (1, 2)), Segment("chunk", name, (3, 4, 5)))
+    return Candidate(segments, {1: tokens})
+
+
+def test_the_most_wanted_first_within_the_budget() -> None:
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def capture(wanted: Candidate) -> Captured:
+        order.append(wanted.segments[-1].segment_id)
+        begun.set()
+        assert go_on.wait(60)
+        if order == ["first", "often"]:
+            return Captured(again=True)  # its blocks were needed
+        return Captured(stored=1, tokens=100) if order[-1] != "rare" else Captured(dropped=Dropped.REMOVED)
+
+    made = IdleVariants(NewVariants(share=1.0), capture)
+    made.answered(150, candidate("first"))
+    assert begun.wait(60)
+    made.answered(0, candidate("rare"))
+    for _ in range(3):
+        made.answered(0, candidate("often"))
+    assert not made.settle(0.01)
+    go_on.set()
+    assert made.settle(60)
+    assert order == ["first", "often", "often"]  # the budget is spent
+    made.answered(100, None)
+    assert made.settle(60)
+    assert (order[-1], made.stats.captured, made.stats.tokens) == ("rare", 2, 200)
+    assert made.stats.dropped == {"removed": 1}
+    made.close()
+    made.answered(100, candidate("late"))
+    assert (made.stats.waiting, len(order)) == (0, 4)
+
+
+def test_a_mistake_ends_them_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_wanted: Candidate) -> Captured:
+        raise RuntimeError("of this test")
+
+    made = IdleVariants(NewVariants(), broken)
+    made.answered(100, candidate("first"))
+    assert made.settle(60)
+    assert made.stats.dropped == {"failed": 1}
+    made.answered(100, candidate("second"))
+    assert made.settle(60)
+    assert "could not be computed" in caplog.text
+
+
+@pytest.fixture
+def served(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., VLLMEngine]:
+    """Engines over vLLM whose own prefix cache is off, so that every prompt is filled."""
+    server: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "enable_prefix_caching": False}
+
+    def make(when: Any) -> VLLMEngine:
+        options: Any = {"reuse": REUSE, "best_last": False, "new_variants": when}
+        folder = str(model_folder("Llama"))
+        return VLLMEngine.from_pretrained(folder, store=tmp_path / str(when), server=server, **options)
+
+    return make
+
+
+@pytest.mark.slow
+def test_chunks_that_come_again_are_recomputed_less(served: Callable[..., VLLMEngine]) -> None:
+    chunks, orders = [Chunk(text) for text in TEXTS], [[2, 1, 0], [0, 2, 3], [4, 3, 1]]
+    recomputed, variants = {}, {}
+    for when in ("off", "idle"):
+        with served(when) as made:
+            made.primer().prime(chunks)
+            for turn in range(2):
+                counts = []
+                for order in orders:
+                    stream = made.stream("Why?", [chunks[i] for i in order], sampling=SHORT)
+                    assert "".join(stream) is not None
+                    counts.append(stream.stats.tokens_recomputed)
+                    assert made.settle(600)
+                recomputed[when, turn] = sum(counts)
+            variants[when] = len(made.store.rows())
+            stats = made.new_variants.stats
+            assert (stats.captured > 0, stats.tokens > 0, stats.dropped) == (when == "idle", when == "idle", {})
+    assert recomputed["off", 0] == recomputed["off", 1] == recomputed["idle", 0] > 0
+    assert recomputed["idle", 1] <= 0.6 * recomputed["idle", 0]
+    assert variants["idle"] > variants["off"]
