@@ -637,6 +637,7 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     def timed(count: int) -> None:
         wait_for(lambda: len([chip for chip in all_of(".cc-chip") if "without reuse" in chip.text]) == count)
 
+    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})  # a headless page may have no focus
     # A phone: the side bar is hidden there.
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
