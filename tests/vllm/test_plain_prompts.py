@@ -93,7 +93,8 @@ def test_the_last_user_message_is_marked() -> None:
 
 
 def start(model: Path, folder: Path, *options: str) -> ServerProcess:
-    return ServerProcess(model, folder / "store", folder / "log", "--max-model-len", "4096", *options)
+    store, log = folder / "store", folder / "log"
+    return ServerProcess(model, store, log, "--max-model-len", "4096", *options, new_variants="idle")
 
 
 @pytest.fixture(scope="module")
