@@ -22,7 +22,7 @@ import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,6 @@ from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, EvictionReaso
 
 logger = logging.getLogger("cachecraft_rag.store")
 _MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
-_MOST_USES = 1e15
 _LEAST_REMEMBERED = 1000
 _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
 
@@ -98,12 +97,18 @@ _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores FROM json_each
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value"""
 _INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
 _INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
-_FILE = "variant_id, created, file_bytes"
-_ROW = f"SELECT {_FILE}, score, scope, chunk_id, reuse_frequency, saved FROM variants"
+# Of a damaged row any column may be of another type or out of range: such a number counts as 0.
+_BYTES = "iif(typeof(file_bytes) = 'integer' AND file_bytes > 0, file_bytes, 0)"
+_SCORE, _FREQUENCY, _SAVED, _SHARE = (
+    f"iif(typeof({name}) = 'real' AND {name} BETWEEN 0.0 AND 1e15, {name}, 0.0)"
+    for name in ("score", "reuse_frequency", "saved", "exact_share")
+)
+_FILE = f"variant_id, created, {_BYTES}"
+_ROW = f"SELECT {_FILE}, {_SCORE}, scope, chunk_id, {_FREQUENCY}, {_SAVED} FROM variants"
 # A damaged row may name another chunk than its own.
 _BESIDE = f"{_ROW} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
-_STANDING = """SELECT variant_id, scope, chunk_id, tokens, file_bytes, exact_share, reuse_frequency, saved
-    FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
+_STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'integer', tokens, 0), {_BYTES}, {_SHARE},
+    {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
 _USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
     WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
 _STATE = """SELECT clock, variants, file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
@@ -127,28 +132,27 @@ class _State(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A row that may be evicted; any column may be damaged."""
+class _Candidate(NamedTuple):
+    """A row that may be evicted, in the order of `_ROW`; id, time and chunk id as they lie there, also if damaged."""
 
-    variant_id: Any
-    created: Any
-    file_bytes: Any
-    score: Any
-    scope: Any
-    chunk_id: Any
-    reuse_frequency: Any
-    saved: Any
+    variant_id: str
+    created: float
+    file_bytes: int
+    score: float
+    scope: int
+    chunk_id: str
+    reuse_frequency: float
+    saved: float
 
     @property
     def file(self) -> FileRef:
         """Its file."""
-        return _file_of(self.variant_id, self.created, self.file_bytes)
+        return FileRef(self.variant_id, self.created, self.file_bytes)
 
     @property
-    def used(self) -> Use | None:
-        """All its uses; None if they are damaged."""
-        return _sound_use(self.reuse_frequency, self.saved)
+    def used(self) -> Use:
+        """All its uses."""
+        return Use(self.reuse_frequency, self.saved)
 
 
 class Catalog:
@@ -281,13 +285,12 @@ class Catalog:
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
         """Files of the chosen rows, lowest score first: all, or as many as leave `down_to_bytes` of all files."""
         condition, parameters = chosen.as_sql()
-        query = f"""SELECT v.variant_id, v.created, v.file_bytes FROM variants AS v JOIN scopes AS s USING (scope)
-            WHERE {condition} ORDER BY v.score, v.created"""
+        query = f"""{_ROW} AS v JOIN scopes AS s USING (scope) WHERE {condition} ORDER BY v.score, v.created"""
         with self._db.reading() as connection:
             excess = float("inf")
             if down_to_bytes is not None:
                 excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
-            return [_file_of(*row) for row in _until(connection.execute(query, parameters), excess)[0]]
+            return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
 
     def problems(self) -> list[str]:
         """Findings of SQLite's own integrity check; empty when all is well. Reads the whole catalog."""
@@ -310,9 +313,7 @@ class Catalog:
             if not rows:
                 _put_at_risk(connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer)
                 return []
-            return _remove(
-                connection, _depart(connection, [_Candidate(*row) for row in rows]), writer, EvictionReason.BUDGET
-            )
+            return _remove(connection, _depart(connection, rows), writer, EvictionReason.BUDGET)
 
     def commit(
         self,
@@ -333,12 +334,11 @@ class Catalog:
         key = variant.key
         with self._db.writing() as connection:
             scope = _scope_of(connection, variant)
-            beside = [
-                _Candidate(*row) for row in connection.execute(_BESIDE, (scope, key.chunk_id, variant.variant_id))
-            ]
+            found = connection.execute(_BESIDE, (scope, key.chunk_id, variant.variant_id))
+            beside = [_Candidate(*row) for row in found]
             same = next((row for row in beside if row.variant_id == variant.variant_id), None)
             others = [row.file for row in beside if row is not same]
-            used = (same and same.used) or Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
+            used = Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0)) if same is None else same.used
             if same is None:
                 known = _remembered(connection, scope, key.chunk_id, first=not others)
                 if another and not others and known is None:
@@ -386,7 +386,7 @@ class Catalog:
                 query_of_chunks = "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
                 connection.execute(query_of_chunks, (json.dumps(list(forget)),))
             found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return _remove(connection, [_file_of(*row) for row in found if row is not None], writer, why)
+            return _remove(connection, [FileRef(*row) for row in found if row is not None], writer, why)
 
     def limits(self) -> dict[str, int]:
         """Stored limits, by name."""
@@ -408,7 +408,7 @@ class Catalog:
             many = [row.file for row in _lowest(connection, variants - limits.max_variants)]
             rows, _ = _until(connection.execute(f"{_ROW} ORDER BY score, created"), nbytes - limits.disk_bytes)
         if len(rows) >= len(many):
-            return [_file_of(*row[:3]) for row in rows], EvictionReason.BUDGET
+            return [row.file for row in rows], EvictionReason.BUDGET
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
@@ -424,10 +424,7 @@ class Catalog:
             if (row := rows.get(variant_id)) is None:
                 continue
             _, scope, chunk_id, tokens, nbytes, share, frequency, saved = row
-            before = _sound_use(frequency, saved)
-            if before is None or not isinstance(share, float) or type(tokens) is not int or type(nbytes) is not int:
-                continue  # damaged
-            used = before + use
+            used = Use(frequency, saved) + use
             score = self.policy.score(VariantFacts(chunk_id, variant_id, tokens, nbytes, share, used), clock)
             changed.append((*used, score, scope, chunk_id, variant_id))
         connection.executemany(_USED, changed)
@@ -459,22 +456,6 @@ def _move_clock(connection: sqlite3.Connection, clock: float) -> None:
     connection.execute("UPDATE eviction SET clock = max(clock, ?)", (clock,))
 
 
-def _file_of(variant_id: Any, created: Any, file_bytes: Any) -> FileRef:
-    """The file of a row; id and time unchanged, even if damaged, so that the row can be found again."""
-    return FileRef(variant_id, created, file_bytes if type(file_bytes) is int and file_bytes > 0 else 0)
-
-
-def _sound_use(frequency: object, saved: object) -> Use | None:
-    """Uses of a row; None if they are damaged."""
-    if not isinstance(frequency, float) or not isinstance(saved, float):
-        return None
-    return Use(frequency, saved) if 0.0 <= frequency <= _MOST_USES and 0.0 <= saved <= _MOST_USES else None
-
-
-def _sound_score(score: object) -> bool:
-    return isinstance(score, float) and score < _MOST_USES
-
-
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
     names = (variant.key.namespace, variant.key.fingerprint)
     query = "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?"
@@ -490,12 +471,12 @@ def _lowest(connection: sqlite3.Connection, over: int) -> list[_Candidate]:
     return [_Candidate(*row) for row in connection.execute(f"{_ROW} ORDER BY score, created LIMIT ?", (max(0, over),))]
 
 
-def _until(rows: sqlite3.Cursor, excess: float) -> tuple[list[Sequence[Any]], float]:
+def _until(rows: sqlite3.Cursor, excess: float) -> tuple[list[_Candidate], float]:
     """The first rows whose files together free at least `excess` bytes; and the bytes still missing."""
-    taken: list[Sequence[Any]] = []
+    taken: list[_Candidate] = []
     while excess > 0 and (row := rows.fetchone()) is not None:
-        taken.append(row)
-        excess -= _file_of(*row[:3]).file_bytes
+        taken.append(_Candidate(*row))
+        excess -= taken[-1].file_bytes
     rows.close()  # an open cursor would see the deletions that follow
     return taken, max(excess, 0.0)
 
@@ -527,12 +508,9 @@ def _depart(connection: sqlite3.Connection, rows: Sequence[_Candidate]) -> list[
     clock, variants, _ = _state(connection)
     many = False
     for row in rows:
-        used = row.used
-        if _sound_score(row.score):
-            clock = max(clock, ticked(clock, row.score, used=used is not None and used.saved > 0.0))
-        if used is not None and isinstance(row.chunk_id, str):
-            departing = (row.scope, row.chunk_id, used.frequency, used.saved + 1.0)
-            many |= not (connection.execute(_REMEMBER, departing).lastrowid or 0) % _FORGET_EVERY
+        clock = max(clock, ticked(clock, row.score, used=row.saved > 0.0))
+        departing = (row.scope, row.chunk_id, row.reuse_frequency, row.saved + 1.0)
+        many |= not (connection.execute(_REMEMBER, departing).lastrowid or 0) % _FORGET_EVERY
     _move_clock(connection, clock)
     if many:
         query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
@@ -545,7 +523,7 @@ def _remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, fi
 
     None if it is not remembered as evicted.
     """
-    query = "DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING reuse_frequency, saved, place"
+    query = f"DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING {_FREQUENCY}, {_SAVED}, place"
     found = connection.execute(query, (scope, chunk_id)).fetchall()
     if not found or not first:
         return None
@@ -554,10 +532,9 @@ def _remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, fi
     last = connection.execute("SELECT max(place) FROM departed").fetchone()[0]
     if last is not None and place <= last - max(_LEAST_REMEMBERED, variants):
         return None
-    lowest = connection.execute("SELECT score FROM variants ORDER BY score, created LIMIT 1").fetchone()
-    if lowest is not None and _sound_score(lowest[0]):
-        _move_clock(connection, ticked_by_return(clock, lowest[0]))
-    return _sound_use(*uses) or Use(0.0, 0.0)
+    if lowest := _lowest(connection, 1):
+        _move_clock(connection, ticked_by_return(clock, lowest[0].score))
+    return Use(*uses)
 
 
 # -- rows as they lie there -------------------------------------------------------------------------------------------
@@ -572,7 +549,8 @@ def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = 
         reason = f"its row in the catalog is damaged: {flaw}"
     except ValueError as error:
         reason = str(error)
-    return DamagedRow(_file_of(row.variant_id, row.created, row.file_bytes), row.chunk_id, reason)
+    nbytes = row.file_bytes if type(row.file_bytes) is int and row.file_bytes > 0 else 0
+    return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
 
 
 def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:
