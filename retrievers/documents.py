@@ -48,18 +48,13 @@ _MARKS = (
 # Encodings that a page may declare, by Python's names. Not all that Python knows: its "undefined" raises, "punycode"
 # is not for pages. A page in UTF-16 could not be read far enough to find the declaration, so the HTML standard takes
 # "utf-16" for UTF-8. It also takes Latin-1 and ASCII for Windows-1252.
-_PAGE_CODECS = {
+_PAGE_CODECS = re.compile(
+    r"iso8859-\d+|cp(866|874|932|949|125\d)|koi8-[ru]|mac-(roman|cyrillic)|gb2312|gbk|gb18030|big5(hkscs)?|euc_(jp|kr)"
+    r"|iso2022_jp|shift_jis"
+)
+_READ_AS = {
     "ascii": "cp1252",
     "iso8859-1": "cp1252",
-    **{
-        name: name
-        for name in (
-            *(f"iso8859-{part}" for part in (2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16)),
-            *(f"cp{page}" for page in (866, 874, *range(1250, 1259))),
-            *("koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "gb2312", "gbk", "gb18030", "big5", "big5hkscs"),
-            *("euc_jp", "iso2022_jp", "shift_jis", "cp932", "euc_kr", "cp949"),
-        )
-    },
     "iso8859-9": "cp1254",
     "iso8859-11": "cp874",
     "tis-620": "cp874",
@@ -301,7 +296,7 @@ def _codec(declared: str) -> str | None:
         name = codecs.lookup(declared).name
     except LookupError:
         return None
-    return _PAGE_CODECS.get(name)
+    return _READ_AS.get(name) or (name if _PAGE_CODECS.fullmatch(name) else None)
 
 
 def _parse_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:

@@ -10,8 +10,6 @@ owner.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import logging
 import os
@@ -72,11 +70,6 @@ class IndexStats:
     chunks: int
     owners: int
     generation: int
-
-
-def chunk_number(chunk_id: str, salt: int) -> int:
-    """The non-negative int64 under which FAISS may know a chunk; where two meet, the later one takes another salt."""
-    return int.from_bytes(hashlib.blake2b(f"{salt}:{chunk_id}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 class FaissStore(Closeable):
@@ -369,19 +362,13 @@ class FaissStore(Closeable):
             if chunk_id != chunk_id_of(chunk.text):
                 raise ConfigError(f"chunk {chunk_id}: this is not the id of its text; make the chunk with Chunk(text)")
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
-            number = row[0] if row else self._free_number(db, chunk_id)
             if row is None:
-                values = (number, chunk_id, generation, chunk.text, vector.tobytes())
-                db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", values)
+                insert = "INSERT INTO chunks (chunk_id, generation, text, vector) VALUES (?, ?, ?, ?) RETURNING number"
+                row = db.execute(insert, (chunk_id, generation, chunk.text, vector.tobytes())).fetchone()
                 added.append(chunk_id)
-            owner = (doc_id, ordinal, number, encoded(chunk.metadata), key)
+            owner = (doc_id, ordinal, row[0], encoded(chunk.metadata), key)
             db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
         return added
-
-    def _free_number(self, db: sqlite3.Connection, chunk_id: str) -> int:
-        numbers = (chunk_number(chunk_id, salt) for salt in itertools.count())
-        taken = "SELECT 1 FROM chunks WHERE number = ?"
-        return next(number for number in numbers if db.execute(taken, (number,)).fetchone() is None)
 
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
         """Remove the places with these keys and whatever document and chunk is left with none; the chunks' ids."""

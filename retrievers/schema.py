@@ -104,6 +104,7 @@ def _message(path: Path, error: sqlite3.Error) -> str:
 # FULL: a commit that a power cut takes back would leave the index file ahead.
 _KIND = Kind(
     migrations=_MIGRATIONS,
+    newest=len(_MIGRATIONS),
     pragmas=("synchronous = FULL", "foreign_keys = ON"),
     error=IndexStoreError,
     what=lambda path: f"{path.parent}: the index",

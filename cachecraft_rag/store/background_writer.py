@@ -67,20 +67,16 @@ class BackgroundWriter:
         variant = self._variant_of(capture)
         with self._lock:
             refusal = self._refusal(capture, variant)
-            if refusal is None:
-                self._queued_bytes += variant.nbytes
-        future = None
+            self._queued_bytes += variant.nbytes if refusal is None else 0
         if refusal is None:
             self._memory.host.add(variant, capture.kv)
-            future = self.submit(partial(self._store, variant, capture))
-            if future is not None:
+            if (future := self.submit(partial(self._store, variant, capture))) is not None:
                 future.add_done_callback(partial(self._done, variant))
-            else:
-                self._done(variant)
-        if future is None:
-            future = Future()
-            future.set_result(self._drop(variant, refusal or _closed(variant)))
-        return future
+                return future
+            self._done(variant)
+        refused: Future[Variant | Unavailable] = Future()
+        refused.set_result(self._drop(variant, refusal or _closed(variant)))
+        return refused
 
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
         """Write a variant from the remote to the local disk, if the queue has room."""
@@ -161,21 +157,19 @@ class BackgroundWriter:
         except ValueError as error:  # a lossy codec and values that it cannot take
             why = f"it cannot be encoded: {error}"
             return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why))
-        stored = self._write(variant, capture, encoded)
-        if self._remote is not None and capture.session is None:  # also what the disk has no room for
-            self._remote.put(variant, encoded, capture.token_scores)
-        return stored
-
-    def _write(self, variant: Variant, capture: Capture, encoded: Encoded) -> Variant | Unavailable:
         # A chunk that was removed here may still lie on a remote, and then it is as good as stored.
         another = capture.another and self._remote is None
-        if (refused := self._written(variant, encoded, capture.token_scores, another=another)) is not None:
-            return self._drop(variant, refused)
-        if capture.mark is not None:
-            self._mark(capture.key, capture.mark)
-        with self._lock:
-            self._captures["stored"] += 1
-        return variant
+        refused = self._written(variant, encoded, capture.token_scores, another=another)
+        if refused is not None:
+            self._drop(variant, refused)
+        else:
+            if capture.mark is not None:
+                self._mark(capture.key, capture.mark)
+            with self._lock:
+                self._captures["stored"] += 1
+        if self._remote is not None and capture.session is None:  # also what the disk has no room for
+            self._remote.put(variant, encoded, capture.token_scores)
+        return refused or variant
 
     def _mark(self, key: VariantKey, mark: tuple[int, int]) -> None:
         try:
@@ -190,13 +184,9 @@ class BackgroundWriter:
         try:
             return self._durable.write(variant, encoded, scores, another=another)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            code, words = (
-                (CaptureDrop.DISK_FULL, "the disk is full")
-                if full
-                else (CaptureDrop.FILE_ERROR, "its file cannot be written")
-            )
-            return Unavailable(variant.variant_id, code, f"{words}: {error}")
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return Unavailable(variant.variant_id, CaptureDrop.DISK_FULL, f"the disk is full: {error}")
+            return Unavailable(variant.variant_id, CaptureDrop.FILE_ERROR, f"its file cannot be written: {error}")
         except StoreError as error:
             why = f"the catalog cannot be written: {error}"
             return Unavailable(variant.variant_id, CaptureDrop.CATALOG_ERROR, why)

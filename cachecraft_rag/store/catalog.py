@@ -587,7 +587,7 @@ def _message(path: Path, error: sqlite3.Error) -> str:
 # The effect of that alone was not measured.
 _KIND = Kind(
     migrations=(_TABLES,),
-    first=_VERSION - 1,
+    newest=_VERSION,
     pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768"),
     error=StoreError,
     other_version=OtherVersionError,

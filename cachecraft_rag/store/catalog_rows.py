@@ -45,6 +45,8 @@ class CatalogRow(NamedTuple):
     row_sum: Any = None
 
 
+_UNCHANGED = ("variant_id", "tokens", "tokens_digest", "session", "codec", "nbytes")
+_MEASURES = ("intra", "cci", "exact_share", "created")
 COLUMNS = ", ".join(f"v.{name}" for name in CatalogRow._fields)
 
 
@@ -76,18 +78,15 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
     """The row of a variant."""
     key = variant.key
-    unchanged = {name: getattr(variant, name) for name in ("variant_id", "tokens", "tokens_digest", "session", "codec")}
-    measures = {name: getattr(variant, name) + 0.0 for name in ("intra", "cci", "exact_share", "created")}  # no -0.0
     row = CatalogRow(
         chunk_id=key.chunk_id,
         origin_prefix=pack_ids(key.origin_prefix),
         inter=struct.pack(f"<{len(variant.inter)}f", *variant.inter),
-        nbytes=variant.nbytes,
         reuse_frequency=frequency,
         primed=int(variant.primed),
         file_bytes=file_bytes,
-        **unchanged,
-        **measures,
+        **{name: getattr(variant, name) for name in _UNCHANGED},
+        **{name: getattr(variant, name) + 0.0 for name in _MEASURES},  # no -0.0
     )
     return CatalogRow(*row[:-1], sum_of(key.namespace, key.fingerprint, row))
 
@@ -120,26 +119,12 @@ def variant_of_row(namespace: str, fingerprint: str, row: CatalogRow, payload: P
         if row.row_sum != sum_of(namespace, fingerprint, row):
             raise ValueError("its checksum is wrong")
         return Variant(
-            key=VariantKey(
-                namespace=namespace,
-                fingerprint=fingerprint,
-                chunk_id=row.chunk_id,
-                origin_prefix=unpack_ids(row.origin_prefix),
-            ),
-            variant_id=row.variant_id,
-            tokens=row.tokens,
-            tokens_digest=row.tokens_digest,
+            key=VariantKey(namespace, fingerprint, row.chunk_id, unpack_ids(row.origin_prefix)),
             inter=struct.unpack(f"<{len(row.inter) // 4}f", row.inter),
-            intra=row.intra,
-            cci=row.cci,
-            exact_share=row.exact_share,
-            session=row.session,
-            codec=row.codec,
-            nbytes=row.nbytes,
             reuse_frequency=row.reuse_frequency,
-            created=row.created,
             primed=bool(row.primed),
             payload=payload,
+            **{name: getattr(row, name) for name in _UNCHANGED + _MEASURES},
         )
     except _WRONG as error:
         raise ValueError(f"its row in the catalog is damaged: {error}") from error

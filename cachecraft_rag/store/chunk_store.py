@@ -24,7 +24,8 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
-from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.disk import Throttle
@@ -152,8 +153,7 @@ class ChunkCacheStore(Closeable):
         check_text("namespace", namespace)
         check_text("session", session, optional=True)
         found = Found({chunk_id: [] for chunk_id in chunk_ids})
-        if not self._gone():
-            self._find_here(found, namespace, fingerprint, session=session, bounds=bounds)
+        self._find_here(found, namespace, fingerprint, session=session, bounds=bounds)
         if self._remote is not None:
             # After the catalog, not beside it: the catalog takes a millisecond, and its chunks need not be asked for.
             few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
@@ -170,15 +170,13 @@ class ChunkCacheStore(Closeable):
     def _find_here(
         self, found: Found, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
     ) -> None:
-        """Fill in the variants of the catalog. If it cannot be read: none, and one warning."""
+        """Fill in the variants of the catalog."""
         payload = Payload(bounds.layout if bounds is not None else None)
-        try:
-            variants, damaged = self._durable.catalog.find(
-                namespace, fingerprint, list(found.variants), session=session, payload=payload
-            )
-        except StoreError as error:
-            self._warn_once("lookup", f"Nothing can be reused: {error}")
-            return
+
+        def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
+            return catalog.find(namespace, fingerprint, list(found.variants), session=session, payload=payload)
+
+        variants, damaged = self._asked("Nothing can be reused", find, instead=({}, []))
         flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
         for variant in (one for offers in variants.values() for one in offers):
             if bounds is not None and (flaw := bounds.flaw(variant)):
@@ -191,13 +189,8 @@ class ChunkCacheStore(Closeable):
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Token scores of each variant, by variant id; every asked id is a key."""
-        self._check_open()
-        try:
-            found = {} if self._gone() else self._durable.catalog.token_scores(variant_ids)
-        except StoreError as error:
-            self._warn_once("token_scores", f"Token scores cannot be read: {error}")
-            found = {}
-        found = {variant_id: found.get(variant_id, TokenScores()) for variant_id in variant_ids}
+        known = self._asked("No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={})
+        found = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
             unknown = [name for name, scores in found.items() if scores.inter is None]
             found |= self._remote.token_scores(unknown)
@@ -205,26 +198,28 @@ class ChunkCacheStore(Closeable):
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; returns those that had been seen before."""
-        self._check_open()
-        if self._durable.read_only or self._gone():
+        if self._durable.read_only:
             return set()
-        try:
-            return self._durable.catalog.texts.seen(names)
-        except StoreError as error:
-            self._warn_once("seen_texts", f"Texts cannot be counted: {error}")
-            return set()
+        return self._asked("Texts cannot be counted", lambda catalog: catalog.texts.seen(names), instead=set())
 
     def marked_texts(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None = None
     ) -> list[MarkedText]:
         """Captured texts that have one of these marks."""
+        return self._asked(
+            "No text is recognised",
+            lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
+            instead=[],
+        )
+
+    def _asked(self, problem: str, ask: Callable[[Catalog], T], *, instead: T) -> T:
+        """The catalog's answer; `instead`, with one warning, if it cannot be read or the folder is gone."""
         self._check_open()
         try:
-            texts = self._durable.catalog.texts
-            return [] if self._gone() else texts.marked(namespace, fingerprint, marks, session=session)
+            return instead if self._gone() else ask(self._durable.catalog)
         except StoreError as error:
-            self._warn_once("marked_texts", f"No text is recognised: {error}")
-            return []
+            self._warn_once(problem, f"{problem}: {error}")
+            return instead
 
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """`open_variant` for each, in the same order; those on the remote are fetched at the same time."""

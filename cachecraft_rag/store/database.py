@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from cachecraft_rag.errors import CacheCraftError
 class Kind:
     """Properties of one kind of file.
 
-    migrations  statements that bring a file from version n to n + 1, numbered by position. Append-only: a released
-                migration never changes, a new one is added behind it
+    migrations  statements that bring a file from one version to the next. Append-only: a released migration never
+                changes, a new one is added behind it
     pragmas     settings of a connection that writes, besides WAL
     error       raised for every failure
     what        name of the file at this path, in messages
     message     meaning of an error of SQLite, and what to do about it
-    first       the first migration makes version `first` + 1; an older file cannot be brought up to date
+    newest      version that the last migration makes; a file from before the first cannot be brought up to date
     other_version, disk_full  raised for these two failures
     """
 
@@ -42,14 +43,9 @@ class Kind:
     error: type[CacheCraftError]
     what: Callable[[Path], str]
     message: Callable[[Path, sqlite3.Error], str]
-    first: int = 0
+    newest: int
     other_version: type[CacheCraftError] | None = None
     disk_full: type[CacheCraftError] | None = None
-
-    @property
-    def newest(self) -> int:
-        """Version of a file that is up to date."""
-        return self.first + len(self.migrations)
 
 
 class Database:
@@ -202,7 +198,8 @@ class Database:
         """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
         for mode in (*self._kind.pragmas, "journal_mode = WAL"):
             connection.execute(f"PRAGMA {mode}")
-        first, newest = self._kind.first, self._kind.newest
+        newest = self._kind.newest
+        first = newest - len(self._kind.migrations)
         if _version(connection) == newest:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return
@@ -273,9 +270,8 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error.
     """
     place = path.absolute().as_uri()
-    connection = sqlite3.connect(
-        f"{place}?mode=ro", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
-    )
+    connect = partial(sqlite3.connect, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    connection = connect(f"{place}?mode=ro")
     try:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return connection
@@ -285,9 +281,7 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
         locked_out = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
         if not locked_out or (journal.exists() and journal.stat().st_size):
             raise
-    return sqlite3.connect(
-        f"{place}?mode=ro&immutable=1", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
-    )
+    return connect(f"{place}?mode=ro&immutable=1")
 
 
 def can_be_written(path: Path) -> bool:

@@ -10,29 +10,18 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
 from cachecraft_rag.types import Damaged, LoadedVariant, LoadFailure, TierName, Unavailable, Variant
 
-_NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors")
+# Of a file, or of a temporary one, which begins with a dot and names its writer.
+_NAME = re.compile(r"(\.)?(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors(?(1)\.[0-9a-f]+\.tmp)")
 _ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")
-_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{16}\.safetensors\.(?P<writer>[0-9a-f]+)\.tmp")
 
 _BURST_S = 0.005  # of reading at the full rate after a pause
 _PIECE_BYTES = 64 << 10  # a throttled read is handed out in such pieces, so that a new rate is felt soon
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A file in the tier's folder; `variant_id` is None for a foreign file, `writer` is set for a temporary one."""
-
-    path: Path
-    nbytes: int
-    variant_id: str | None = None
-    created: float = 0.0
-    writer: str | None = None
 
 
 class Throttle:
@@ -70,6 +59,16 @@ class Throttle:
                 return
 
 
+class _Descriptor:
+    """An open file, closed when nobody holds it any more: a read must not meet another file under its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
 class _File:
     """One file as a `layout.ByteSource`."""
 
@@ -77,40 +76,26 @@ class _File:
     sequential = False
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._opened: _Descriptor | None = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._throttle = throttle
-        self._guard = threading.Lock()  # no descriptor may be closed while a read uses it: its number is used again
-        self._readers, self._closed = 0, False
 
     @property
     def nbytes(self) -> int:
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._held().number).st_size
 
     def read(self, buffer: memoryview, at: int) -> None:
-        with self._guard:
-            if self._closed:
-                raise OSError(errno.EBADF, "the file was closed")
-            self._readers += 1
-        try:
-            for piece, offset in self._throttle.pieces(buffer):
-                if _transfer(os.preadv, self._descriptor, piece, at=at + offset) != len(piece):
-                    raise OSError(errno.EIO, "the file shrank while it was read")
-                if self._closed:
-                    raise OSError(errno.EBADF, "the file was closed")
-        finally:
-            with self._guard:
-                self._readers -= 1
-                self._release()
+        for piece, offset in self._throttle.pieces(buffer):
+            held = self._held()
+            if _transfer(os.preadv, held.number, piece, at=at + offset) != len(piece):
+                raise OSError(errno.EIO, "the file shrank while it was read")
 
     def close(self) -> None:
-        with self._guard:
-            self._closed = True
-            self._release()
+        self._opened = None
 
-    def _release(self) -> None:
-        if self._closed and not self._readers and self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def _held(self) -> _Descriptor:
+        if (opened := self._opened) is None:
+            raise OSError(errno.EBADF, "the file was closed")
+        return opened
 
 
 class DiskTier:
@@ -190,8 +175,8 @@ class DiskTier:
         path = self.path(variant_id, created)
         return [found for found in (self._temporary(path, writer), path) if found.exists()]
 
-    def scan(self) -> Iterator[FoundFile]:
-        """Every file below the root. Files may come and go meanwhile."""
+    def scan(self) -> Iterator[tuple[Path, FileRef]]:
+        """Every file below the root, temporary ones too; a foreign one has no id. Files may come and go meanwhile."""
         for folder, _, names in os.walk(self.root):
             for name in names:
                 path = Path(folder, name)
@@ -199,13 +184,11 @@ class DiskTier:
                     nbytes = path.lstat().st_size
                 except FileNotFoundError:
                     continue
-                temporary = _TEMPORARY.fullmatch(name)
-                match = _NAME.fullmatch(name[1:].rpartition(".safetensors")[0] + ".safetensors" if temporary else name)
-                if match is None:
-                    yield FoundFile(path, nbytes)
+                if (match := _NAME.fullmatch(name)) is None:
+                    yield path, FileRef("", 0.0, nbytes)
                     continue
                 created: float = struct.unpack(">d", bytes.fromhex(match["created"]))[0]
-                yield FoundFile(path, nbytes, match["id"], created, temporary["writer"] if temporary else None)
+                yield path, FileRef(match["id"], created, nbytes)
 
     def _make_folder(self, folder: Path) -> None:
         """Create the folder and sync every parent that got a new entry: a power cut could lose a synced file else."""

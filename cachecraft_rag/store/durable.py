@@ -27,7 +27,7 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.store.database import can_be_written
-from cachecraft_rag.store.disk import DiskTier, FoundFile, Throttle
+from cachecraft_rag.store.disk import DiskTier, Throttle
 from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.layout import Encoded
 from cachecraft_rag.store.writers import Writers
@@ -281,10 +281,10 @@ class DurableVariants:
             if progress is not None:
                 progress(Progress(rows, max(total, rows), ""))
         reported = {finding.path for finding in findings}
-        for file in files:
-            if file.path not in reported:
-                findings += self._check_file(file, repair=repair)
-        return CheckReport(rows, len(files), sum(file.nbytes for file in files), repair, tuple(findings))
+        for path, file in files:
+            if path not in reported:
+                findings += self._check_file(path, file, repair=repair)
+        return CheckReport(rows, len(files), sum(file.file_bytes for _, file in files), repair, tuple(findings))
 
     def _sweep(self, *, repair: bool) -> list[Finding]:
         """Find files, reservations and locks of dead writers; with `repair` remove them."""
@@ -307,41 +307,40 @@ class DurableVariants:
 
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
         if isinstance(row, DamagedRow):
-            path = self.disk.path(row.file.variant_id, row.file.created)
-            if repair:
-                self.delete(self.catalog.remove([row.file], writer=self._writers.token))
-            return [_finding("damaged row", path, row.reason, repair=repair)]
-        file = FileRef(row.variant.variant_id, row.variant.created)
-        path = self.disk.path(file.variant_id, file.created)
-        found = self.disk.read(row.variant)
-        if not isinstance(found, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
-            return []
-        if not isinstance(found, Damaged):
-            return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
-        kind: FindingKind = "damaged file" if path.exists() else "missing file"
+            kind: FindingKind = "damaged row"
+            file, reason = row.file, row.reason
+            path = self.disk.path(file.variant_id, file.created)
+        else:
+            file = FileRef(row.variant.variant_id, row.variant.created)
+            path = self.disk.path(file.variant_id, file.created)
+            found = self.disk.read(row.variant)
+            if not isinstance(found, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
+                return []
+            if not isinstance(found, Damaged):
+                return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
+            kind, reason = "damaged file" if path.exists() else "missing file", found.reason
         if repair:
             self.delete(self.catalog.remove([file], writer=self._writers.token))
-        return [_finding(kind, path, found.reason, repair=repair)]
+        return [_finding(kind, path, reason, repair=repair)]
 
-    def _check_file(self, file: FoundFile, *, repair: bool) -> list[Finding]:
-        if file.variant_id is None:
-            return [Finding("foreign file", file.path, "no file of this store", "left alone")]
-        if file.writer is not None:
-            if self._writers.is_alive(file.writer):
+    def _check_file(self, path: Path, file: FileRef, *, repair: bool) -> list[Finding]:
+        if not file.variant_id:
+            return [Finding("foreign file", path, "no file of this store", "left alone")]
+        if path.suffix == ".tmp":  # its name ends in its writer's
+            if self._writers.is_alive(path.name.split(".")[-2]):
                 return []
             if repair:
-                _unlink(file.path)  # its writer is dead for good, so no other has to be stopped for this
-            return [_finding("leftover of a writer", file.path, _KILLED, repair=repair)]
-        known = FileRef(file.variant_id, file.created)
-        if self.catalog.holds(known, or_at_risk=True):  # most files end here
+                _unlink(path)  # its writer is dead for good, so no other has to be stopped for this
+            return [_finding("leftover of a writer", path, _KILLED, repair=repair)]
+        if self.catalog.holds(file, or_at_risk=True):  # most files end here
             return []
         # Between the look and the deletion no writer may reserve room for this file or commit its row.
         with nullcontext() if self.read_only else self.catalog.standstill():
-            if self.catalog.holds(known, or_at_risk=True) or not file.path.exists():
+            if self.catalog.holds(file, or_at_risk=True) or not path.exists():
                 return []
             if repair:
-                _unlink(file.path)
-        return [_finding("file without row", file.path, f"{file.nbytes} bytes that no row names", repair=repair)]
+                _unlink(path)
+        return [_finding("file without row", path, f"{file.file_bytes} bytes that no row names", repair=repair)]
 
 
 def _opened(path: Path, *, busy_timeout_s: float, read_only: bool, policy: Policy | None) -> Catalog:

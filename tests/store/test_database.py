@@ -21,7 +21,8 @@ SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)
 
 
 def open_database(path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0) -> Database:
-    kind = replace(_KIND, migrations=migrations or (FIRST,), first=0)
+    migrations = migrations or (FIRST,)
+    kind = replace(_KIND, migrations=migrations, newest=len(migrations))
     return Database(path, kind=kind, busy_timeout_s=busy_timeout_s)
 
 

@@ -61,7 +61,7 @@ VARIANT = Variant(
 )
 SCORES = TokenScores(np.array([0.0, 0.5, 1.0], np.float32))
 KV = torch.arange(48, dtype=torch.float32).reshape(2, 2, 3, 1, 4)
-ROW = Row(replace(VARIANT, home="remote", payload=Payload(nbytes=5000, seal=b"\x01" * 16)), SCORES, 5000)
+ROW = Row(replace(VARIANT, home="remote", payload=Payload(nbytes=5000, seal=b"\x01" * 16)), SCORES)
 ROOMY = Limits(disk_bytes=10**9, max_variants=10, variants_per_chunk=10)
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.store.disk import DiskTier, Throttle
 from cachecraft_rag.store.eviction import Use
@@ -462,11 +463,11 @@ def test_scan_tells_files_temporary_files_and_strangers_apart(tmp_path: Path) ->
     temporary = path.with_name(f".{path.name}.cafe.tmp")
     temporary.write_bytes(b"half")
     (tmp_path / "notes.txt").write_bytes(b"mine")
-    found = {file.path: file for file in tier.scan()}
+    found = dict(tier.scan())
     assert set(found) == {path, temporary, tmp_path / "notes.txt"}
-    assert (found[path].variant_id, found[path].created, found[path].writer) == (variant.variant_id, 1.5, None)
-    assert (found[temporary].variant_id, found[temporary].writer) == (variant.variant_id, "cafe")
-    assert found[tmp_path / "notes.txt"].variant_id is None
+    assert found[path] == FileRef(variant.variant_id, 1.5, path.stat().st_size)
+    assert found[temporary] == FileRef(variant.variant_id, 1.5, 4)
+    assert found[tmp_path / "notes.txt"] == FileRef("", 0.0, 4)
     assert tier.leftovers(variant.variant_id, 1.5, "cafe") == [temporary, path]
     tier.remove(variant.variant_id, 1.5)
     tier.remove(variant.variant_id, 1.5)  # gone already: fine

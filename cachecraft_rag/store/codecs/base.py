@@ -1,11 +1,12 @@
-"""Protocol of codecs, and functions that lossy ones share."""
+"""Base class of codecs, and functions that lossy ones share."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.types import KVLayout
 
@@ -33,56 +34,53 @@ class BlockPart:
         return _WIDTHS[self.dtype] * math.prod(self.shape)
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Turns each layer of a chunk-cache into a block of bytes and back; a block needs no other block to be decoded.
 
     Codecs hold no state, so any thread may call any method; the work itself runs with the interpreter's lock released.
+
+    Attributes:
+        name: in `CODECS`, in the catalog's rows and in files. A name stands for one format for ever.
+        in_place: True if a block is the memory of the tensor itself, so that it can be read straight into the tensor.
     """
 
-    @property
-    def name(self) -> str:
-        """Its name in `CODECS`, in the catalog's rows and in files. A name stands for one format for ever."""
-        ...
+    name: str
+    in_place = False
 
-    @property
-    def in_place(self) -> bool:
-        """True if a block is the memory of the tensor itself, so that it can be read straight into the tensor."""
-        ...
-
+    @abstractmethod
     def block_bytes(self, layout: KVLayout, tokens: int) -> int | None:
         """Bytes of every layer's block; None when that depends on the values."""
-        ...
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Bytes of the largest block that `encode` may return; a larger one is damaged."""
-        ...
+        return self.block_bytes(layout, tokens) or 0
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Tensors in a block of `nbytes`, in order."""
-        ...
+        """Tensors in a block of `nbytes`, in order; by default bytes that only the codec understands."""
+        return (BlockPart("", "U8", (nbytes,)),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
         """Place of the tokens from `start` up to `stop` in a block: their bytes, joined, are a block of those tokens.
 
         Empty when a block can only be decoded as a whole.
         """
-        ...
+        return ()
 
+    @abstractmethod
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """The block, uint8 `[bytes]`, of one layer of `layers`.
 
         `kv` is `[2, tokens, kv_heads, head_dim]`, contiguous, on a CPU. The block may share its memory. Raises
         ValueError, with the reason, when the values cannot be encoded.
         """
-        ...
 
+    @abstractmethod
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """Fill `out` `[2, tokens, kv_heads, head_dim]`, of the dtype that was encoded, from a block uint8 `[bytes]`.
 
         Raises ValueError, with the reason, when the block cannot be decoded to that shape; `out` may be half filled
         then. Whether its bytes are those that were written is for checksums to say.
         """
-        ...
 
 
 def stretches(out: Tensor) -> Iterator[slice]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.codecs.base import BlockPart, finish, stretches
+from cachecraft_rag.store.codecs.base import Codec, finish, stretches
 from cachecraft_rag.types import KVLayout
 
 if TYPE_CHECKING:
@@ -37,11 +37,10 @@ _LARGEST_ANCHOR = 32767
 _LEVEL = 1  # higher ones look for matches where there are none: slower, and larger by up to a tenth
 
 
-class Entropy:
+class Entropy(Codec):
     """A value's error is at most half its head's step; see `Codec`. Needs the package zstandard."""
 
     name = "entropy"
-    in_place = False
 
     def __init__(self) -> None:
         """Raises ConfigError when zstandard is not installed."""
@@ -61,14 +60,6 @@ class Entropy:
         """Steps and anchor, and two frames of noise, which zstandard makes longer by less than a 128th and 1 KiB."""
         deltas = tokens * layout.kv_heads * layout.head_dim
         return 2 * layout.kv_heads * (4 + 2 * layout.head_dim) + 4 + 2 * (deltas + deltas // 128 + 1024)
-
-    def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Bytes that only this codec understands."""
-        return (BlockPart("", "U8", (nbytes,)),)
-
-    def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """A block decodes only as a whole."""
-        return ()
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """See `Codec.encode`; infinities and NaN are refused, and so is what is too large to be squared."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.store.codecs.base import BlockPart, finish, stretches
+from cachecraft_rag.store.codecs.base import BlockPart, Codec, finish, stretches
 from cachecraft_rag.types import KVLayout
 
 if TYPE_CHECKING:
@@ -20,19 +20,14 @@ _LARGEST = 127
 _SCALE_BYTES = 2
 
 
-class Int8:
+class Int8(Codec):
     """A value's error is at most half its scale, which is 1/127 of the largest of its head; see `Codec`."""
 
     name = "int8"
-    in_place = False
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Scales and payload."""
         return 2 * tokens * layout.kv_heads * (_SCALE_BYTES + layout.head_dim)
-
-    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """The same for every block."""
-        return self.block_bytes(layout, tokens)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
         """Scales first: like this both are aligned, whatever the shape."""

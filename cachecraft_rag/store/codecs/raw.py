@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.store.codecs.base import BlockPart
+from cachecraft_rag.store.codecs.base import BlockPart, Codec
 from cachecraft_rag.types import KVLayout
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-class Raw:
+class Raw(Codec):
     """Nothing is lost; see `Codec`."""
 
     name = "raw"
@@ -22,10 +22,6 @@ class Raw:
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Bytes of a layer of the tensor."""
         return layout.nbytes(tokens) // layout.layers
-
-    def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """The same for every block."""
-        return self.block_bytes(layout, tokens)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
         """The tensor."""

@@ -53,23 +53,20 @@ class Outbox:
         outcome = "failed"
         try:
             async with self._turn:
-                outcome = await self._outcome(parcel)
+                if self._connection.allows():
+                    async with asyncio.timeout(self._config.put_timeout_s):
+                        outcome = await self._deliver(parcel)
+                else:
+                    outcome = "the remote is left alone"
+        except OSError as error:  # a TimeoutError too
+            outcome = "too slow" if isinstance(error, TimeoutError) else "failed"
+            logger.info("A chunk-cache could not be sent to the remote: %s", error)
         except Exception:  # a mistake of our own must be seen, and end no sending
             logger.exception("A chunk-cache could not be sent to the remote")
         finally:
             with self._lock:
                 self.queued_bytes -= parcel.nbytes
                 self.captures[outcome] += 1
-
-    async def _outcome(self, parcel: Parcel) -> str:
-        if not self._connection.allows():
-            return "the remote is left alone"
-        try:
-            async with asyncio.timeout(self._config.put_timeout_s):
-                return await self._deliver(parcel)
-        except OSError as error:  # a TimeoutError too
-            logger.info("A chunk-cache could not be sent to the remote: %s", error)
-            return "too slow" if isinstance(error, TimeoutError) else "failed"
 
     async def _deliver(self, parcel: Parcel) -> str:
         backend, variant = self._connection.backend, parcel.name.rpartition("-")[0]

@@ -34,16 +34,10 @@ _IMPOSSIBLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError
 
 @dataclass(frozen=True)
 class Row:
-    """A variant as a remote lists it, its token scores, and the bytes of its payload."""
+    """A variant as a remote lists it, with the facts of its payload, and its token scores."""
 
     variant: Variant
     token_scores: TokenScores
-    payload_bytes: int
-
-    @property
-    def name(self) -> str:
-        """See `name_of`."""
-        return name_of(self.variant)
 
     def encode(self) -> bytes:
         """The row's bytes, not signed."""
@@ -53,7 +47,7 @@ class Row:
             **asdict(variant.key),
             **{name: getattr(variant, name) for name in _AS_THEY_ARE},
             "token_inter": _encoded(self.token_scores.inter),
-            "payload_bytes": self.payload_bytes,
+            "payload_bytes": variant.payload.nbytes,
         }
         if variant.payload.seal:
             found["seal"] = base64.b64encode(variant.payload.seal).decode()
@@ -106,24 +100,23 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
         given = json.loads(text)
         if given["layout_version"] != LAYOUT_VERSION:
             raise ValueError("layout version")
-        payload_bytes = given["payload_bytes"]
-        seal = base64.b64decode(given.get("seal", ""), validate=True)
-        token_scores = TokenScores(_decoded(given["token_inter"]))
-        variant = _variant_of(given, Payload(None, payload_bytes, seal))
-        _require(variant, payload_bytes, token_scores)
+        row = Row(_variant_of(given), TokenScores(_decoded(given["token_inter"])))
+        _require(row)
+        variant = row.variant
         same = created.decode("ascii") == created_hex(variant.created)
     except _IMPOSSIBLE as error:
         raise ValueError(f"row damaged: {type(error).__name__}: {error}") from error
     key = variant.key
     if not same or key != replace(key, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id):
         raise ValueError("row of another variant")
-    return Row(replace(variant, reuse_frequency=0.0), token_scores, payload_bytes)
+    return replace(row, variant=replace(variant, reuse_frequency=0.0))
 
 
-def _variant_of(row: Mapping[str, Any], payload: Payload) -> Variant:
-    """The variant of a row's fields; unknown ones are ignored. Raises LookupError, TypeError."""
+def _variant_of(row: Mapping[str, Any]) -> Variant:
+    """The variant of a row's fields; unknown ones are ignored. Raises LookupError, TypeError, ValueError."""
     key = VariantKey(**{one.name: row[one.name] for one in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
+    payload = Payload(None, row["payload_bytes"], base64.b64decode(row.get("seal", ""), validate=True))
     key = replace(key, origin_prefix=tuple(key.origin_prefix))
     return Variant(key=key, session=None, home="remote", payload=payload, **given)
 
@@ -136,13 +129,14 @@ def _decoded(text: str | None) -> np.ndarray | None:
     return None if text is None else np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
 
 
-def _require(variant: Variant, payload_bytes: int, token_scores: TokenScores) -> None:
+def _require(row: Row) -> None:
     """Raise ValueError unless every field has the type and range that the planner needs."""
+    variant, payload_bytes = row.variant, row.variant.payload.nbytes
     if flaw := unsound(variant):
         raise ValueError(flaw)
     if variant.variant_id != variant.key.variant_id:
         raise ValueError("id")
     if type(payload_bytes) is not int or not 0 < payload_bytes < 1 << 62:
         raise ValueError("payload")
-    if unsound_scores(token_scores, variant.tokens):
+    if unsound_scores(row.token_scores, variant.tokens):
         raise ValueError("token scores")

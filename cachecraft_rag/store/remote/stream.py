@@ -47,14 +47,15 @@ class RemoteStream(Closeable):
         """
         self._confirms, self._slices, self._unconfirmed = confirms, 0, memoryview(b"")
         self.nbytes = nbytes
-        self._pieces, self._submit, self._ended = pieces, submit, ended
+        self._pieces: AsyncIterator[Piece] | None = pieces
+        self._submit, self._ended = submit, ended
         self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
         self._lock = threading.Lock()
-        self._closed = self._over = False
+        self._over = False
         self._left = memoryview(b"")
         self._taken = 0
         self._parts: list[memoryview] = []
-        self._next = submit(self._advance(first_timeout_s))
+        self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
         """`read_into`, for `layout.StoredVariant`; raises OSError when `at` is not where the last read ended."""
@@ -90,16 +91,9 @@ class RemoteStream(Closeable):
     def close(self) -> None:
         """Cancel the transfer at once."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            self._pieces = None  # the loop closes a generator that nobody holds any more
             under_way = self._next
         under_way.cancel()
-        coroutine = self._finish()
-        try:
-            self._submit(coroutine)
-        except RuntimeError:  # the tier is closed, and its loop has ended everything
-            coroutine.close()
 
     def _confirmed(self, confirms: Callable[[int, bytearray], bool]) -> memoryview:
         """The next slice, verified."""
@@ -131,13 +125,11 @@ class RemoteStream(Closeable):
                 self._fail("gone", FileNotFoundError(errno.ENOENT, "gone from the remote"))
             self._fail("short", OSError(errno.EIO, "the remote's payload is truncated"))
         with self._lock:
-            if self._closed:
+            if self._pieces is None:
                 raise OSError(errno.ECANCELED, "closed while it was read from the remote")
-            coroutine = self._advance(self._timeout_s)
             try:
-                self._next = self._submit(coroutine)
+                self._next = self._submit(_step(self._pieces, self._timeout_s))
             except RuntimeError as error:
-                coroutine.close()
                 raise OSError(errno.ECANCELED, "the remote tier is closed") from error
         return memoryview(piece)
 
@@ -150,17 +142,8 @@ class RemoteStream(Closeable):
             self._over = True
             self._ended(end)
 
-    async def _advance(self, timeout_s: float) -> Piece:
-        async with asyncio.timeout(timeout_s):
-            return await anext(self._pieces, b"")
 
-    async def _finish(self) -> Piece:
-        """Close the generator once a cancelled step has left it."""
-        close = getattr(self._pieces, "aclose", None)
-        while close is not None:
-            try:
-                await close()
-                break
-            except RuntimeError:  # "asynchronous generator is already running": the cancelled step needs a moment
-                await asyncio.sleep(0.001)
-        return b""
+async def _step(pieces: AsyncIterator[Piece], timeout_s: float) -> Piece:
+    """The next piece, or an empty one behind the last."""
+    async with asyncio.timeout(timeout_s):
+        return await anext(pieces, b"")

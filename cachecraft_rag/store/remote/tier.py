@@ -158,7 +158,7 @@ class RemoteTier(Closeable):
         payload = (memoryview(encoded.header), *encoded.blocks)
         seal = self._signer.seal(payload) if self._signer is not None else b""
         facts = Payload(nbytes=encoded.nbytes, seal=seal)
-        raw = Row(replace(variant, home="remote", payload=facts), token_scores, encoded.nbytes).encode()
+        raw = Row(replace(variant, home="remote", payload=facts), token_scores).encode()
         with self._lock:  # a row without a signature of ours gives way: else nothing signed could ever take its place
             foreign = self._foreign.pop(variant.variant_id, None)
         signed = raw if self._signer is None else self._signer.sign(raw)
@@ -229,21 +229,22 @@ class RemoteTier(Closeable):
 
     def _require(self, row: Row, name: str, bounds: RowBounds | None) -> None:
         """Raise ValueError unless the row lies where it belongs and its payload may be one of the model."""
-        if row.name != name:
+        if name_of(row.variant) != name:
             raise ValueError("row of another variant")
         if bounds is None:
             return
         if flaw := bounds.flaw(row.variant):
             raise ValueError(flaw)
-        if row.payload_bytes > longest_payload(row.variant, bounds.layout):
+        if row.variant.payload.nbytes > longest_payload(row.variant, bounds.layout):
             raise ValueError("its payload is longer than any of that many tokens")
 
     def _is_signed(self, raw: bytes, row: Row) -> bool:
         """Return True if a row may be believed; without a key every row is."""
         if self._signer is None:
             return True
-        slices = -(-row.payload_bytes // SLICE_BYTES)
-        return self._signer.is_signed(raw) and len(row.variant.payload.seal) == slices * DIGEST_BYTES
+        payload = row.variant.payload
+        slices = -(-payload.nbytes // SLICE_BYTES)
+        return self._signer.is_signed(raw) and len(payload.seal) == slices * DIGEST_BYTES
 
     def _remember(self, table: OrderedDict[str, T], variant_id: str, value: T, *, most: int) -> None:
         with self._lock:

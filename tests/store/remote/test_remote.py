@@ -29,7 +29,7 @@ from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.remote.base import PIECE_BYTES
 from cachecraft_rag.store.remote.breaker import LONGEST_PAUSE, Breaker
 from cachecraft_rag.store.remote.rows import Row, decode_row, place_of
-from cachecraft_rag.types import KVLayout, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import KVLayout, Payload, TokenScores, Unavailable, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 LARGE = KVLayout(layers=6, kv_heads=4, head_dim=64, dtype="bfloat16")  # 2.4 MB with 400 tokens
@@ -416,7 +416,8 @@ def test_damaged_rows_are_misses_and_give_way_to_sound_ones(url: str, make_tier:
     assert torch.equal(tensor_from(tier.open(found(tier)[0]), variant_of()), tensor_of(variant_of()))
 
 
-ROW = Row(variant_of(prefix=("system", "b")), scores_of(variant_of()), 5000).encode()
+SENT = dataclasses.replace(variant_of(prefix=("system", "b")), payload=Payload(nbytes=5000))
+ROW = Row(SENT, scores_of(variant_of())).encode()
 
 
 def read_row(raw: bytes, chunk: str = "chunk") -> Row:
@@ -446,7 +447,7 @@ def test_noise_is_no_row(noise: bytes) -> None:
 )  # fmt: skip
 def test_a_well_formed_row_that_says_nonsense_is_no_row(change: dict[str, Any]) -> None:
     assert read_row(ROW).variant.key.origin_prefix == ("system", "b")
-    raw = Row(dataclasses.replace(read_row(ROW).variant, **change), TokenScores(), 5000).encode()
+    raw = Row(dataclasses.replace(read_row(ROW).variant, **change), TokenScores()).encode()
     with pytest.raises(ValueError, match="row"):
         read_row(raw)
     with pytest.raises(ValueError, match="another variant"):
