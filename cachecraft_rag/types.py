@@ -315,7 +315,6 @@ class LoadFailure(StrEnum):
     UNKNOWN_FORMAT = "unknown_format"  # of a codec that is not installed
     UNREADABLE = "unreadable"  # the system refused; this may pass
     NO_MEMORY = "no_memory"
-    NOT_HELD = "not_held"  # a memory tier does not hold it
     NO_REMOTE = "no_remote"  # it is on a remote, and this store has none
     NOT_OFFERED = "not_offered"  # no look-up on the remote gave it
     LEFT_ALONE = "left_alone"  # the remote, after repeated failures

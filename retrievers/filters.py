@@ -12,7 +12,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Scalar
 
 # Conditions on a chunk's metadata: values (1 is not True), or comparisons such as {"$in": ["a", "b"]}; or a predicate.
-Where = Mapping[str, "Scalar | Mapping[str, Any] | Sequence[Mapping[str, Any]]"] | Callable[[Metadata], bool]
+Where = Mapping[str, "Scalar | Mapping[str, Any] | Sequence[Any]"] | Callable[[Metadata], bool]
 
 
 def _same(found: object, wanted: object) -> bool:
@@ -112,8 +112,11 @@ def fragments(where: Where) -> list[str]:
 
     >>> fragments({"format": "text", "page": 3})
     ['"format":"text"']
+    >>> fragments({"$and": [{"format": "text"}, {"title": "Care"}]})
+    ['"format":"text"', '"title":"Care"']
     """
     if not isinstance(where, Mapping):
         return []
-    exact = {key: value for key, value in where.items() if isinstance(value, str | None) and key not in GROUPS}
-    return [encoded({key: value})[1:-1] for key, value in exact.items()]
+    exact = {key: value for key, value in where.items() if isinstance(value, str | None)}
+    nested = [part for one in where.get("$and", ()) for part in fragments(one)]
+    return [encoded({key: value})[1:-1] for key, value in exact.items()] + nested

@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole
 from cachecraft_rag.engine.prompt import Turn
@@ -17,8 +17,8 @@ from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
-from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.types import CHUNK_ID, Chunk, Metadata, SearchHit, chunk_id_of, digest
 
 try:
@@ -28,10 +28,6 @@ try:
     from langchain_core.vectorstores.utils import maximal_marginal_relevance
 except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 DEFAULT_FOLDER = "chunk-caches/index"  # the default of `CacheCraft` and of the command line
 _OURS = "_langchain"  # metadata key: a document's id, and the values that the index has no column type for
@@ -180,7 +176,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
         """The `k` documents nearest to a vector."""
-        return [document for document, _ in self._search(unit_vectors(embedding), k, **kwargs)]
+        return [document for document, _ in self._search(embedding, k, **kwargs)]
 
     def conversation_search(
         self, query: str, history: Sequence[Turn], k: int = 4, *, filter: Filter | None = None
@@ -204,8 +200,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
                 predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
                 documents pass.
         """
-        check_names(kwargs, ("filter", "k"))
-        return self._search(unit_vectors(self._embedding.embed_query(query)), k, filter=filter)
+        return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
@@ -229,17 +224,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        vector = unit_vectors(embedding)
-        found = [document for document, _ in self._search(vector, fetch_k, filter=filter)]
+        found = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
         known = self.index.known_vectors(chunk_id_of(document.page_content) for document in found)
         vectors = [known[chunk_id_of(document.page_content)].tolist() for document in found]
-        return [found[at] for at in maximal_marginal_relevance(vector, vectors, lambda_mult, k)]
+        return [found[at] for at in maximal_marginal_relevance(unit_vectors(embedding), vectors, lambda_mult, k)]
 
     def _search(
-        self, vector: NDArray[np.float32], k: int, *, filter: Filter | None = None, **unknown: Any
+        self, embedding: list[float], k: int, *, filter: Filter | None = None, **unknown: Any
     ) -> list[tuple[Document, float]]:
         check_names(unknown, ("filter", "k"))
-        hits = self.index.search(vector, k, where=_where(filter))
+        hits = self.index.search(unit_vectors(embedding), k, where=_where(filter))
         return [(_document(hit), hit.score) for hit in hits]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:

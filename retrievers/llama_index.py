@@ -53,8 +53,8 @@ from cachecraft_rag.retrievers.llama_index_filters import NODE, where_of
 from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
-from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.types import CHUNK_ID, Chunk, SearchHit
 
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.

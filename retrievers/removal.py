@@ -15,7 +15,7 @@ from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 
 if TYPE_CHECKING:
-    from cachecraft_rag.store.caches import Caches
+    from cachecraft_rag.store.durable import Caches
 
 GRACE_S = 60.0  # an upsert of a framework is a deletion, then embedding, then an addition
 logger = logging.getLogger("cachecraft_rag.retrievers.removal")

@@ -18,7 +18,7 @@ from cachecraft_rag.retrievers.removal import RemovalReport, remove_documents
 from cachecraft_rag.types import SearchHit
 
 if TYPE_CHECKING:
-    from cachecraft_rag.store.caches import Caches
+    from cachecraft_rag.store.durable import Caches
 
 DEFAULT_TOP_K = 5
 INDEX_FOLDER = "index"  # inside the store folder

@@ -50,13 +50,18 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def open_database(
-    folder: Path, *, dim: int | None, fingerprint: str | None, wait_s: float, read_only: bool = False
+    folder: Path, *, dim: int | None, fingerprint: str | None, wait_s: float
 ) -> tuple[Database, dict[str, str]]:
     """The index's database, brought to the newest schema or set up, and its settings.
 
     Raises `IndexStoreError` for one that is damaged, of a newer version, or made with another embedding model.
     """
-    db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s, read_only=read_only)
+    try:
+        db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
+    except OSError as error:
+        raise IndexStoreError(
+            f"{folder}: the index cannot be opened ({error}); check the folder and its permissions"
+        ) from error
     try:
         settings = _settings(db, folder, dim=dim, fingerprint=fingerprint)
         other_model = fingerprint is not None and not same_model(fingerprint, settings["embedder"])

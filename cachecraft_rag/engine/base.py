@@ -31,8 +31,8 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.caches import Caches
 from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.row_checks import Found, RowBounds
 from cachecraft_rag.types import Chunk, Prompt, Segment

@@ -88,7 +88,8 @@ _TABLES = (
     *found_texts.TABLES,
 )
 
-_LISTED = f"SELECT s.namespace, s.fingerprint, {COLUMNS} FROM variants AS v JOIN scopes AS s USING (scope)"
+_LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
+  FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
     AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
@@ -158,22 +159,21 @@ class _Candidate(NamedTuple):
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
-    def __init__(
-        self, path: Path, *, busy_timeout_s: float = 5.0, read_only: bool = False, policy: Policy | None = None
-    ) -> None:
-        """Open or create the catalog at `path`. Raises StoreError, with advice, when that is not possible.
+    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, policy: Policy | None = None) -> None:
+        """Open or create the catalog at `path`. Raises StoreError, with advice, when that is not possible, and OSError.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
         should have the same.
         """
         self.path = path
-        self._db = Database(path, kind=_KIND, busy_timeout_s=busy_timeout_s, read_only=read_only)
+        self._db = Database(path, kind=_KIND, busy_timeout_s=busy_timeout_s)
+        self.read_only = self._db.read_only
         self.texts = found_texts.FoundTexts(self._db)
         try:
             with self._db.reading() as connection:
                 (name,) = connection.execute("SELECT policy FROM eviction").fetchone()
             self.policy = policy or POLICIES.get(name, Saving())
-            if not read_only and name != self.policy.name:
+            if not self.read_only and name != self.policy.name:
                 self._adopt(self.policy)
         except StoreError:
             self._db.close()
@@ -200,9 +200,7 @@ class Catalog:
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
-        with self._db.reading() as connection:
-            rows = fetched(connection, _LOOKUP, (namespace, fingerprint, json.dumps(list(found)), session))
-        for row in rows:
+        for row in self._fetched(_LOOKUP, (namespace, fingerprint, json.dumps(list(found)), session)):
             variant = _read(namespace, fingerprint, CatalogRow(*row), payload)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
@@ -213,23 +211,19 @@ class Catalog:
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Token scores of each variant; empty ones where none were stored, they are damaged or the row is gone."""
         found = {}
-        for variant_id, scores in self._scores(variant_ids).items():
+        for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
+            scores = _read_scores(*columns)
             if isinstance(scores, str):
                 logger.info("Token scores of %s are damaged: %s", variant_id, scores)
             found[variant_id] = TokenScores() if isinstance(scores, str) else scores
         return found
 
-    def _scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores | str]:
-        """Token scores of each variant, or their flaw."""
-        with self._db.reading() as connection:
-            rows = fetched(connection, _SCORES, (json.dumps(list(variant_ids)),))
-        return {variant_id: _read_scores(*columns) for variant_id, *columns in rows}
-
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """A page of rows, the highest eviction score first; without those that are damaged."""
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
-        return [row for row in self._listed(query, (*parameters, limit, offset)) if isinstance(row, Listed)]
+        rows = [_listed(*columns) for *columns, _, _ in self._fetched(query, (*parameters, limit, offset))]
+        return [row for row in rows if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
         """Every row once, in the order of variant ids, its token scores verified.
@@ -238,26 +232,20 @@ class Catalog:
         """
         query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
         after = ""
-        while batch := self._listed(query, (after, page)):
-            ids = [row.variant.variant_id if isinstance(row, Listed) else row.file.variant_id for row in batch]
-            scores = self._scores(ids)
-            for row in batch:
-                if isinstance(row, Listed) and isinstance(flaw := scores.get(row.variant.variant_id), str):
+        while batch := self._fetched(query, (after, page)):
+            for *columns, checksum, scores in batch:
+                row = _listed(*columns)
+                if isinstance(row, Listed) and isinstance(
+                    flaw := _read_scores(row.variant.tokens, checksum, scores), str
+                ):
                     file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
-                    yield DamagedRow(file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}")
-                else:
-                    yield row
-            after = ids[-1]
+                    row = DamagedRow(file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}")
+                yield row
+            after = batch[-1][2 + CatalogRow._fields.index("variant_id")]
 
-    def _listed(self, query: str, parameters: tuple[object, ...]) -> list[Listed | DamagedRow]:
+    def _fetched(self, query: str, parameters: tuple[object, ...]) -> list[Any]:
         with self._db.reading() as connection:
-            rows = fetched(connection, query, parameters)
-        found: list[Listed | DamagedRow] = []
-        for namespace, fingerprint, *columns in rows:
-            row = CatalogRow(*columns)
-            read = _read(namespace, fingerprint, row)
-            found.append(read if isinstance(read, DamagedRow) else Listed(read, row.file_bytes))
-        return found
+            return fetched(connection, query, parameters)
 
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
@@ -551,6 +539,13 @@ def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = 
         reason = str(error)
     nbytes = row.file_bytes if type(row.file_bytes) is int and row.file_bytes > 0 else 0
     return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
+
+
+def _listed(namespace: str, fingerprint: str, *columns: Any) -> Listed | DamagedRow:
+    """A row and its file's size, or the damaged row."""
+    row = CatalogRow(*columns)
+    read = _read(namespace, fingerprint, row)
+    return read if isinstance(read, DamagedRow) else Listed(read, row.file_bytes)
 
 
 def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:

@@ -84,7 +84,7 @@ class ChunkCacheStore(Closeable):
         # Called with chunk ids before their chunk-caches are removed, so that a capture under way is not stored again.
         self.before_removal: list[Callable[[Sequence[str]], None]] = []
         self._lookups: Counter[str] = Counter()
-        self._loads: Counter[TierName] = Counter()
+        self._loads: Counter[str] = Counter()
         self._load_failures: Counter[tuple[str, str]] = Counter()
         self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
         try:
@@ -385,7 +385,7 @@ class ChunkCacheStore(Closeable):
                 "device_bytes": self._memory.device.used_bytes,
                 "queued_bytes": queued_bytes,
                 "lookups": dict(self._lookups),
-                "loads": {str(tier): count for tier, count in self._loads.items()},
+                "loads": dict(self._loads),
                 "load_failures": _by_tier(self._load_failures),
                 "captures": {str(outcome): count for outcome, count in captures.items()},
                 "evictions": self._evictions(),

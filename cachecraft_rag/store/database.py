@@ -35,7 +35,7 @@ class Kind:
     what        name of the file at this path, in messages
     message     meaning of an error of SQLite, and what to do about it
     newest      version that the last migration makes; a file from before the first cannot be brought up to date
-    other_version, disk_full  raised for these two failures
+    other_version, disk_full  raised for these two failures, the first unless the file cannot be written
     """
 
     migrations: Sequence[Sequence[str]]
@@ -57,10 +57,15 @@ class Database:
         busy_timeout_s: how long to wait for another process's transaction.
     """
 
-    def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float, read_only: bool = False) -> None:
-        """Open or create it and update its schema; `read_only`: open it as it is. Raises the kind's error."""
+    def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float) -> None:
+        """Open or create it and update its schema; one that this user cannot change is opened as it is.
+
+        Raises the kind's error, and OSError where its folder cannot be made.
+        """
         self.path = path
-        self.read_only = read_only
+        self.read_only = os.path.isfile(path) and not can_be_written(path)
+        if not self.read_only:
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._kind = kind
         self._busy_timeout_s = busy_timeout_s
         self._read_lock = threading.RLock()  # a second transaction in the same thread is an error, and no standstill
@@ -73,7 +78,7 @@ class Database:
             try:
                 self._open()
             except sqlite3.OperationalError as error:
-                if read_only or not _is_full(error):
+                if self.read_only or not _is_full(error):
                     raise
                 with suppress(sqlite3.Error), self._alone() as connection:
                     if _version(connection) != 0:
@@ -218,13 +223,13 @@ class Database:
             raise self._other_version(version)
 
     def _other_version(self, version: int) -> CacheCraftError:
-        kind = self._kind
+        kind, error = self._kind, self._kind.other_version or self._kind.error
         advice = "Upgrade the package or choose another folder" if version > kind.newest else "Choose another folder"
         if self.read_only:
-            advice = "It cannot be written: open it once where it can be, or use that version"
+            advice, error = "It cannot be written: open it once where it can be, or use that version", kind.error
         age = "a newer" if version > kind.newest else "another"
         text = f"was made by {age} version of cachecraft-rag (schema {version}, this one knows {kind.newest}). {advice}"
-        return (kind.other_version or kind.error)(f"{kind.what(self.path)} {text}.")
+        return error(f"{kind.what(self.path)} {text}.")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
-from cachecraft_rag.store.database import can_be_written
 from cachecraft_rag.store.disk import DiskTier, Throttle
 from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.layout import Encoded
@@ -79,6 +79,15 @@ class Evicted:
     nbytes: int
 
 
+@runtime_checkable
+class Caches(Protocol):
+    """Chunk-caches that can be evicted. Two implementations stand: `ChunkCacheStore` and `vllm.client.ServerCaches`."""
+
+    def evict(self, chosen: RowFilter | None = None) -> Evicted:
+        """Remove the chosen chunk-caches; returns how many, and the bytes they took on disk."""
+        ...
+
+
 class DurableVariants:
     """The catalog and the disk tier of one store folder, changed only in the order that a kill cannot break.
 
@@ -107,16 +116,14 @@ class DurableVariants:
         self._evictions: Counter[EvictionReason] = Counter()
         path = root / CATALOG_FILE
         try:
-            self.read_only = os.path.isfile(path) and not can_be_written(path)
-            if not self.read_only:
-                root.mkdir(parents=True, exist_ok=True)
-            self.catalog = _opened(path, busy_timeout_s=busy_timeout_s, read_only=self.read_only, policy=policy)
+            self.catalog = _opened(partial(Catalog, path, busy_timeout_s=busy_timeout_s, policy=policy), path)
             self._writers = Writers(root / "writers")
             self._file = _identity(path)
         except OSError as error:
             raise StoreError(
                 f"{root} cannot hold a store ({error}). Choose a writable folder on a local disk."
             ) from error
+        self.read_only = self.catalog.read_only
         self.disk = DiskTier(root / "variants", throttle)
         self._gone = False
         try:
@@ -301,8 +308,7 @@ class DurableVariants:
             if finished:
                 self.catalog.settle(finished)
         if repair:
-            for writer in self._writers.dead():
-                self._writers.bury(writer)
+            self._writers.bury_dead()
         return findings
 
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
@@ -343,17 +349,10 @@ class DurableVariants:
         return [_finding("file without row", path, f"{file.file_bytes} bytes that no row names", repair=repair)]
 
 
-def _opened(path: Path, *, busy_timeout_s: float, read_only: bool, policy: Policy | None) -> Catalog:
-    """Open the catalog; one of another version is set aside with its files, and a new one made."""
-
-    def open_it() -> Catalog:
-        return Catalog(path, busy_timeout_s=busy_timeout_s, read_only=read_only, policy=policy)
-
-    try:
+def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
+    """Open the catalog at `path`; one of another version is set aside with its files, and a new one made."""
+    with suppress(OtherVersionError):
         return open_it()
-    except OtherVersionError:
-        if read_only:
-            raise
     with _locked(path.parent):
         try:
             return open_it()  # another process was quicker

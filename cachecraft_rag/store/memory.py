@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.store.eviction import LowestScored, Policy, Saving, Use, VariantFacts, ticked, ticked_by_return
-from cachecraft_rag.types import LoadedVariant, LoadFailure, TierName, Unavailable, Variant
+from cachecraft_rag.types import LoadedVariant, TierName, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -118,12 +118,12 @@ class MemoryTier:
                 self._on_leave(gone.variant, gone.kv)
         return True
 
-    def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """Return the tensor itself, not a copy, or why it is not held."""
+    def read(self, variant: Variant) -> LoadedVariant | None:
+        """Return the tensor itself, not a copy; None if it is not held."""
         with self._lock:
             held = self._held.get(variant.variant_id)
         if held is None or held.variant.created != variant.created:
-            return Unavailable(variant.variant_id, LoadFailure.NOT_HELD, f"not in {self.name} memory")
+            return None
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
@@ -193,10 +193,7 @@ class Memory:
 
     def read(self, variant: Variant) -> LoadedVariant | None:
         """The tensor from the nearer tier that has it, or None."""
-        for tier in self.tiers:
-            if isinstance(held := tier.read(variant), LoadedVariant):
-                return held
-        return None
+        return self.device.read(variant) or self.host.read(variant)
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
         """Copy a tensor of the host to the device."""

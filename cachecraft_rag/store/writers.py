@@ -11,7 +11,6 @@ import fcntl
 import os
 import threading
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -62,20 +61,16 @@ class Writers:
             os.close(descriptor)
         return False
 
-    def dead(self) -> Iterator[str]:
-        """Tokens of writers that were killed."""
+    def bury_dead(self) -> None:
+        """Delete the lock files of writers that were killed; call it after their files are removed."""
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
-                yield path.stem
-
-    def bury(self, token: str) -> None:
-        """Delete the lock file of a dead writer; call it after its files are removed."""
-        self._path(token).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def leave(self) -> None:
         """Count as gone from now on."""
         with self._lock:
             if self._descriptor >= 0:
-                self.bury(self.token)
+                self._path(self.token).unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = -1

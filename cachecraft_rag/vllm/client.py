@@ -26,8 +26,7 @@ from cachecraft_rag.engine.tools import Tool
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.store.caches import Caches
-from cachecraft_rag.store.durable import Evicted
+from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
 from cachecraft_rag.vllm.documents import ADMIN_HEADER, FIELD, MOST_DOCUMENTS, MOST_PRIMED

@@ -96,7 +96,7 @@ def test_processes_that_meet_an_older_store_at_once_set_it_aside_once(
 def test_a_read_only_store_of_another_version_is_refused_with_a_way_out(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.store.durable.can_be_written", lambda _: False)
+    monkeypatch.setattr("cachecraft_rag.store.database.can_be_written", lambda _: False)
     with pytest.raises(StoreError, match=r"made by another version.*cannot be written"):
         ChunkCacheStore.open(old / "store" / "caches")
 

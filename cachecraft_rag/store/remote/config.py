@@ -177,11 +177,6 @@ class RemoteConfig:
         return tuple(one.encode() for one in keys)
 
     @property
-    def folder_budget_bytes(self) -> int:
-        """`budget_bytes`, or its default."""
-        return 20 << 30 if self.budget_bytes is None else self.budget_bytes
-
-    @property
     def lookup_limit_s(self) -> float:
         """`lookup_timeout_s`, or its default for this kind of remote."""
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)

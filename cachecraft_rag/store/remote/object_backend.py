@@ -29,6 +29,7 @@ from cachecraft_rag.store.remote.rows import ROOT
 from cachecraft_rag.store.row_checks import MOST_VARIANTS
 
 T = TypeVar("T")
+_FOLDER_BYTES = 20 << 30  # budget of a folder, unless given
 _SHARE = 16  # of the budget: written between two sweeps
 _PATH = re.compile(r"(?P<name>[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{16})\.(?P<kind>row|cache)")
 _Entry = dict[str, Any]  # obstore's facts of each object of one name, by kind
@@ -109,7 +110,7 @@ class ObjectBackend:
         """See `Backend.write`."""
         await self._require_folder()
         if self._folder is not None:
-            budget = self._config.folder_budget_bytes
+            budget = self._config.budget_bytes or _FOLDER_BYTES
             if parcel.nbytes > budget:
                 return False
             self._unswept += parcel.nbytes
@@ -150,7 +151,7 @@ class ObjectBackend:
     async def usage(self) -> Usage:
         """See `Backend.usage`; lists everything."""
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
-        budget = None if self._folder is None else self._config.folder_budget_bytes
+        budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)
 
     async def probe(self) -> None:
