@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 INDEX_FILE = "index.faiss"
 
 _WAIT_S = 30.0  # for another process's transaction
+_PLACES = "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE {} ORDER BY doc_id, ordinal"
 _BATCH = 4096  # rows per query; bounds memory
 logger = logging.getLogger("cachecraft_rag.retrievers.faiss_store")
 
@@ -223,13 +224,11 @@ class FaissStore(Closeable):
 
         Sorted by document; `where` as in `search`.
         """
-        chosen = "TRUE" if keys is None else "key IN ({})"
-        query = (
-            "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) "
-            f"WHERE {chosen} ORDER BY doc_id, ordinal"
-        )
         with self._opened().snapshot() as db:
-            rows = db.execute(query).fetchall() if keys is None else _by_list(db, query, keys)
+            if keys is None:
+                rows = db.execute(_PLACES.format("TRUE")).fetchall()
+            else:
+                rows = _by_list(db, _PLACES.format("key IN ({})"), keys)
             found = [chunk_of(*row) for row in rows]
         return [chunk for chunk in found if accepts(where, chunk.metadata)]
 
@@ -242,12 +241,7 @@ class FaissStore(Closeable):
     def chunks_of(self, doc_id: str) -> list[Chunk]:
         """The chunks of a document in the order of its text; none for a document that is not there."""
         with self._opened().snapshot() as db:
-            rows = db.execute(
-                "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE doc_id = ? "
-                "ORDER BY ordinal",
-                (doc_id,),
-            )
-            return [chunk_of(*row) for row in rows]
+            return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
 
     def documents(self) -> list[StoredDocument]:
         """All documents, sorted by `doc_id`."""

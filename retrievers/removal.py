@@ -8,14 +8,12 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_text, listed
 from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
-
-if TYPE_CHECKING:
-    from cachecraft_rag.store.durable import Caches
+from cachecraft_rag.store import RowFilter
+from cachecraft_rag.store.durable import Caches
 
 GRACE_S = 60.0  # an upsert of a framework is a deletion, then embedding, then an addition
 logger = logging.getLogger("cachecraft_rag.retrievers.removal")
@@ -58,8 +56,6 @@ def remove_documents(index: FaissStore, names: Iterable[str], *, caches: Caches 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
     """Delete the chunk-caches of these chunks; return their number and their bytes."""
-    from cachecraft_rag.store import RowFilter
-
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
         return 0, 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_text, check_whole, listed
 from cachecraft_rag.engine.prompt import Turn, check_history
@@ -15,10 +14,8 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore, StoredDocument
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.removal import RemovalReport, remove_documents
+from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.types import SearchHit
-
-if TYPE_CHECKING:
-    from cachecraft_rag.store.durable import Caches
 
 DEFAULT_TOP_K = 5
 INDEX_FOLDER = "index"  # inside the store folder

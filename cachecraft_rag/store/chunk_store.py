@@ -460,7 +460,8 @@ class ChunkCacheStore(Closeable):
 
     def _evictions(self) -> dict[str, dict[str, int]]:
         counts = Counter({("disk", str(why)): count for why, count in self._durable.evictions().items()})
-        counts += Counter({(tier.name, str(EvictionReason.BUDGET)): tier.evicted for tier in self._memory.tiers})
+        tiers = self._memory.device, self._memory.host
+        counts += Counter({(tier.name, str(EvictionReason.BUDGET)): tier.evicted for tier in tiers})
         return _by_tier(counts)
 
     def _warn_once(self, kind: str, message: str, fields: Mapping[str, str] | None = None) -> None:

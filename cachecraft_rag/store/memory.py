@@ -76,10 +76,6 @@ class MemoryTier:
             self._bytes = sum(held.nbytes for held in self._held.values())
         return self._bytes
 
-    def __len__(self) -> int:
-        """Number of chunk-caches held now."""
-        return len(self._held)
-
     def __contains__(self, variant: Variant) -> bool:
         """Return True if `read` would give the tensor now."""
         held = self._held.get(variant.variant_id)
@@ -181,11 +177,6 @@ class Memory:
         self.host = MemoryTier(host_bytes)
         budget = device_bytes if device is not None else 0
         self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))
-
-    @property
-    def tiers(self) -> tuple[MemoryTier, MemoryTier]:
-        """Both tiers, the nearer first."""
-        return self.device, self.host
 
     def follow(self, policy: Policy) -> None:
         """Make the eviction scores by this policy from now on."""

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from cachecraft_rag.store.remote.base import LONGEST_ROWS
 from cachecraft_rag.store.row_checks import unsound, unsound_scores
 from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
-LONGEST_ROW = 4 << 20
 _AS_THEY_ARE = (
     "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
     "reuse_frequency", "created", "primed",
@@ -94,7 +94,7 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
     `signing` verifies the signature, if any. The stated uses are ignored: they could keep a variant here for ever.
     """
     try:
-        if len(raw) > LONGEST_ROW:
+        if len(raw) > LONGEST_ROWS:
             raise ValueError("length")
         created, text, _ = unframed(raw)
         given = json.loads(text)
