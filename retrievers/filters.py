@@ -118,5 +118,6 @@ def fragments(where: Where) -> list[str]:
     if not isinstance(where, Mapping):
         return []
     exact = {key: value for key, value in where.items() if isinstance(value, str | None)}
-    nested = [part for one in where.get("$and", ()) for part in fragments(one)]
+    group: Any = where.get("$and", ())
+    nested = [part for one in group for part in fragments(one)]
     return [encoded({key: value})[1:-1] for key, value in exact.items()] + nested
