@@ -185,10 +185,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
         """The store of a `to_dict`, or of a pickle: the same folder, opened again; `caches=` may be given anew."""
-        settings = {**data, **kwargs}
-        for constant in ("class_name", "stores_text", "is_embedding_query"):
-            settings.pop(constant, None)
-        return cls(**settings)
+        constants = ("class_name", "stores_text", "is_embedding_query")
+        return cls(**{name: value for name, value in {**data, **kwargs}.items() if name not in constants})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_dict, (self.to_dict(),)

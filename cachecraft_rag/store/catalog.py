@@ -112,7 +112,7 @@ _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'intege
     {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
 _USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
     WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
-_STATE = """SELECT clock, variants, file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
+_STATE = """SELECT iif(typeof(clock) = 'real', clock, 0.0), variants, file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
     FROM eviction, totals"""
 _REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
 
@@ -123,14 +123,6 @@ class OtherVersionError(StoreError):
 
 class DiskFullError(StoreError):
     """The catalog cannot be changed because the disk has no room."""
-
-
-class _State(NamedTuple):
-    """Starting point of a decision: the eviction clock, the number of rows, and bytes that count against the budget."""
-
-    clock: float
-    variants: int
-    nbytes: int
 
 
 class _Candidate(NamedTuple):
@@ -294,7 +286,7 @@ class Catalog:
         with nothing changed, when even an empty catalog would leave no room because of other writers.
         """
         with self._db.writing() as connection:
-            excess = _state(connection).nbytes + file_bytes - limits.disk_bytes
+            excess = _state(connection)[2] + file_bytes - limits.disk_bytes
             rows, missing = _until(connection.execute(f"{_ROW} ORDER BY score, created"), excess)
             if missing:
                 return None
@@ -406,7 +398,7 @@ class Catalog:
 
     def _record_uses(self, connection: sqlite3.Connection, uses: Mapping[str, Use]) -> None:
         changed = []
-        clock = _state(connection).clock
+        clock, _, _ = _state(connection)
         rows = {row[0]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
         for variant_id, use in uses.items():
             if (row := rows.get(variant_id)) is None:
@@ -434,9 +426,10 @@ class Catalog:
 # -- inside a transaction ---------------------------------------------------------------------------------------------
 
 
-def _state(connection: sqlite3.Connection) -> _State:
-    clock, variants, nbytes = connection.execute(_STATE).fetchone()
-    return _State(clock if isinstance(clock, float) else 0.0, variants, nbytes)
+def _state(connection: sqlite3.Connection) -> tuple[float, int, int]:
+    """The eviction clock, the number of rows, and bytes that count against the budget."""
+    found: tuple[float, int, int] = connection.execute(_STATE).fetchone()
+    return found
 
 
 def _move_clock(connection: sqlite3.Connection, clock: float) -> None:

@@ -224,10 +224,10 @@ class ChunkCacheStore(Closeable):
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """`open_variant` for each, in the same order; those on the remote are fetched at the same time."""
         self._check_open()
-        variants = list(variants)
-        far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
-        there = far if self._remote is not None else []
-        streams = {v.variant_id: self._remote.open(v) for v in there} if self._remote else {}
+        streams: dict[str, RemoteStream | Unavailable] = {}
+        if self._remote is not None:
+            far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
+            streams = {variant.variant_id: self._remote.open(variant) for variant in far}
         return [self.open_variant(variant, streams.get(variant.variant_id)) for variant in variants]
 
     def open_variant(

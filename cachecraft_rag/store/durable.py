@@ -171,9 +171,9 @@ class DurableVariants:
 
         Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
         """
-        if self.read_only or self.gone():
-            if self.read_only:
-                return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
+        if self.read_only:
+            return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
+        if self.gone():
             return Unavailable(variant.variant_id, CaptureDrop.FOLDER_GONE, "the store's folder is gone")
         writer, limits, nbytes = self._writers.token, self.limits, encoded.nbytes
         if nbytes > limits.disk_bytes:

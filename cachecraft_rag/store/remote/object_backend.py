@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from shlex import quote
@@ -76,7 +76,7 @@ class ObjectBackend:
 
     async def _row(self, name: str) -> bytes:
         async def get() -> bytes:
-            return bytes(await (await obstore.get_async(self._store, f"{ROOT}/{name}.row")).bytes_async())
+            return bytes(await (await self._ask(obstore.get_async, f"{name}.row")).bytes_async())
 
         try:
             return await self._answer(get())
@@ -90,9 +90,6 @@ class ObjectBackend:
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """See `Backend.read`."""
 
-        async def begin() -> Any:
-            return (await obstore.get_async(self._store, f"{ROOT}/{name}.cache")).stream(PIECE_BYTES)
-
         async def go_on() -> Any:
             return await anext(stream, None)
 
@@ -100,7 +97,7 @@ class ObjectBackend:
             with suppress(OSError):
                 await asyncio.to_thread(os.utime, f"{self._folder}/{ROOT}/{name}.cache")
         try:
-            stream = await self._answer(begin())
+            stream = (await self._answer(self._ask(obstore.get_async, f"{name}.cache"))).stream(PIECE_BYTES)
         except FileNotFoundError:
             return
         while (piece := await self._answer(go_on())) is not None:
@@ -118,11 +115,8 @@ class ObjectBackend:
                 await self._sweep(budget - max(budget // _SHARE, parcel.nbytes))
                 self._unswept = parcel.nbytes
         for kind, data in (("cache", b"".join(parcel.payload)), ("row", parcel.row)):
-            await self._answer(self._put(f"{ROOT}/{parcel.name}.{kind}", data))
+            await self._answer(self._ask(obstore.put_async, f"{parcel.name}.{kind}", data))
         return True
-
-    async def _put(self, path: str, data: bytes) -> None:
-        await obstore.put_async(self._store, path, data)
 
     async def _sweep(self, most: int) -> None:
         """Remove what was written or read least recently until no more than `most` bytes are left."""
@@ -143,10 +137,7 @@ class ObjectBackend:
         """See `Backend.remove`. The row first: a payload without one is not found any more."""
         for kind in ("row", "cache"):
             with suppress(FileNotFoundError):  # folders alone report it; another engine was faster
-                await self._answer(self._delete(f"{ROOT}/{name}.{kind}"))
-
-    async def _delete(self, path: str) -> None:
-        await obstore.delete_async(self._store, path)
+                await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
         """See `Backend.usage`; lists everything."""
@@ -173,6 +164,10 @@ class ObjectBackend:
 
         await self._answer(collect())
         return found
+
+    async def _ask(self, function: Callable[..., Awaitable[T]], path: str, *more: bytes) -> T:
+        """Call a function of obstore, which may raise at once, on one of our objects."""
+        return await function(self._store, f"{ROOT}/{path}", *more)
 
     async def _answer(self, asking: Awaitable[T]) -> T:
         """Await obstore's answer. Raises OSError, FileNotFoundError among them, with no secret in its text."""
