@@ -152,9 +152,8 @@ class VectorIndex:
                     leftover.unlink()
         parts = [self._faiss.serialize_index(index).tobytes() for index in self._both()]
         meta = {"store": store, "dim": self._dim, "generation": self.generation, "stamp": self.stamp}
-        header = json.dumps(meta | {"exact_bytes": len(parts[0]), "trained_on": self._trained_on}).encode()
-        content = b"".join((header, b"\n", *parts))
-        replace_file(path, _MAGIC + _checksum(content) + content)
+        header = json.dumps(meta | {"exact_bytes": len(parts[0]), "trained_on": self._trained_on}).encode() + b"\n"
+        replace_file(path, b"".join((_MAGIC, _checksum(header, *parts), header, *parts)))
 
     @classmethod
     def load(cls, path: Path, *, dim: int, store: str) -> VectorIndex | None:
@@ -188,5 +187,8 @@ class VectorIndex:
         return loaded
 
 
-def _checksum(content: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+def _checksum(*parts: bytes | memoryview) -> bytes:
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.digest()

@@ -112,8 +112,8 @@ _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'intege
     {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
 _USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
     WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
-_STATE = """SELECT iif(typeof(clock) = 'real', clock, 0.0), variants, file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk)
-    FROM eviction, totals"""
+_STATE = """SELECT iif(typeof(clock) = 'real', clock, 0.0), variants,
+    file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM eviction, totals"""
 _REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
 
 
