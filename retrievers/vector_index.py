@@ -179,10 +179,8 @@ class VectorIndex:
         read = loaded._faiss.deserialize_index
         loaded._index = read(np.frombuffer(payload[:exact], dtype=np.uint8))
         if exact < len(payload):
-            loaded._coarse, loaded._trained_on = (
-                read(np.frombuffer(payload[exact:], dtype=np.uint8)),
-                meta["trained_on"],
-            )
+            loaded._coarse = read(np.frombuffer(payload[exact:], dtype=np.uint8))
+        loaded._trained_on = int(meta["trained_on"])
         loaded.generation, loaded.stamp = int(meta["generation"]), str(meta["stamp"])
         return loaded
 

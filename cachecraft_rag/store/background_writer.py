@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import threading
 import time
 from array import array
@@ -21,6 +20,7 @@ from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.remote import RemoteTier
+from cachecraft_rag.store.row_checks import unsound, unsound_scores
 from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
@@ -231,9 +231,10 @@ class BackgroundWriter:
         if self._queued_bytes + variant.nbytes > self._queue_bytes:
             why = f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
             return Unavailable(variant.variant_id, CaptureDrop.QUEUE_FULL, why)
-        if flaw := flaw_of(capture, variant):
-            return Unavailable(variant.variant_id, CaptureDrop.FLAWED, flaw)
-        return None
+        flaw = unsound(variant)  # a look-up would refuse its row
+        if unsound_scores(capture.token_scores, variant.tokens):
+            flaw = "its token scores do not fit its tokens"
+        return Unavailable(variant.variant_id, CaptureDrop.FLAWED, flaw) if flaw else None
 
     def _drop(self, variant: Variant, why: Unavailable) -> Unavailable:
         self._memory.remove(variant.variant_id, variant.created)
@@ -278,14 +279,3 @@ def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
         created=created,
         primed=capture.primed,
     )
-
-
-def flaw_of(capture: Capture, variant: Variant) -> str:
-    """Reason why no row can be made of its scores, or ""."""
-    scores = (variant.intra, variant.cci, variant.exact_share, *variant.inter)
-    if not all(map(math.isfinite, scores)):  # half precision overflows; SQLite has no NaN
-        return "its attention scores are not finite"
-    inter = capture.token_scores.inter
-    if inter is not None and inter.shape != (variant.tokens,):
-        return f"it has {inter.shape} token scores for {variant.tokens} tokens"
-    return ""

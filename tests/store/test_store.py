@@ -325,8 +325,8 @@ def test_a_cancelled_capture_frees_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"cci": float("nan")}, "not finite"),
-        ({"inter": (float("inf"),)}, "not finite"),
+        ({"cci": float("nan")}, "out of range"),
+        ({"inter": (float("inf"),)}, "out of range"),
         ({"token_scores": TokenScores(inter=np.zeros(9, dtype=np.float32))}, "token scores"),
         ({"token_scores": TokenScores(np.zeros((10, 1), dtype=np.float32))}, "token scores"),
     ],
