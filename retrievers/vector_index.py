@@ -168,7 +168,7 @@ class VectorIndex:
         start = len(_MAGIC) + 16
         # FAISS ends the process on some damaged files, so nothing reaches it that has not been checked.
         if data[:start] != _MAGIC + _checksum(memoryview(data)[start:]):
-            logger.warning("%s is damaged; rebuilding the index", path)
+            logger.warning("%s is damaged, or of another version; rebuilding the index", path)
             return None
         end = data.index(b"\n", start)
         meta, payload = json.loads(data[start:end]), memoryview(data)[end + 1 :]
