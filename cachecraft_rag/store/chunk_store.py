@@ -176,7 +176,8 @@ class ChunkCacheStore(Closeable):
         def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
             return catalog.find(namespace, fingerprint, list(found.variants), session=session, payload=payload)
 
-        variants, damaged = self._asked("Nothing can be reused", find, instead=({}, []))
+        nothing: tuple[dict[str, list[Variant]], list[DamagedRow]] = ({}, [])
+        variants, damaged = self._asked("Nothing can be reused", find, instead=nothing)
         flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
         for variant in (one for offers in variants.values() for one in offers):
             if bounds is not None and (flaw := bounds.flaw(variant)):
@@ -189,7 +190,9 @@ class ChunkCacheStore(Closeable):
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Token scores of each variant, by variant id; every asked id is a key."""
-        known = self._asked("No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={})
+        known: dict[str, TokenScores] = self._asked(
+            "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
+        )
         found = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
             unknown = [name for name, scores in found.items() if scores.inter is None]
