@@ -76,6 +76,10 @@ class MemoryTier:
             self._bytes = sum(held.nbytes for held in self._held.values())
         return self._bytes
 
+    def __len__(self) -> int:
+        """Number of chunk-caches held now."""
+        return len(self._held)
+
     def __contains__(self, variant: Variant) -> bool:
         """Return True if `read` would give the tensor now."""
         held = self._held.get(variant.variant_id)
