@@ -20,8 +20,7 @@ from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 if TYPE_CHECKING:
     from cachecraft_rag.engine.priming import PrimingEstimate
     from cachecraft_rag.engine.stats import RequestStats
-    from cachecraft_rag.rag import AnswerStream, CacheCraft
-    from cachecraft_rag.retrievers.filters import Where
+    from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexReport
     from cachecraft_rag.store import ChunkCacheStore
 
@@ -174,24 +173,45 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
         warn(sentence)
 
 
-@takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse")
+@dataclass(frozen=True)
+class AskingOptions:
+    """Options of questions.
+
+    where   only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated
+    server  ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about the
+            model and its chunk-caches are then the server's own
+    """
+
+    where: list[str] | None = None
+    server: str | None = None
+
+    @contextmanager
+    def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
+        """A `CacheCraft`, and the options of each question."""
+        config = settings.engine_config()
+        asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}
+        asking["where"] = options.where_of(self.where)
+        if self.server is not None:  # an engine in this process has it
+            asking["config"] = config.reuse
+        require_index(Path(settings["store"]))
+        with load(settings, server=self.server) as rag:
+            yield rag, asking
+
+
+@takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse", chosen=AskingOptions)
 def ask(
     question: Annotated[str, typer.Argument(help="Your question.")],
-    where: options.WhereOption = None,
-    server: options.Server = None,
     as_json: options.Json = False,
     *,
     settings: Settings,
+    chosen: AskingOptions,
 ) -> None:
     """Answer one question over the indexed documents."""
     if not question.strip():
         raise ConfigError('the question is empty; write one, for example cachecraft ask "How often?"')
-    config, sampling, allowed = settings.engine_config(), settings.sampling(), options.where_of(where)
-    require_index(Path(settings["store"]))
-    with load(settings, server=server) as rag:
-        reuse = None if server is None else config.reuse  # in this process the engine has it
-        stream = rag.stream(question, top_k=settings["top_k"], where=allowed, sampling=sampling, config=reuse)
-        require_found(stream, allowed)
+    with chosen.open(settings) as (rag, asking):
+        stream = rag.stream(question, **asking)
+        require_found(stream, asking)
         if as_json:
             print_json(stream.answer().as_dict())
         else:
@@ -201,9 +221,9 @@ def ask(
             print_calibration(rag)
 
 
-def require_found(stream: AnswerStream, where: Where | None) -> None:
+def require_found(stream: AnswerStream, asking: AskOptions) -> None:
     """Raise ConfigError where a filter left no chunk: the model would answer from nothing."""
-    if where is not None and not stream.sources:
+    if asking.get("where") is not None and not stream.sources:
         stream.close()
         raise ConfigError("no chunk matches --where; `cachecraft documents ls` shows the documents that there are")
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from cachecraft_rag.cli import ask, options
+from cachecraft_rag.cli import ask
 from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, err, out, print_error, takes
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, ContextLengthError
@@ -22,24 +21,17 @@ if TYPE_CHECKING:
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
+KEYS = (*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants")
 
 
-@takes(*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants", defaults={"max_new_tokens": 256})
-def chat(where: options.WhereOption = None, server: options.Server = None, *, settings: Settings) -> None:
+@takes(*KEYS, defaults={"max_new_tokens": 256}, chosen=ask.AskingOptions)
+def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
     """Chat about the indexed documents.
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
-    config, sampling, allowed = settings.engine_config(), settings.sampling(), options.where_of(where)
-    ask.require_index(Path(settings["store"]))
-    with ask.load(settings, server=server) as rag, metrics(rag, settings["metrics_port"]):
-        conversation = Conversation(
-            rag,
-            top_k=settings["top_k"],
-            sampling=sampling,
-            where=allowed,
-            config=None if server is None else config.reuse,  # in this process the engine has it
-        )
+    with chosen.open(settings) as (rag, asking), metrics(rag, settings["metrics_port"]):
+        conversation = Conversation(rag, **asking)
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
@@ -103,7 +95,7 @@ class Conversation:
         try:
             asking: AskOptions = {**self._asking, "history": self._history, "session": self._session}
             stream = self._rag.stream(question, **asking)
-            ask.require_found(stream, self._asking.get("where"))
+            ask.require_found(stream, asking)
             try:
                 ask.print_stream(stream)
                 ask.print_stats(stream.stats)

@@ -12,7 +12,6 @@ from dataclasses import MISSING, fields
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import wraps
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
@@ -27,7 +26,6 @@ from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.types import Metadata, Progress
 
-DEFAULT_STORE = Path("chunk-caches")
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
 _SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
@@ -57,32 +55,10 @@ def sentence(text: str) -> str:
 
 
 # Settings that commands without settings take, as plain parameters.
-Store = Annotated[Path, option_of("store", metavar="PATH")]
 Model = Annotated[str, option_of("model")]
-Embeddings = Annotated[str | None, option_of("embeddings")]
 Dtype = Annotated[str, option_of("dtype")]
 Threads = Annotated[int | None, option_of("threads", min=1, max=1024)]
-TopK = Annotated[int, option_of("top_k", min=1)]
-NewVariantsOption = Annotated[str, option_of("new_variants")]
-NewVariantsShare = Annotated[
-    float,
-    typer.Option("--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token served."),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
-Server = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        help="Ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about "
-        "the model and its chunk-caches are then the server's own.",
-    ),
-]
-WhereOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--where", help="Only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated."
-    ),
-]
 ENGINE_KEYS = (
     "model", "store", "namespace", "system", "dtype", "device", "threads", "codec", "disk_bytes", "host_bytes",
     "max_variants", "variants_per_chunk", "remote.url", "remote.key_file",
