@@ -17,7 +17,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich import progress as bars
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -170,7 +169,7 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False) -> None:
     """A table on stdout; with `numbers` all columns but the first are set to the right."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, overflow="fold", justify="right" if numbers and place else "left")
     for row in rows:
