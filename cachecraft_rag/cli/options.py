@@ -72,7 +72,7 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
 
     The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
     parameter named. An option has the name, type, default and help of its field, see `engine.settings.descriptions`;
-    a field without a description is the setting of that name. Fields of one name in two dataclasses are one option.
+    a field without a description is the setting of that name.
 
     Args:
         keys: of `known_settings`.
