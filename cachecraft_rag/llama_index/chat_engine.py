@@ -266,7 +266,7 @@ class _Streamed:
 
     async def apieces(self, memory: BaseMemory) -> AsyncGenerator[ChatResponse, None]:
         dispatcher.event(StreamChatStartEvent())
-        responses = aobserved(self._llm, self._turn.messages, self._generation, _documents(self._nodes))
+        responses = await aobserved(self._llm, self._turn.messages, self._generation, _documents(self._nodes))
         try:
             async with aclosing(responses):
                 async for response in responses:

@@ -328,11 +328,15 @@ def observed(
         return responses
 
     called = call(llm, asked, **documents)
-    try:
-        yield from called
-    finally:
-        called.close()
-        generation.close()
+
+    def pieces() -> Generator[Any, None, None]:
+        try:
+            yield from called
+        finally:
+            called.close()
+            generation.close()
+
+    return pieces()
 
 
 async def aobserved(
@@ -348,9 +352,13 @@ async def aobserved(
         return responses
 
     called = await call(llm, asked, **documents)
-    try:
-        async for response in called:
-            yield response
-    finally:
-        await called.aclose()
-        generation.close()
+
+    async def pieces() -> AsyncGenerator[Any, None]:
+        try:
+            async for response in called:
+                yield response
+        finally:
+            await called.aclose()
+            generation.close()
+
+    return pieces()

@@ -150,13 +150,12 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
-        statistics = _new_statistics()
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = self.llm.begin(question, **asked)
-            answer = _deltas(observed(self.llm, query_str, generation, asked), generation, statistics)
+            answer = _deltas(observed(self.llm, query_str, generation, asked), generation, _new_statistics())
         else:
-            answer = self._whole(self.llm.complete(question, **asked), statistics)
+            answer = self._whole(self.llm.complete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -165,13 +164,12 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response` with the model in threads; a stream is an asynchronous generator."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
-        statistics = _new_statistics()
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = await asyncio.to_thread(self.llm.begin, question, **asked)
-            answer = _adeltas(aobserved(self.llm, query_str, generation, asked), generation, statistics)
+            answer = _adeltas(await aobserved(self.llm, query_str, generation, asked), generation, _new_statistics())
         else:
-            answer = self._whole(await self.llm.acomplete(question, **asked), statistics)
+            answer = self._whole(await self.llm.acomplete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -199,9 +197,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             question += asking_for(str(options["sampling"].json_schema))
         return question, {**options, "documents": texts}
 
-    def _whole(self, response: CompletionResponse, statistics: dict[str, Any]) -> Any:
+    def _whole(self, response: CompletionResponse) -> Any:
+        """The text of a response, or the object that it is; notes its statistics."""
         raw: Any = response.raw
-        _fill(statistics, raw["cachecraft"])
+        _fill(_new_statistics(), raw["cachecraft"])
         return response.text if self._output_cls is None else validated(self._output_cls, response.text)
 
     def _get_prompts(self) -> PromptDictType:
