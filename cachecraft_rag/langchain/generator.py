@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, convert_to_messages
-from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import BasePromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSerializable
 from pydantic import ConfigDict, SkipValidation
@@ -70,41 +69,59 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
         """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
-        return self._chain(kwargs).invoke(input, config)
+
+        def answer(input: dict[str, Any], config: RunnableConfig) -> str:
+            messages, documents = self._read(input)
+            return self.llm.invoke(messages, config, documents=documents, **kwargs).text
+
+        return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
     async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
         """The whole answer, without blocking the event loop."""
-        return await self._chain(kwargs).ainvoke(input, config)
+
+        async def answer(input: dict[str, Any], config: RunnableConfig) -> str:
+            messages, documents = self._read(input)
+            return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
+
+        text: str = await RunnableLambda(answer, name=self.get_name()).ainvoke(input, config)
+        return text
 
     def stream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[str]:
         """The answer piece by piece."""
-        return self._chain(kwargs).stream(input, config)
+        return self._streamed(kwargs).stream(input, config)
 
     def astream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> AsyncIterator[str]:
         """The answer piece by piece, without blocking the event loop."""
-        return self._chain(kwargs).astream(input, config)
+        return self._streamed(kwargs).astream(input, config)
 
     def transform(
         self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[str]:
         """`stream` for a chain whose earlier steps deliver the input in parts."""
-        return self._chain(kwargs).transform(input, config)
+        return self._streamed(kwargs).transform(input, config)
 
     def atransform(
         self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[str]:
         """`astream` for a chain whose earlier steps deliver the input in parts."""
-        return self._chain(kwargs).atransform(input, config)
+        return self._streamed(kwargs).atransform(input, config)
 
-    def _chain(self, options: dict[str, Any]) -> Runnable[dict[str, Any], str]:
-        """The chat model with the documents of an input, and the text of its message."""
-
-        def answering(input: dict[str, Any]) -> Runnable[Any, str]:
+    def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, Any], str]:
+        def pieces(input: dict[str, Any], config: RunnableConfig) -> Iterator[str]:
             messages, documents = self._read(input)
-            chat = self.llm.bind(documents=documents, **options)
-            return RunnableLambda(lambda _: messages) | chat | StrOutputParser()
+            for chunk in self.llm.stream(messages, config, documents=documents, **options):
+                if chunk.text:
+                    yield chunk.text
 
-        return RunnableLambda(answering, name=self.get_name())
+        async def apieces(input: dict[str, Any], config: RunnableConfig) -> AsyncIterator[str]:
+            messages, documents = self._read(input)
+            async for chunk in self.llm.astream(messages, config, documents=documents, **options):
+                if chunk.text:
+                    yield chunk.text
+
+        untyped: Any = RunnableLambda  # LangChain's types know no generator with a config
+        streamed: Runnable[dict[str, Any], str] = untyped(pieces, apieces, name=self.get_name())
+        return streamed
 
     def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
         """The messages and the documents of an input."""
