@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -65,7 +65,7 @@ class TtftOptions:
             if self.seed is not None:
                 torch.manual_seed(self.seed)
             options.quiet_libraries()
-            how = {"ratio": self.recompute_ratio, "pairs": self.pairs, "profile": self.profile}
+            how: dict[str, Any] = {"ratio": self.recompute_ratio, "pairs": self.pairs, "profile": self.profile}
             return run(self.model, shapes, dtype=self.dtype, peers=peers or {}, progress=show, **how)
 
 

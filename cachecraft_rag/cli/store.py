@@ -193,7 +193,7 @@ def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOpt
     from cachecraft_rag.store import RowFilter
 
     before = None if chosen.older_than_days is None else time.time() - chosen.older_than_days * 86400
-    part = {"namespace": chosen.namespace, "fingerprint": chosen.fingerprint}
+    part: dict[str, Any] = {"namespace": chosen.namespace, "fingerprint": chosen.fingerprint}
     rows = RowFilter(**part, chunk_prefix=begins(chosen.chunk), created_before=before)
     down_to = 0 if chosen.all else None
     if chosen.down_to_mb is not None:

@@ -149,13 +149,13 @@ class CacheCraftLLM(CustomLLM):
                 "messages), sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
             )
         # A generator gives its texts once.
-        documents = list(documents) if isinstance(documents, Iterable) and not isinstance(documents, str) else [None]
-        if not all(isinstance(text, str) for text in documents):
+        given: Any = list(documents) if isinstance(documents, Iterable) and not isinstance(documents, str) else [None]
+        if not all(isinstance(text, str) for text in given):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
-        ids = list(document_ids) or [""] * len(documents)
-        if len(ids) != len(documents):
-            raise ConfigError(f"{len(ids)} document_ids for {len(documents)} documents; give one for each")
-        chunks = [Chunk(text, known_id=name) for text, name in zip(documents, ids, strict=True) if text.strip()]
+        ids = list(document_ids) or [""] * len(given)
+        if len(ids) != len(given):
+            raise ConfigError(f"{len(ids)} document_ids for {len(given)} documents; give one for each")
+        chunks = [Chunk(text, known_id=name) for text, name in zip(given, ids, strict=True) if text.strip()]
         return self._engine.stream(
             question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )
