@@ -29,7 +29,7 @@ from benchmarks.kept import Kept
 from benchmarks.methods import ABLATIONS, CRAFT
 from cachecraft_rag.checks import check_names
 from cachecraft_rag.cli import evaluate, options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, takes, waiting
 from cachecraft_rag.compute import overlapped
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval
@@ -275,9 +275,8 @@ Ratio = Annotated[
 ]
 
 
+@takes(questions=evaluate.Questions, defaults={"limit": 40})
 def main(
-    data: evaluate.Data = None,
-    format: evaluate.Format = None,
     model: options.Model = "demo",
     recompute_ratio: Ratio = 0.15,
     methods: Annotated[str, typer.Option("--methods", help="craft, no_drift.")] = "craft,no_drift",
@@ -285,18 +284,16 @@ def main(
     first_layer: Annotated[
         str, typer.Option("--first-layer", help="First layer that counts, as a share of all layers.")
     ] = "0,0.33,0.5",
-    limit: evaluate.Limit = 40,
     tune: Annotated[
         int | None, typer.Option("--tune", min=0, help="Questions on which all is tried.", show_default="half of them")
     ] = None,
-    passages: evaluate.Passages = 5,
-    origin: evaluate.Origin = "unrelated",
-    answer_tokens: evaluate.AnswerTokens = 16,
+    origin: Annotated[str, typer.Option("--origin", help="What chunks are captured behind.")] = "unrelated",
     dtype: options.Dtype = "float32",
-    seed: evaluate.Seed = 0,
     folder: Annotated[Path, typer.Option("--out", "-o", help="What is there is not measured again.")] = _OUT,
     threads: options.Threads = None,
     as_json: options.Json = False,
+    *,
+    questions: evaluate.Questions,
 ) -> None:
     """Compare early termination with a smaller recompute ratio of the same cost.
 
@@ -307,9 +304,8 @@ def main(
     evaluate.require_packages()
     condition = _lasting(origin)
     cells = [Cell(int(width), first) for width, first in product(numbers(window), numbers(first_layer))]
-    search = Search(cells, limit // 2 if tune is None else tune, recompute_ratio, answer_tokens)
-    asked = evaluate.Questions(data, format, limit, passages, answer_tokens=answer_tokens, seed=seed)
-    dataset = asked.load(formats.read)
+    search = Search(cells, questions.limit // 2 if tune is None else tune, recompute_ratio, questions.answer_tokens)
+    dataset = questions.load(formats.read)
     with ExitStack() as opened:
         with waiting("Loading the model"):
             from cachecraft_rag.engine.decoder import Decoder
@@ -317,18 +313,19 @@ def main(
             from cachecraft_rag.store import ChunkCacheStore
 
             decoder = Decoder.load(model, dtype=dtype)
-        settings = {"fingerprint": decoder.fingerprint, "data": dataset.name, "limit": limit, "passages": passages}
-        settings |= {"origin": origin, "ratio": recompute_ratio, "answer": answer_tokens, "seed": seed}
+        settings = {"fingerprint": decoder.fingerprint, "data": dataset.name, "limit": questions.limit}
+        settings |= {"passages": questions.passages, "answer": questions.answer_tokens, "seed": questions.seed}
+        settings |= {"origin": origin, "ratio": recompute_ratio}
         kept = Kept(folder / "trials.jsonl", settings)
         # The chunk-caches stay in the folder, for a run that resumes.
         store = opened.enter_context(ChunkCacheStore.open(folder / "caches", variants_per_chunk=VARIANTS_PER_CHUNK))
         engine = opened.enter_context(Engine(decoder, store, best_last=False, new_variants="off"))
-        origins = Origins(condition, engine, dataset, seed, answer_tokens)
+        origins = Origins(condition, engine, dataset, questions.seed, questions.answer_tokens)
         chosen = {name: METHODS[name] for name in _methods(methods)}
         with progress_bar("Measuring", remaining=True) as show:
             found = compare(engine, dataset, origins, search, kept=kept, methods=chosen, progress=show)
     if as_json:
-        print_json({"questions": len(dataset.questions), "passages": passages, "found": found})
+        print_json({"questions": len(dataset.questions), "passages": questions.passages, "found": found})
         return
     _print(found)
 

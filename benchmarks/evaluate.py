@@ -140,5 +140,5 @@ def main(
         dataset, questions, chosen(methods, known), origin=origin_named(measuring.origin), kind=BaselineStore
     )
     report = summarise(records, order=list(known), measures=(*MEASURES, *VERSUS))
-    drawn = figures.draw_quality(report, measuring.folder)
-    show_report(report, described, measuring.folder, figures=drawn, as_json=as_json)
+    drawn = figures.draw_quality(report, measuring.out)
+    show_report(report, described, measuring.out, figures=drawn, as_json=as_json)

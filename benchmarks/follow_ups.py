@@ -145,8 +145,8 @@ Store = Annotated[
 def main(
     data: Data = None,
     store: Store = None,
-    embeddings: options.Embeddings = None,
-    top_k: options.TopK = 5,
+    embeddings: Annotated[str | None, options.option_of("embeddings")] = None,
+    top_k: Annotated[int, options.option_of("top_k", min=1)] = 5,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:

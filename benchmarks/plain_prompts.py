@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import formats
 from cachecraft_rag.cli import evaluate, options
-from cachecraft_rag.cli.options import out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.options import out, print_json, progress_bar, takes, waiting
 from cachecraft_rag.evaluation import runner
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, ratio_interval
 from cachecraft_rag.evaluation.measuring import PLAIN
@@ -104,27 +104,23 @@ Templates = Annotated[list[str] | None, typer.Option("--template", help=f"Of {',
 Pairs = Annotated[int, typer.Option(help="Only time prompts never seen, with the search and without: so many pairs.")]
 
 
+@takes(questions=evaluate.Questions, defaults={"limit": 40})
 def main(
-    data: evaluate.Data = None,
-    format: evaluate.Format = None,
     model: options.Model = "demo",
     recompute_ratio: Ratio = 0.15,
-    limit: evaluate.Limit = 40,
-    passages: evaluate.Passages = 5,
     template: Templates = None,
     first_time_pairs: Pairs = 0,
-    answer_tokens: evaluate.AnswerTokens = 16,
     dtype: options.Dtype = "float32",
-    seed: evaluate.Seed = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
+    *,
+    questions: evaluate.Questions,
 ) -> None:
     """Compare prompts of stock applications with the same passages sent as documents."""
     options.set_threads(threads)
     options.quiet_libraries()
     evaluate.require_packages()
-    asked = evaluate.Questions(data, format, limit, passages, answer_tokens=answer_tokens, seed=seed)
-    dataset = asked.load(formats.read)
+    dataset = questions.load(formats.read)
     config = replace(PLAIN, recompute_ratio=recompute_ratio)
     templates = {name: TEMPLATES[name] for name in template or TEMPLATES}
     rows: dict[str, dict[str, Interval]] = {}
@@ -144,7 +140,7 @@ def main(
             for key, measured in found.items():
                 engine.store.evict(down_to_bytes=0)
                 text_or_none = None if key is None else templates[key]
-                measured.append(measure(engine, question, text_or_none, config, answer_tokens=answer_tokens))
+                measured.append(measure(engine, question, text_or_none, config, answer_tokens=questions.answer_tokens))
     if first_time_pairs:
         rows = {name: {"first_ttft": mean_interval(ratios)} for name, ratios in times.items()}
     else:
@@ -152,7 +148,7 @@ def main(
         rows = {key or "documents": _row(measured, base) for key, measured in found.items()}
     if as_json:
         shown = {name: {key: [one.mean, one.low, one.high] for key, one in row.items()} for name, row in rows.items()}
-        print_json({"questions": len(dataset.questions), "passages": passages, "prompts": shown})
+        print_json({"questions": len(dataset.questions), "passages": questions.passages, "prompts": shown})
         return
     table = Table(box=SIMPLE_HEAD)
     for heading in ("prompt", *next(iter(rows.values()))):

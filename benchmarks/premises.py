@@ -29,7 +29,7 @@ from benchmarks.early_termination import Cell
 from benchmarks.kept import Kept
 from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.evaluate import Data, Format, Questions, Seed
+from cachecraft_rag.cli.evaluate import Questions
 from cachecraft_rag.cli.options import out, print_json, progress_bar
 from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer
@@ -434,8 +434,8 @@ def articles_of(dataset: Dataset, *, prompts: int) -> dict[str, list[Question]]:
 
 
 def main(
-    data: Data = None,
-    format: Format = None,
+    data: Annotated[Path | None, typer.Option("--data", "-d", help="File of questions.")] = None,
+    format: Annotated[str | None, typer.Option("--format", help="Its format.", show_default="recognised")] = None,
     model: options.Model = "demo",
     trace: Annotated[
         Path | None, typer.Option("--trace", help="File of requests.", show_default="drawn by Zipf's law")
@@ -448,7 +448,7 @@ def main(
         "cachecraft-premises"
     ),
     dtype: options.Dtype = "float32",
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of questions, passages and orders.")] = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:

@@ -162,7 +162,7 @@ def main(
         typer.Option("--sizes", help="Numbers of chunks, comma-separated. A million take 8 GB of disk."),
     ] = "1000,10000,100000",
     queries: Annotated[int, typer.Option("--queries", min=1, help="At each size.")] = 50,
-    top_k: options.TopK = 10,
+    top_k: Annotated[int, options.option_of("top_k", min=1)] = 10,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:

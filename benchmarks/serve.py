@@ -362,7 +362,7 @@ def main(
     ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios.")] = "0,0.15,0.3",
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in all.")] = 40,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 200,
-    top_k: options.TopK = 5,
+    top_k: Annotated[int, options.option_of("top_k", min=1)] = 5,
     questions: Annotated[int, typer.Option("--questions", min=1, help="Questions, each with its chunks.")] = 100,
     zipf: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")] = 1.0,
     variation: Annotated[
@@ -370,7 +370,7 @@ def main(
     ] = 0.25,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")] = 8,
     decode_rows: _DecodeRows = 8,
-    new_variants: options.NewVariantsOption = "off",
+    new_variants: Annotated[str, options.option_of("new_variants")] = "off",
     seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of requests and arrivals.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     threads: options.Threads = None,

@@ -235,8 +235,10 @@ def main(
     passages: Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")] = 5,
     zipf: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")] = 1.0,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")] = 8,
-    new_variants: options.NewVariantsOption = "idle",
-    share: options.NewVariantsShare = 1.0,
+    new_variants: Annotated[str, options.option_of("new_variants")] = "idle",
+    share: Annotated[
+        float, typer.Option("--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of the stream.")] = 0,
     threads: options.Threads = None,
     vllm: Annotated[bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")] = False,

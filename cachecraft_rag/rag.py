@@ -314,7 +314,7 @@ class CacheCraft(Retriever, Closeable):
 
         Args:
             top_k: how many chunks to retrieve.
-            where: which chunks may be retrieved, by their metadata (see `FaissStore.search`).
+            where: filter of chunks by their metadata (see `FaissStore.search`).
             search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up
                 finds what it refers to; False: the question alone. `stats.searched` says what was searched for.
             answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by

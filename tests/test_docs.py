@@ -93,9 +93,6 @@ assert isinstance(logger.handlers[-1].formatter, JsonFormatter)
 """,
     "docs/gpu.md": "assert reused.stats.tokens_reused > 0 == full.stats.tokens_reused",
     "docs/sizes.md": """
-from cachecraft_rag.types import KVLayout
-layout = rag.engine.decoder.layout
-assert bytes_per_token == KVLayout(layout.layers, layout.kv_heads, layout.head_dim, "bfloat16").nbytes(1)
 assert rag.engine.store.stats().disk_budget == 100 << 30
 assert estimate.fits and estimate.captures > 1 and rag.estimate_priming().captures == 0
 """,

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import (
-    ANSWER_KEYS,
-    ENGINE_KEYS,
-    err,
-    megabytes,
-    out,
-    print_json,
-    progress_bar,
-    quiet_libraries,
-    takes,
-    waiting,
-)
+from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, err, megabytes, out, print_json, takes, waiting, warn
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.chunk_bound import ModelTokens
     from cachecraft_rag.engine.priming import PrimingEstimate
     from cachecraft_rag.engine.stats import RequestStats
-    from cachecraft_rag.rag import AnswerStream, CacheCraft
-    from cachecraft_rag.retrievers.filters import Where
+    from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexReport
     from cachecraft_rag.store import ChunkCacheStore
 
@@ -50,12 +36,12 @@ def require_index(store: Path) -> None:
         )
 
 
-def load(settings: Settings, *, server: str | None = None, **options: Any) -> CacheCraft:
+def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
     """Open a `CacheCraft`, with a spinner while the model loads; over a server, where one is named.
 
-    `options` of `EngineConfig` go before the settings.
+    `chosen` options of `EngineConfig` go before the settings.
     """
-    config = settings.engine_config(**options)
+    config = settings.engine_config(**chosen)
     store, model = settings["store"], settings["model"]
     with waiting(f"Loading {model}" if server is None else f"Connecting to {server}"):
         from cachecraft_rag.rag import CacheCraft
@@ -64,7 +50,7 @@ def load(settings: Settings, *, server: str | None = None, **options: Any) -> Ca
         if server is not None:
             system = settings.given().get("system")
             return CacheCraft.connect(server, store=store, system=system, **options_of_index)
-        quiet_libraries()
+        options.quiet_libraries()
         return CacheCraft.from_pretrained(model, store=store, config=config, **options_of_index)
 
 
@@ -99,7 +85,7 @@ def index(
 
         with opened_caches(Path(settings["store"])) as caches:
             evict_chunks(caches, report.removed_chunk_ids)
-    primed = Primed(None, None, ())
+    primed = Primed()
     if chosen.prime:
         with load(settings) as rag:
             primed = prime_all(rag, alone=chosen.alone)
@@ -112,14 +98,16 @@ def index(
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
     """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded."""
     with waiting("Loading the embedding model"):
+        from cachecraft_rag.engine.decoder import chunk_bound_of
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
         from cachecraft_rag.retrievers.retriever import open_index
 
-        quiet_libraries()
-        embedder = Embedder(settings["embeddings"] or BUNDLED_EMBEDDER)
-        bound = chunk_bound(settings["model"])
-    with progress_bar("Indexing") as show, open_index(settings["store"], embedder) as found:
+        options.quiet_libraries()
+        embedder, bound = Embedder(settings["embeddings"] or BUNDLED_EMBEDDER), None
+        with suppress(ModelNotFoundError):  # indexing works without the model
+            bound = chunk_bound_of(settings["model"])
+    with options.progress_bar("Indexing") as show, open_index(settings["store"], embedder) as found:
         return index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
 
 
@@ -127,16 +115,16 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
 class Primed:
     """The result of --prime; None without it. `not_primed` are sentences about documents with chunks that were left."""
 
-    captured: int | None
-    estimate: PrimingEstimate | None
-    not_primed: tuple[str, ...]
+    captured: int | None = None
+    estimate: PrimingEstimate | None = None
+    not_primed: tuple[str, ...] = ()
 
 
 def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
     """Print the estimate of priming, and prime."""
     estimate, skipped = rag.estimate_priming(alone=alone), list[str]()
     print_estimate(estimate, rag.engine.disk_space().codec)
-    with progress_bar("Computing chunk-caches", remaining=True) as show:
+    with options.progress_bar("Computing chunk-caches", remaining=True) as show:
         captured = rag.prime(alone=alone, progress=show, skipped=skipped.append)
     return Primed(captured, estimate, tuple(skipped))
 
@@ -147,27 +135,13 @@ def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
         f"to compute: {estimate.captures} chunk-caches, {estimate.tokens:,} tokens, "
         f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
         f"{megabytes(estimate.disk_budget)}, {megabytes(estimate.disk_free)} of the disk are free",
-        highlight=False,
         soft_wrap=True,
     )
     if not estimate.fits:
-        err.print(
+        warn(
             "That is more than fits: the least useful chunk-caches will be removed. Raise --disk-bytes, or choose a "
-            "smaller --codec (docs/sizes.md).",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
+            "smaller --codec (docs/sizes.md)."
         )
-
-
-def chunk_bound(model: str) -> ModelTokens | None:
-    """The longest chunk that suits the model; None if the model is not installed, because indexing works without."""
-    from cachecraft_rag.engine.decoder import chunk_bound_of
-
-    try:
-        return chunk_bound_of(model)
-    except ModelNotFoundError:
-        return None
 
 
 @contextmanager
@@ -192,92 +166,105 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
     if primed.captured is not None:
         out.print(f"{primed.captured} chunk-caches computed (the instruction has one too)")
     for problem in report.problems:
-        err.print(f"left out {problem.reason}", style="yellow", highlight=False)
+        warn(f"left out {problem.reason}")
     if not any((report.added, report.updated, report.removed, report.unchanged)):
-        err.print(f"nothing was found to index; files end in {', '.join(SUFFIXES)}", style="yellow", highlight=False)
+        warn(f"nothing was found to index; files end in {', '.join(SUFFIXES)}")
     for sentence in primed.not_primed:
-        err.print(sentence, style="yellow", markup=False, highlight=False)
+        warn(sentence)
 
 
-@takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse")
+@dataclass(frozen=True)
+class AskingOptions:
+    """Options of questions.
+
+    where   only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated
+    server  ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about the
+            model and its chunk-caches are then the server's own
+    """
+
+    where: list[str] | None = None
+    server: str | None = None
+
+    @contextmanager
+    def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
+        """A `CacheCraft`, and the options of each question."""
+        config = settings.engine_config()
+        asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}
+        asking["where"] = options.where_of(self.where)
+        if self.server is not None:  # an engine in this process has it
+            asking["config"] = config.reuse
+        require_index(Path(settings["store"]))
+        with load(settings, server=self.server) as rag:
+            yield rag, asking
+
+
+@takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse", chosen=AskingOptions)
 def ask(
     question: Annotated[str, typer.Argument(help="Your question.")],
-    where: options.WhereOption = None,
-    server: options.Server = None,
     as_json: options.Json = False,
     *,
     settings: Settings,
+    chosen: AskingOptions,
 ) -> None:
     """Answer one question over the indexed documents."""
     if not question.strip():
         raise ConfigError('the question is empty; write one, for example cachecraft ask "How often?"')
-    config, sampling, allowed = settings.engine_config(), settings.sampling(), options.where_of(where)
-    require_index(Path(settings["store"]))
-    with load(settings, server=server) as rag:
-        reuse = None if server is None else config.reuse  # in this process the engine has it
-        stream = rag.stream(question, top_k=settings["top_k"], where=allowed, sampling=sampling, config=reuse)
-        require_found(stream, allowed)
+    with chosen.open(settings) as (rag, asking):
+        stream = rag.stream(question, **asking)
+        require_found(stream, asking)
         if as_json:
             print_json(stream.answer().as_dict())
         else:
-            print_answer(rag, stream)
+            print_stream(stream)
+            print_sources(stream)
+            print_stats(stream.stats)
+            print_calibration(rag)
 
 
-def require_found(stream: AnswerStream, where: Where | None) -> None:
+def require_found(stream: AnswerStream, asking: AskOptions) -> None:
     """Raise ConfigError where a filter left no chunk: the model would answer from nothing."""
-    if where is not None and not stream.sources:
+    if asking.get("where") is not None and not stream.sources:
         stream.close()
         raise ConfigError("no chunk matches --where; `cachecraft documents ls` shows the documents that there are")
-
-
-def print_answer(rag: CacheCraft, stream: AnswerStream) -> None:
-    """An answer, its sources and its numbers."""
-    print_stream(stream)
-    print_sources(stream)
-    print_stats(stream.stats)
-    print_calibration(rag)
 
 
 def print_stream(stream: AnswerStream) -> None:
     """The answer, piece by piece as it is generated."""
     for piece in stream:
-        out.print(piece, end="", highlight=False, soft_wrap=True)
+        out.print(piece, end="", soft_wrap=True)
     out.print()
 
 
 def print_sources(stream: AnswerStream) -> None:
     """The source of each chunk, and how its chunk-cache was used."""
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
-    table = Table(box=None)
-    for name in ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier"):
-        table.add_column(name, overflow="fold", no_wrap=name not in ("source", "heading", "chunk-cache"))
+    rows = []
     for place, source in enumerate(stream.sources, start=1):
         chunk = reports[source.chunk_id]
         outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
         score = "" if source.score is None else f"{source.score:.2f}"
         origin = [source.metadata.get(key) or "" for key in ("source", "heading")]
-        row = (place, *origin, score, chunk.tokens, outcome, chunk.recomputed, chunk.computed, chunk.tier or "")
-        table.add_row(*map(str, row))
-    out.print(table)
+        rows.append((place, *origin, score, chunk.tokens, outcome, chunk.recomputed, chunk.computed, chunk.tier or ""))
+    headings = ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier")
+    options.print_table(headings, rows)
 
 
 def print_calibration(rag: CacheCraft) -> None:
     """One line if a calibrated α decides how much is recomputed."""
     found = rag.engine.calibration_for(rag.engine.config)
     if rag.engine.config.reuse and found is not None:
-        out.print(str(found), style="dim", highlight=False)
+        out.print(str(found), style="dim")
 
 
 def print_stats(stats: RequestStats) -> None:
     """One line of numbers."""
+    refreshed = f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""
     out.print(
         f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "
         f"prefill {stats.prefill_s:.2f}); "
         f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, {stats.tokens_recomputed} recomputed, "
-        f"{stats.tokens_computed} computed"
-        + (f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""),
+        f"{stats.tokens_computed} computed{refreshed}",
         style="dim",
-        highlight=False,
     )
     if stats.remote not in (None, "answered"):
-        err.print(f"answered without the remote: {stats.remote}", style="yellow")
+        warn(f"answered without the remote: {stats.remote}")

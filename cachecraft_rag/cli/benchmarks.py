@@ -2,78 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
 
-from cachecraft_rag.checks import MOST
+from cachecraft_rag.checks import MOST, check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes
 
 if TYPE_CHECKING:
     from cachecraft_rag.compute.timing import Part
-    from cachecraft_rag.evaluation.ttft import TtftReport
+    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.evaluation.ttft import Peer, TtftReport
 
 _LEAST_S = 1e-3  # a part that takes less has no ratio worth reading
 
 app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 
 
+@dataclass(frozen=True)
+class TtftOptions:
+    """Options of the comparison.
+
+    chunks           chunks in the prompt, at least 2
+    chunk_tokens     length of each
+    tokens           instead of --chunks: lengths of whole prompts, comma-separated
+    recompute_ratio  recompute ratio
+    pairs            runs of each side, alternating
+    seed             seed of torch; the prompt is always the same
+    profile          show where the time goes, part by part
+    """
+
+    model: str = "demo"
+    dtype: str = "auto"
+    chunks: int = 5
+    chunk_tokens: int = 400
+    tokens: str | None = None
+    recompute_ratio: float = 0.15
+    pairs: int = 7
+    threads: options.Threads = None
+    seed: int | None = None
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers; raises ConfigError."""
+        check_whole("--chunk-tokens", self.chunk_tokens, least=16, most=1 << 20)
+        check_whole("--seed", self.seed, least=-MOST - 1, optional=True)
+
+    def run(self, peers: Mapping[str, Callable[[Decoder], Peer]] | None = None) -> list[TtftReport]:
+        """Measure each length; `peers` are other engines by name, see `evaluation.ttft.run`."""
+        options.set_threads(self.threads)
+        with progress_bar("Benchmark") as show:
+            import torch
+
+            from cachecraft_rag.evaluation.ttft import Shape, run
+
+            shapes = [Shape(self.chunks, self.chunk_tokens)]
+            if self.tokens is not None:
+                shapes = [Shape.of_prompt(int(one), longest=self.chunk_tokens) for one in numbers(self.tokens)]
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            options.quiet_libraries()
+            how: dict[str, Any] = {"ratio": self.recompute_ratio, "pairs": self.pairs, "profile": self.profile}
+            return run(self.model, shapes, dtype=self.dtype, peers=peers or {}, progress=show, **how)
+
+
 @app.command()
-def ttft(
-    model: options.Model = "demo",
-    dtype: options.Dtype = "auto",
-    chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 5,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 400,
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", help="Instead of --chunks: lengths of whole prompts, comma-separated."),
-    ] = None,
-    recompute_ratio: Annotated[
-        float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
-    ] = 0.15,
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 7,
-    threads: options.Threads = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of torch; the prompt is always the same."),
-    ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time goes, part by part.")] = False,
-    peers: Annotated[
-        str | None,
-        typer.Option("--peers", help="Other engines, prefilling in turn: openvino (pip install openvino-genai)."),
-    ] = None,
-    as_json: options.Json = False,
-) -> None:
+@takes(chosen=TtftOptions)
+def ttft(as_json: options.Json = False, *, chosen: TtftOptions) -> None:
     """Time to the first token: reuse against the model's own prefill, side by side.
 
     With --dtype auto both sides use the dtype in which the model's own prefill is fastest on this machine.
     """
-    options.set_threads(threads)
-    with progress_bar("Benchmark") as show:
-        import torch
+    show_reports(chosen.run(), as_json=as_json)
 
-        from cachecraft_rag.evaluation.ttft import Shape, run
 
-        shapes = [Shape(chunks, chunk_tokens)]
-        if tokens is not None:
-            shapes = [Shape.of_prompt(int(length), longest=chunk_tokens) for length in numbers(tokens)]
-        if seed is not None:
-            torch.manual_seed(seed)
-        options.quiet_libraries()
-        reports = run(
-            model,
-            shapes,
-            dtype=dtype,
-            ratio=recompute_ratio,
-            pairs=pairs,
-            profile=profile,
-            peers=peers.split(",") if peers else (),
-            progress=show,
-        )
+def show_reports(reports: list[TtftReport], *, as_json: bool) -> None:
+    """Print what was measured, a report for each length."""
     if as_json:
         alone = asdict(reports[0]) if len(reports) == 1 else {}
         print_json(alone | {"lengths": [asdict(report) for report in reports]})
@@ -84,20 +91,19 @@ def ttft(
 
 def print_ttft(report: TtftReport) -> None:
     """The times of all sides, and what was measured."""
-    table = Table("side", "TTFT (median)", "ratio")
     rows = [
-        ("model's own prefill", report.own_prefill_s, 1.0),
-        ("reuse, from memory", report.host_s, report.ratio_host),
-        ("reuse, from disk", report.disk_s, report.ratio_disk),
-        ("reuse, early termination", report.early_termination_s, report.ratio_early_termination),
-        ("everything recomputed", report.all_recomputed_s, report.ratio_all_recomputed),
+        ("model's own prefill", report.own_prefill_s),
+        ("reuse, from memory", report.host_s),
+        ("reuse, from disk", report.disk_s),
+        ("reuse, early termination", report.early_termination_s),
+        ("everything recomputed", report.all_recomputed_s),
+        *((f"whole prefill by {name}", seconds) for name, seconds in report.peers.items()),
     ]
-    rows += [
-        (f"whole prefill by {name}", seconds, seconds / report.own_prefill_s) for name, seconds in report.peers.items()
-    ]
-    for name, seconds, ratio in rows:
-        table.add_row(name, f"{seconds:.3f} s", f"{ratio:.3f}")
-    out.print(table)
+    print_table(
+        ("side", "TTFT (median)", "ratio"),
+        [(name, f"{seconds:.3f} s", f"{seconds / report.own_prefill_s:.3f}") for name, seconds in rows],
+        numbers=True,
+    )
     out.print(
         f"{report.prompt_tokens} tokens, {report.chunks} chunks, r = {report.recompute_ratio}, rows computed "
         f"{report.token_ratio:.3f} of all; {report.model}, {report.dtype}, {report.threads} threads, "
@@ -113,9 +119,13 @@ def print_ttft(report: TtftReport) -> None:
 
 def print_parts(reused: Mapping[Part, float], full: Mapping[Part, float]) -> None:
     """Seconds of each part, with reuse from memory and with everything computed."""
-    table = Table("part", "reuse", "everything", "ratio")
     rows: list[tuple[str, float, float]] = [(part, seconds, full[part]) for part, seconds in reused.items()]
-    for part, seconds, whole in [*rows, ("together", sum(reused.values()), sum(full.values()))]:
-        ratio = f"{seconds / whole:.3f}" if whole > _LEAST_S else "–"
-        table.add_row(part, f"{1000 * seconds:.1f} ms", f"{1000 * whole:.1f} ms", ratio)
-    out.print(table)
+    rows.append(("together", sum(reused.values()), sum(full.values())))
+    print_table(
+        ("part", "reuse", "everything", "ratio"),
+        [
+            (part, f"{1000 * one:.1f} ms", f"{1000 * whole:.1f} ms", f"{one / whole:.3f}" if whole > _LEAST_S else "–")
+            for part, one, whole in rows
+        ],
+        numbers=True,
+    )

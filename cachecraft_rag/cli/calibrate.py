@@ -6,105 +6,65 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from cachecraft_rag.checks import MOST
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.evaluate import AnswerTokens, Format, require_packages
-from cachecraft_rag.cli.options import DEFAULT_STORE, err, out, print_json, progress_bar, takes, waiting
+from cachecraft_rag.cli.evaluate import Questions, require_packages
+from cachecraft_rag.cli.options import out, print_json, print_table, progress_bar, takes, waiting
+from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.calibrate import Calibrated, CalibrationSettings, Point
     from cachecraft_rag.evaluation.dataset import Dataset
 
-METRIC, ORIGIN = "rouge_l", "unrelated"  # defaults
 UNFINISHED = ".calibrating"  # in the store: the work of a stopped calibration, from which the next one resumes
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
-Data = Annotated[Path, typer.Option("--data", "-d", help="File of questions like those you expect.")]
-Quality = Annotated[
-    float, typer.Option("--quality", "-q", help="Mean quality to keep, for which α is found; full prefill has 1.")
-]
-Metric = Annotated[
-    str,
-    typer.Option(
-        "--metric",
-        help="rouge_l: of the answer against full prefill's; top1: share of equal most likely tokens; f1: against gold "
-        "answers, relative to full prefill's.",
-    ),
-]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions; with --check, of both halves together.")]
-Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
-Origin = Annotated[str, typer.Option("--origin", help="What chunks are captured behind: unrelated, neighbours, alone.")]
-Seed = Annotated[
-    int,
-    typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, origin prefixes and halves."),
-]
-Check = Annotated[
-    bool, typer.Option("--check", help="Calibrate on one half of the questions, and test the result on the other.")
-]
-
 
 @dataclass(frozen=True)
-class QuestionOptions:
-    """Options: the questions, and their passages."""
+class CalibrationOptions:
+    """Options: the quality to keep, and the engine to measure with.
 
-    data: Data
-    format: Format = None
-    limit: Limit = 50
-    passages: Passages = 3
-    answer_tokens: AnswerTokens = 16
-    seed: Seed = 0
+    quality  mean quality to keep, for which α is found; full prefill has 1
+    metric   measure of quality: rouge_l of the answer against full prefill's; top1, the share of equal most likely
+             tokens; f1 against gold answers, relative to full prefill's
+    origin   capture chunks behind: unrelated, neighbours, alone
+    check    calibrate on one half of the questions, and test the result on the other
+    """
 
-    def load(self) -> Dataset:
-        """The questions."""
-        from cachecraft_rag.evaluation.dataset import load_dataset
-
-        require_packages()
-        return load_dataset(self.data, format=self.format, passages=self.passages, limit=self.limit, seed=self.seed)
-
-
-@dataclass(frozen=True)
-class ComputeOptions:
-    """Options: dtype, device and threads of the model."""
-
-    dtype: options.Dtype = "auto"
-    device: Annotated[str, options.option_of("device")] = "auto"
+    model: str = "demo"
+    store: Path = Path("chunk-caches")
+    quality: float = 0.95
+    metric: str = "rouge_l"
+    origin: str = "unrelated"
+    check: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
     threads: options.Threads = None
 
 
-@takes(questions=QuestionOptions, compute=ComputeOptions)
-def calibrate(
-    model: options.Model = "demo",
-    store: options.Store = DEFAULT_STORE,
-    quality: Quality = 0.95,
-    metric: Metric = METRIC,
-    origin: Origin = ORIGIN,
-    check: Check = False,
-    as_json: options.Json = False,
-    *,
-    questions: QuestionOptions,
-    compute: ComputeOptions,
-) -> None:
+@takes(questions=Questions, chosen=CalibrationOptions, defaults={"limit": 50, "passages": 3})
+def calibrate(as_json: options.Json = False, *, questions: Questions, chosen: CalibrationOptions) -> None:
     """Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.
 
     Every engine opened on that store with that model then uses what was found. Nothing else in the store changes.
     After Ctrl-C, the same command resumes.
     """
-    options.set_threads(compute.threads)
+    options.set_threads(chosen.threads)
     from cachecraft_rag.evaluation.calibrate import CalibrationSettings, halves
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
+    require_packages()
+    if questions.data is None:
+        raise ConfigError("calibration needs a file of questions like those you expect: name it with --data")
     dataset = questions.load()
-    settings = CalibrationSettings(quality, metric, origin, questions.answer_tokens, questions.seed)
+    settings = CalibrationSettings(
+        chosen.quality, chosen.metric, chosen.origin, questions.answer_tokens, questions.seed
+    )
     settings.require(dataset)
-    parts = halves(dataset, seed=questions.seed) if check else (dataset,)
-    found, checked = _measure(parts, settings, store, model=model, compute=compute)
-    path = store / CALIBRATION_FILE
+    parts = halves(dataset, seed=questions.seed) if chosen.check else (dataset,)
+    found, checked = _measure(parts, settings, chosen)
+    path = chosen.store / CALIBRATION_FILE
     if as_json:
         print_json(_plain(found, checked, path))
     else:
@@ -112,7 +72,7 @@ def calibrate(
 
 
 def _measure(
-    parts: tuple[Dataset, ...], settings: CalibrationSettings, store: Path, *, model: str, compute: ComputeOptions
+    parts: tuple[Dataset, ...], settings: CalibrationSettings, chosen: CalibrationOptions
 ) -> tuple[Calibrated, Point | None]:
     """Calibrate on the first part, save the result, and check it on the second part, if there is one."""
     from cachecraft_rag.evaluation import calibrate as calibrating
@@ -120,18 +80,17 @@ def _measure(
     from cachecraft_rag.planning.calibration import save_calibration
 
     options.quiet_libraries()
-    checked, work = None, store / UNFINISHED
+    checked, store, work = None, chosen.store, chosen.store / UNFINISHED
     with ExitStack() as opened:
         with waiting("Loading the model"):
-            engine = opened.enter_context(open_engine(model, store, dtype=compute.dtype, device=compute.device))
+            engine = opened.enter_context(open_engine(chosen.model, store, dtype=chosen.dtype, device=chosen.device))
         with progress_bar("Calibrating", remaining=True) as show:
             found = calibrating.calibrate(engine, parts[0], settings, folder=work / "first", progress=show)
         save_calibration(store, engine.decoder.fingerprint, found.calibration)
         if len(parts) > 1:
+            alpha = found.calibration.alpha
             with progress_bar("Checking", remaining=True) as show:
-                checked = calibrating.check(
-                    engine, parts[1], settings, found.calibration.alpha, folder=work / "second", progress=show
-                )
+                checked = calibrating.check(engine, parts[1], settings, alpha, folder=work / "second", progress=show)
     shutil.rmtree(work, ignore_errors=True)
     return found, checked
 
@@ -150,35 +109,32 @@ def _plain(found: Calibrated, checked: Point | None, path: Path) -> dict[str, An
 
 def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
     chosen = found.calibration
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("α", "recomputed", chosen.metric, "90 % interval", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for point in found.curve:
-        mark = "← chosen" if point.alpha == chosen.alpha else ""
-        table.add_row(f"{point.alpha:g}", f"{point.recomputed:.0%}", *_shown(point), mark)
-    out.print(table)
-    _say(str(chosen))
+    print_table(
+        ("α", "recomputed", chosen.metric, "90 % interval", ""),
+        [
+            (f"{one.alpha:g}", f"{one.recomputed:.0%}", *_shown(one), "← chosen" if one.alpha == chosen.alpha else "")
+            for one in found.curve
+        ],
+    )
+    said = [str(chosen)]
     if not found.held:
-        _say(f"No α reaches {chosen.metric} ≥ {chosen.quality:g} on these questions; the largest was chosen.")
+        said.append(f"No α reaches {chosen.metric} ≥ {chosen.quality:g} on these questions; the largest was chosen.")
     if not found.pays:
-        _say(
+        said.append(
             f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
             "with --quality; or capture chunks behind their neighbours (cachecraft index --prime), and calibrate "
             "for that with --origin neighbours."
         )
-    if chosen.questions < FEW_QUESTIONS:
-        err.print(f"{chosen.questions} questions are few for a reliable result; raise --limit", style="yellow")
     if checked is not None:
         mean, interval = _shown(checked)
-        verdict = "held" if checked.quality.mean >= chosen.quality else "not held"
-        _say(f"on the other half: {chosen.metric} {mean} ({interval}), {checked.recomputed:.0%} recomputed: {verdict}")
-    _say(f"written to {path}: every engine opened on this store with this model uses it;")
-    _say("ReuseConfig(alpha=…) overrides it; delete the file to undo it")
+        verdict = f"{checked.recomputed:.0%} recomputed: {'' if checked.quality.mean >= chosen.quality else 'not '}held"
+        said.append(f"on the other half: {chosen.metric} {mean} ({interval}), {verdict}")
+    said.append(f"written to {path}: every engine opened on this store with this model uses it;")
+    said.append("ReuseConfig(alpha=…) overrides it; delete the file to undo it")
+    out.print("\n".join(said), soft_wrap=True)
+    if chosen.questions < FEW_QUESTIONS:
+        options.warn(f"{chosen.questions} questions are few for a reliable result; raise --limit")
 
 
 def _shown(point: Point) -> tuple[str, str]:
     return f"{point.quality.mean:.3f}", f"{point.quality.low:.3f} to {point.quality.high:.3f}"
-
-
-def _say(line: str) -> None:
-    out.print(line, highlight=False, soft_wrap=True)

@@ -8,19 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from cachecraft_rag.cli import options
-from cachecraft_rag.cli.ask import (
-    load,
-    print_calibration,
-    print_sources,
-    print_stats,
-    print_stream,
-    require_found,
-    require_index,
-)
+from cachecraft_rag.cli import ask
 from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, err, out, print_error, takes
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, ContextLengthError
@@ -31,30 +21,23 @@ if TYPE_CHECKING:
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
+KEYS = (*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants")
 
 
-@takes(*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants", defaults={"max_new_tokens": 256})
-def chat(where: options.WhereOption = None, server: options.Server = None, *, settings: Settings) -> None:
+@takes(*KEYS, defaults={"max_new_tokens": 256}, chosen=ask.AskingOptions)
+def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
     """Chat about the indexed documents.
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
-    config, sampling, allowed = settings.engine_config(), settings.sampling(), options.where_of(where)
-    require_index(Path(settings["store"]))
-    with load(settings, server=server) as rag, metrics(rag, settings["metrics_port"]):
-        conversation = Conversation(
-            rag,
-            top_k=settings["top_k"],
-            sampling=sampling,
-            where=allowed,
-            config=None if server is None else config.reuse,  # in this process the engine has it
-        )
+    with chosen.open(settings) as (rag, asking), metrics(rag, settings["metrics_port"]):
+        conversation = Conversation(rag, **asking)
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
             import_module("readline")  # if installed, it gives `input` arrow keys and a history
         err.print(HELP, style="dim")
-        print_calibration(rag)
+        ask.print_calibration(rag)
         converse(conversation)
 
 
@@ -67,7 +50,7 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
     from cachecraft_rag.engine.metrics import serve_metrics
 
     with serve_metrics(rag.engine, port) as server:
-        err.print(f"metrics: http://127.0.0.1:{server.port}/metrics", style="dim", highlight=False)
+        err.print(f"metrics: http://127.0.0.1:{server.port}/metrics", style="dim")
         yield
 
 
@@ -100,7 +83,7 @@ class Conversation:
         elif typed == "/sources" and self._last is None:
             err.print("nothing has been answered yet", style="dim")
         elif typed == "/sources" and self._last is not None:
-            print_sources(self._last)
+            ask.print_sources(self._last)
         elif typed.startswith("/") and " " not in typed:
             err.print(HELP, style="dim")
         elif typed:
@@ -112,10 +95,10 @@ class Conversation:
         try:
             asking: AskOptions = {**self._asking, "history": self._history, "session": self._session}
             stream = self._rag.stream(question, **asking)
-            require_found(stream, self._asking.get("where"))
+            ask.require_found(stream, asking)
             try:
-                print_stream(stream)
-                print_stats(stream.stats)
+                ask.print_stream(stream)
+                ask.print_stats(stream.stats)
                 print_searched(stream.stats)
             finally:
                 stream.close()
@@ -135,4 +118,4 @@ class Conversation:
 def print_searched(stats: RequestStats) -> None:
     """One line about what a follow-up was searched with."""
     if len(stats.searched) > 1:
-        out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim", markup=False, highlight=False)
+        out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim", markup=False)

@@ -43,10 +43,10 @@ def as_json(value: Any) -> str:
 
 
 class PlainConsole(Console):
-    """A console without markup. For style, pass `style=` or print a `Text`."""
+    """A console without markup and highlights. For style, pass `style=` or print a `Text`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Rich's own, with control characters escaped first, so that column widths are right."""

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
-from cachecraft_rag.cli.options import err, out, print_json, progress_bar, takes, waiting
+from cachecraft_rag.cli.options import err, out, print_json, print_table, progress_bar, takes, waiting
 from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.planning.config import ReuseConfig
@@ -24,8 +21,8 @@ if TYPE_CHECKING:
     from cachecraft_rag.engine.stats import Answer
     from cachecraft_rag.rag import CacheCraft
 
-
-ANSWER_TOKENS = 60
+ANSWER_TOKENS, MOST_LETTERS = 60, 22  # of an answer; of a question in the table
+VERDICTS = {(True, True): "both", (True, False): "reuse", (False, True): "full", (False, False): "neither"}
 SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 
@@ -82,7 +79,7 @@ def _prepare(rag: CacheCraft) -> None:
         captured = rag.prime(progress=show)
     done = f"{captured} chunk-caches computed" if captured else "all chunk-caches are on disk from an earlier run"
     pages = f"{len(report.added)} pages added, {len(report.unchanged)} unchanged"
-    err.print(f"{pages}; {done}; the model runs in {rag.engine.decoder.layout.dtype}", highlight=False)
+    err.print(f"{pages}; {done}; the model runs in {rag.engine.decoder.layout.dtype}")
 
 
 def _warm_up(rag: CacheCraft, top_k: int) -> None:
@@ -117,20 +114,19 @@ def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
 
 def _print_one(one: Compared) -> None:
     stats = one.reused.stats
-    out.print(f"\n{one.asked.question}", style="bold", highlight=False)
-    out.print(_sentence(one.reused), highlight=False)
+    out.print(f"\n{one.asked.question}", style="bold")
+    out.print(_sentence(one.reused))
     if one.reused.text != one.full.text:
-        out.print("full prefill says:", _sentence(one.full), style="yellow", highlight=False)
+        out.print("full prefill says:", _sentence(one.full), style="yellow")
     sources = dict.fromkeys(str(source.metadata.get("source")) for source in one.reused.sources)
     tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
-    out.print(f"from {', '.join(sources)}", style="dim", highlight=False)
-    line = Text.assemble(
-        f"first token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, ",
-        (f"{one.speedup:.1f} times faster to the first token", "bold"),
-        f"; {stats.tokens_prompt} tokens, {stats.tokens_reused} reused "
-        f"(from {tiers or 'no tier'}), {stats.tokens_recomputed} recomputed, {stats.tokens_computed} computed",
+    out.print(
+        f"from {', '.join(sources)}\nfirst token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, "
+        f"{one.speedup:.1f} times faster to the first token; {stats.tokens_prompt} tokens, "
+        f"{stats.tokens_reused} reused (from {tiers or 'no tier'}), {stats.tokens_recomputed} recomputed, "
+        f"{stats.tokens_computed} computed",
+        style="dim",
     )
-    out.print(line, style="dim", highlight=False)
 
 
 def _sentence(answer: Answer) -> str:
@@ -141,50 +137,30 @@ def _sentence(answer: Answer) -> str:
 def _print_summary(compared: list[Compared]) -> None:
     from cachecraft_rag.kernels.cpu.library import description
 
-    table = Table(box=SIMPLE_HEAD, title="Time to first token", title_justify="left")
-    table.add_column("question", no_wrap=True, overflow="ellipsis", max_width=22)
-    for name in ("full", "reuse", "faster", "reused/\nrecomputed/\ncomputed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("right", no_wrap=True)
+    rows = []
     for one in compared:
-        stats = one.reused.stats
-        table.add_row(
-            one.asked.question,
-            f"{one.own_prefill_s:.2f} s",
-            f"{stats.ttft_s:.2f} s",
-            f"{one.speedup:.1f} ×",
-            f"{stats.tokens_reused}/{stats.tokens_recomputed}/{stats.tokens_computed}",
-            _verdict(one),
-        )
-    out.print(table)
+        stats, asked = one.reused.stats, one.asked.question
+        question = asked if len(asked) <= MOST_LETTERS else f"{asked[: MOST_LETTERS - 1]}…"
+        times = (f"{one.own_prefill_s:.2f} s", f"{stats.ttft_s:.2f} s", f"{one.speedup:.1f} ×")
+        tokens = f"{stats.tokens_reused}/{stats.tokens_recomputed}/{stats.tokens_computed}"
+        rows.append((question, *times, tokens, VERDICTS[one.is_right(one.reused), one.is_right(one.full)]))
+    print_table(("question", "full", "reuse", "faster", "reused/\nrecomputed/\ncomputed", "right"), rows, numbers=True)
     own = statistics.median(one.own_prefill_s for one in compared)
     reuse = statistics.median(one.reused.stats.ttft_s for one in compared)
-    right = sum(one.is_right(one.reused) for one in compared)
+    right_answers = sum(one.is_right(one.reused) for one in compared)
     full_right = sum(one.is_right(one.full) for one in compared)
     same = sum(one.reused.text == one.full.text for one in compared)
+    out.print(f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: ", end="")
+    out.print(f"{own / reuse:.1f} times faster to the first token", style="bold")
     out.print(
-        Text(f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: ")
-        + Text(f"{own / reuse:.1f} times faster to the first token", style="bold"),
-        highlight=False,
-    )
-    out.print(
-        f"right answers: {right} of {len(compared)} with reuse, {full_right} with full prefill; "
-        f"{same} identical word for word",
-        highlight=False,
+        f"right answers: {right_answers} of {len(compared)} with reuse, {full_right} with full prefill; "
+        f"{same} identical word for word"
     )
     out.print(
         "reused/recomputed/computed: prompt tokens from chunk-caches, recomputed in them, and computed from scratch; "
         f"CPU kernels: {description()}",
         style="dim",
-        highlight=False,
     )
-
-
-def _verdict(one: Compared) -> str:
-    """The answers that contain the facts: both, one or neither."""
-    if one.is_right(one.reused):
-        return "both" if one.is_right(one.full) else "reuse"
-    return "full" if one.is_right(one.full) else "neither"
 
 
 def _as_dict(one: Compared) -> dict[str, Any]:

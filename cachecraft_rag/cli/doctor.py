@@ -49,7 +49,7 @@ def doctor(
         for one in found:
             out.print(one.level, style=_STYLES[one.level], end=" ")
             change = f" → {one.change}" if one.change else ""
-            out.print(f"{one.about}: {one.what}{change}", highlight=False, soft_wrap=True)
+            out.print(f"{one.about}: {one.what}{change}", soft_wrap=True)
     if any(one.level == "error" for one in found):
         raise typer.Exit(1)
 

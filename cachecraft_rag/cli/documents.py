@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import opened_caches, require_index
-from cachecraft_rag.cli.options import out, print_json, takes
+from cachecraft_rag.cli.options import out, print_json, print_table, takes
 from cachecraft_rag.engine.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,13 +41,8 @@ def ls(as_json: options.Json = False, *, settings: Settings) -> None:
     if as_json:
         print_json([asdict(document) for document in found])
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("document", "chunks", "folder"):
-        table.add_column(name, overflow="fold")
-    for document in found:
-        table.add_row(document.doc_id, str(document.chunks), document.root)
-    out.print(table)
-    out.print(f"{len(found)} documents", highlight=False)
+    print_table(("document", "chunks", "folder"), [(one.doc_id, one.chunks, one.root) for one in found])
+    out.print(f"{len(found)} documents")
 
 
 @app.command()
@@ -76,6 +70,5 @@ def remove(
         return
     out.print(
         f"{len(removed.documents)} documents, {len(removed.chunk_ids)} chunks and {removed.chunk_caches} chunk-caches "
-        f"removed, {options.megabytes(removed.nbytes)} freed",
-        highlight=False,
+        f"removed, {options.megabytes(removed.nbytes)} freed"
     )

@@ -6,15 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from cachecraft_rag.checks import MOST
+from cachecraft_rag.checks import check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, takes, waiting
+from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes, waiting
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,64 +21,32 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.report import Report
     from cachecraft_rag.store import ChunkCacheStore
 
-DEFAULT_OUT = Path("cachecraft-eval")
-
-Data = Annotated[
-    Path | None, typer.Option("--data", "-d", help="File of questions.", show_default="the sample handbook's own")
-]
-Format = Annotated[
-    str | None,
-    typer.Option("--format", help="squad or jsonl", show_default="recognised from the first record"),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option("--methods", help="Comma-separated.", show_default="full_recompute,prefix_cache,full_cache,default"),
-]
-Ratios = Annotated[str, typer.Option("--ratios", help="Recompute ratios.")]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="Questions, including those of the warm-up.")]
-Passages = Annotated[int, typer.Option("--passages", min=1, help="Chunks in each prompt.")]
-ChunkTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--chunk-tokens",
-        min=16,
-        max=1 << 20,
-        help="Approximate length limit of a chunk; needs --data.",
-        show_default="the format's",
-    ),
-]
-Origin = Annotated[
-    str,
-    typer.Option(
-        "--origin",
-        help="What chunks are captured behind: unrelated, neighbours, alone; or stream: as in production.",
-    ),
-]
-Warmup = Annotated[
-    int, typer.Option("--warmup", min=0, help="With --origin stream: the first N questions are not measured.")
-]
-AnswerTokens = Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the report; a stopped evaluation resumes from it.")]
-Seed = Annotated[
-    int,
-    typer.Option(
-        "--seed", min=-MOST - 1, max=MOST, help="Seed of questions, passages, origin prefixes and the order of methods."
-    ),
-]
-Restart = Annotated[bool, typer.Option("--restart", help="Discard the measurements in --out.")]
-
 
 @dataclass(frozen=True)
 class Questions:
-    """Options: the questions to ask, and their passages."""
+    """Options: the questions to ask, and their passages.
 
-    data: Data = None
-    format: Format = None
-    limit: Limit = 100
-    passages: Passages = 5
-    chunk_tokens: ChunkTokens = None
-    answer_tokens: AnswerTokens = 16
-    seed: Seed = 0
+    data           file of questions; eval without it asks the sample handbook's own
+    format         format of the file, squad or jsonl; without it recognised from the first record
+    limit          questions, including those of a warm-up
+    passages       chunks in each prompt
+    chunk_tokens   approximate length limit of a chunk, at least 16; needs --data
+    answer_tokens  longest answer
+    seed           seed of questions, passages, origin prefixes and the order of methods
+    """
+
+    data: Path | None = None
+    format: str | None = None
+    limit: int = 100
+    passages: int = 5
+    chunk_tokens: int | None = None
+    answer_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers that nothing else checks; raises ConfigError."""
+        check_whole("--chunk-tokens", self.chunk_tokens, least=16, most=1 << 20, optional=True)
+        check_whole("--answer-tokens", self.answer_tokens, least=1)
 
     def load(self, read: Callable[[Path, str | None], Source] | None = None) -> Dataset:
         """The questions of a file, or those of the sample handbook if there is no file.
@@ -95,10 +59,8 @@ class Questions:
 
         drawn: dict[str, Any] = {"passages": self.passages, "limit": self.limit, "seed": self.seed}
         if self.data is not None:
-            chunk_tokens = self.chunk_tokens
-            return load_dataset(
-                self.data, format=self.format, chunk_tokens=chunk_tokens, read=read or read_source, **drawn
-            )
+            drawn |= {"format": self.format, "chunk_tokens": self.chunk_tokens}
+            return load_dataset(self.data, read=read or read_source, **drawn)
         if self.format is not None or self.chunk_tokens is not None:
             raise ConfigError("--format and --chunk-tokens apply to a file of questions: name it with --data")
         return handbook_dataset(**drawn)
@@ -106,15 +68,22 @@ class Questions:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Options: the model and store to measure with, at which ratios, and where results go."""
+    """Options: the model and store to measure with, at which ratios, and where results go.
 
-    model: options.Model = "demo"
-    ratios: Ratios = "0.05,0.1,0.15,0.2,0.3"
-    origin: Origin = "unrelated"
-    warmup: Warmup = 20
-    folder: Out = DEFAULT_OUT
-    dtype: options.Dtype = "float32"
-    restart: Restart = False
+    ratios   recompute ratios, comma-separated
+    origin   capture chunks behind: unrelated, neighbours, alone; or stream: as in production
+    warmup   with --origin stream: the first N questions are not measured
+    out      folder of the report; a stopped evaluation resumes from it
+    restart  discard the measurements in --out
+    """
+
+    model: str = "demo"
+    ratios: str = "0.05,0.1,0.15,0.2,0.3"
+    origin: str = "unrelated"
+    warmup: int = 20
+    out: Path = Path("cachecraft-eval")
+    dtype: str = "float32"
+    restart: bool = False
 
     def run(
         self,
@@ -136,36 +105,42 @@ class Measuring:
         options.quiet_libraries()
         with ExitStack() as opened:
             with waiting("Loading the model"):
-                engine = opened.enter_context(runner.open_engine(self.model, self.folder, dtype=self.dtype, kind=kind))
+                engine = opened.enter_context(runner.open_engine(self.model, self.out, dtype=self.dtype, kind=kind))
                 described = settings.describe(engine, dataset)
-                log = opened.enter_context(RecordLog(self.folder, described, restart=self.restart))
+                log = opened.enter_context(RecordLog(self.out, described, restart=self.restart))
             with progress_bar("Measuring", remaining=True) as show:
                 return described, runner.evaluate(engine, dataset, settings, log=log, progress=show)
 
 
-@takes(questions=Questions, measuring=Measuring)
+@dataclass(frozen=True)
+class MethodOptions:
+    """Options: the methods to compare.
+
+    methods  comma-separated; all without it: full_recompute,prefix_cache,full_cache,default
+    """
+
+    methods: str | None = None
+    threads: options.Threads = None
+
+
+@takes(chosen=MethodOptions, questions=Questions, measuring=Measuring)
 def evaluate(
-    methods: Methods = None,
-    threads: options.Threads = None,
-    as_json: options.Json = False,
-    *,
-    questions: Questions,
-    measuring: Measuring,
+    as_json: options.Json = False, *, chosen: MethodOptions, questions: Questions, measuring: Measuring
 ) -> None:
     """Compare the answers with reuse to full prefill's, question by question.
 
     Writes report.md to --out. After Ctrl-C, the same command resumes.
     """
-    options.set_threads(threads)
+    options.set_threads(chosen.threads)
     require_packages()
     from cachecraft_rag.evaluation.measuring import METHODS, methods_named
     from cachecraft_rag.evaluation.origins import condition_named
     from cachecraft_rag.evaluation.report import summarise
 
-    chosen = methods_named(list(METHODS) if methods is None else [name.strip() for name in methods.split(",")])
-    origin = condition_named(measuring.origin)
-    described, records = measuring.run(questions.load(), questions, chosen, origin=origin)
-    show_report(summarise(records, order=list(METHODS)), described, measuring.folder, as_json=as_json)
+    names = list(METHODS) if chosen.methods is None else [name.strip() for name in chosen.methods.split(",")]
+    methods, origin = methods_named(names), condition_named(measuring.origin)
+    described, records = measuring.run(questions.load(), questions, methods, origin=origin)
+    show_report(summarise(records, order=list(METHODS)), described, measuring.out, as_json=as_json)
 
 
 def require_packages() -> None:
@@ -189,10 +164,5 @@ def show_report(
     if as_json:
         print_json(report.as_dict())
         return
-    table = Table(box=SIMPLE_HEAD)
-    for place, heading in enumerate(report.headings):
-        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
-    for row in report.rows(intervals=False):
-        table.add_row(*row)
-    out.print(table)
-    out.print(f"means over {report.questions} questions; the report with intervals: {page}", highlight=False)
+    print_table(report.headings, report.rows(intervals=False), numbers=True)
+    out.print(f"means over {report.questions} questions; the report with intervals: {page}")

@@ -6,18 +6,18 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import wraps
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich import progress as bars
+from rich.table import Table
 from rich.text import Text
 
 from cachecraft_rag.cli.console import as_json, console_on
@@ -25,18 +25,23 @@ from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.types import Metadata, Progress
 
-DEFAULT_STORE = Path("chunk-caches")
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
-_SHORT = {"store": ["-s"], "model": ["-m"], "top_k": ["-k"], "max_new_tokens": ["--max-tokens"]}
+_SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
+_SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
 _METAVARS = {"int": "INTEGER", "float": "FLOAT"}
 
 
 def option_of(key: str, **more: Any) -> Any:
     """The option of a setting, as its dataclass describes it."""
-    known, flag = known_settings()[key], flag_of(key)
-    names = [f"{flag}/--no-{flag[2:]}"] if known.kind == "bool" else [flag, *_SHORT.get(key, ())]
+    known, names = known_settings()[key], _names(key)
+    if known.kind == "bool":
+        names = [f"{names[0]}/--no-{names[0][2:]}"]
     metavar = None if known.kind == "bool" else "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
     return typer.Option(*names, help=sentence(known.help), **({"metavar": metavar} | more))
+
+
+def _names(key: str) -> list[str]:
+    return [flag_of(key), *([_SHORT[key]] if key in _SHORT else [])]
 
 
 def sentence(text: str) -> str:
@@ -49,32 +54,10 @@ def sentence(text: str) -> str:
 
 
 # Settings that commands without settings take, as plain parameters.
-Store = Annotated[Path, option_of("store", metavar="PATH")]
 Model = Annotated[str, option_of("model")]
-Embeddings = Annotated[str | None, option_of("embeddings")]
 Dtype = Annotated[str, option_of("dtype")]
 Threads = Annotated[int | None, option_of("threads", min=1, max=1024)]
-TopK = Annotated[int, option_of("top_k", min=1)]
-NewVariantsOption = Annotated[str, option_of("new_variants")]
-NewVariantsShare = Annotated[
-    float,
-    typer.Option("--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token served."),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
-Server = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        help="Ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about "
-        "the model and its chunk-caches are then the server's own.",
-    ),
-]
-WhereOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--where", help="Only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated."
-    ),
-]
 ENGINE_KEYS = (
     "model", "store", "namespace", "system", "dtype", "device", "threads", "codec", "disk_bytes", "host_bytes",
     "max_variants", "variants_per_chunk", "remote.url", "remote.key_file",
@@ -88,11 +71,12 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
     """Give a command settings, and the fields of dataclasses, as options.
 
     The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
-    parameter named. An option has the name, type, default and help of its field, see `engine.settings.descriptions`.
+    parameter named. An option has the name, type, default and help of its field, see `engine.settings.descriptions`;
+    a field without a description is the setting of that name.
 
     Args:
         keys: of `known_settings`.
-        defaults: of this command, in place of the settings' own.
+        defaults: of this command, in place of the settings' and the fields' own.
         groups: dataclasses, whose fields may be annotated with options of their own.
     """
 
@@ -100,26 +84,27 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
         own = inspect.signature(command, eval_str=True)
         left_out = {"settings", "context", *groups}
         kind = inspect.Parameter.KEYWORD_ONLY
-        parameters = [inspect.Parameter("context", kind, annotation=typer.Context)]
-        parameters += [one.replace(kind=kind) for one in own.parameters.values() if one.name not in left_out]
+        parameters = {"context": inspect.Parameter("context", kind, annotation=typer.Context)}
+        parameters |= {one.name: one.replace(kind=kind) for one in own.parameters.values() if one.name not in left_out}
         names = {key.replace(".", "_"): key for key in keys}
-        parameters += [_parameter_of_setting(name, key, defaults.get(key)) for name, key in names.items()]
+        parameters |= {name: _parameter_of_setting(name, key, defaults.get(key)) for name, key in names.items()}
+        fields_of = {name: [one.name for one in fields(group)] for name, group in groups.items()}
         for group in groups.values():
-            parameters += _parameters_of_group(group)
+            parameters |= _parameters_of_group(group, defaults)
 
         @wraps(command)
         def called(*, context: typer.Context, **given: Any) -> None:
             flags = {key: value for name, key in names.items() if (value := given.pop(name, None)) not in (None, [])}
-            for name, group in groups.items():
-                given[name] = group(**{one.name: given.pop(one.name) for one in fields(group) if one.name in given})
+            chosen = {name: group(**{one: given[one] for one in fields_of[name]}) for name, group in groups.items()}
+            given = {name: value for name, value in given.items() if name in own.parameters} | chosen
             if keys:
                 given["settings"] = load_settings(context.obj, flags=flags, defaults=defaults)
                 set_threads(given["settings"]["threads"] if "threads" in keys else None)
             command(**given)
 
         del called.__wrapped__  # whose signature typer would take
-        called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        called.__signature__ = own.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+        called.__annotations__ = {name: one.annotation for name, one in parameters.items()}
         return called
 
     return decorate
@@ -135,17 +120,19 @@ def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Paramete
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
-def _parameters_of_group(group: type) -> list[inspect.Parameter]:
-    """The fields of a dataclass; one without an option of its own gets that of its name and description."""
+def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+    """The fields of a dataclass as options."""
     hints, texts = get_type_hints(group, include_extras=True), descriptions(group)
-    found = []
+    found = {}
     for one in fields(group):
         kind, default = hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
         if one.default_factory is not MISSING:
             default = one.default_factory()
         if not hasattr(kind, "__metadata__"):
-            kind = Annotated[kind, typer.Option(flag_of(one.name), help=sentence(texts.get(one.name, "")))]
-        found.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+            described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")))
+            kind = Annotated[kind, described if one.name in texts else option_of(one.name)]
+        default = defaults.get(one.name, default)
+        found[one.name] = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
     return found
 
 
@@ -180,6 +167,16 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     return allowed
 
 
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False) -> None:
+    """A table on stdout; with `numbers` all columns but the first are set to the right."""
+    table = Table(box=None, pad_edge=False)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, overflow="fold", justify="right" if numbers and place else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    out.print(table)
+
+
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
     typer.echo(as_json(value))
@@ -188,7 +185,12 @@ def print_json(value: Any) -> None:
 def print_error(error: CacheCraftError, advice: str = "") -> None:
     """An error on stderr, with advice that only the command knows."""
     err.print("error:", style="bold red", end=" ")
-    err.print(f"{error} {advice}".strip(), highlight=False, soft_wrap=True)
+    err.print(f"{error} {advice}".strip(), soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """A warning on stderr."""
+    err.print(text, style="yellow", soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:
@@ -259,7 +261,7 @@ class ProgressLines:
         if self._remaining and steps > 0 and step.done < step.total:
             left = (now - self._began) / steps * (step.total - step.done)
             line += f", about {timedelta(seconds=round(left))} left"
-        err.print(f"{line} ({step.what})" if step.what else line, highlight=False, soft_wrap=True)
+        err.print(f"{line} ({step.what})" if step.what else line, soft_wrap=True)
 
 
 def numbers(text: str) -> list[float]:

@@ -22,32 +22,32 @@ _NOT_HERE = {
 _KEYS = [key for key in (*ENGINE_KEYS, "best_last", "private_system") if key not in ("model", "device", "threads")]
 
 
-_SHARED = "Clients' system messages hold nobody's private text: what is captured behind them serves everybody."
-_PLAIN = "Of requests without documents, too: reuse passages that come again, see docs/any_application.md."
-
-
 @dataclass(frozen=True)
 class ServerOptions:
     """Options of the server.
 
-    host             address to listen on; 0.0.0.0 for all
-    max_model_len    most tokens of prompt and answer; the model's without it
-    session_header   header that names a request's session. Only behind a proxy that sets it itself
-    client_settings  settings of reuse that requests may bring: none; safe: those that shape nobody else's chunk-caches;
-                     all
-    admin_key_file   file of keys, one on each line; prime and evict ask for one
+    host                  address to listen on; 0.0.0.0 for all
+    port                  port to listen on
+    tensor_parallel_size  GPUs that share the model
+    max_model_len         most tokens of prompt and answer; the model's without it
+    shared_system         clients' system messages hold nobody's private text: what is captured behind them serves
+                          everybody
+    session_header        header that names a request's session. Only behind a proxy that sets it itself
+    client_settings       settings of reuse that requests may bring: none; safe: those that shape nobody else's
+                          chunk-caches; all
+    reuse_plain_prompts   of requests without documents, too: reuse passages that come again, see
+                          docs/any_application.md
+    admin_key_file        file of keys, one on each line; prime and evict ask for one
     """
 
     host: str = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="GPUs that share the model.")
-    ] = 1
+    port: int = 8000
+    tensor_parallel_size: int = 1
     max_model_len: int | None = None
-    shared_system: Annotated[bool, typer.Option("--shared-system", help=_SHARED)] = False
+    shared_system: bool = False
     session_header: str | None = None
     client_settings: str = "safe"
-    reuse_plain_prompts: Annotated[bool, typer.Option("--reuse-plain-prompts", help=_PLAIN)] = False
+    reuse_plain_prompts: bool = False
     admin_key_file: Path | None = None
 
     def for_vllm(self) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import out, print_json, takes
+from cachecraft_rag.cli.options import print_json, print_table, takes
 from cachecraft_rag.engine.settings import Settings
 
 
@@ -19,9 +17,6 @@ def settings(as_json: options.Json = False, *, settings: Settings) -> None:
     if as_json:
         print_json({one.key: {"value": one.shown, "origin": one.origin} for one in settings.entries.values()})
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("setting", "value", "from"):
-        table.add_column(name, overflow="fold")
-    for one in settings.entries.values():
-        table.add_row(one.key, one.shown if isinstance(one.shown, str) else repr(one.shown), one.origin)
-    out.print(table)
+    shown = {key: one.shown if isinstance(one.shown, str) else repr(one.shown) for key, one in settings.entries.items()}
+    rows = [(one.key, shown[key], one.origin) for key, one in settings.entries.items()]
+    print_table(("setting", "value", "from"), rows)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
 from cachecraft_rag.checks import check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, progress_bar, takes
+from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, print_table, progress_bar, takes
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.simulation.policies import MAKERS, Maker
 from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
@@ -83,36 +82,21 @@ def simulate(
 
 def show_cells(cells: list[Cell], requests: int, *, as_json: bool) -> None:
     """Print the replays of so many requests."""
+    from cachecraft_rag.evaluation.simulation.sweep import as_fields, needed
+
     if as_json:
-        from cachecraft_rag.evaluation.simulation.sweep import as_fields
-
         print_json(as_fields(cells, requests))
-    else:
-        _print(cells)
-
-
-def _print(cells: list[Cell]) -> None:
-    from cachecraft_rag.evaluation.simulation.sweep import needed
-
-    titles = ("budget", "disk", "N×M", "per chunk", "policy", "saved", "of the oracle")
-    table = Table(*titles, "computed", "fixed", "variants", "evicted")
+        return
+    rows = []
     for cell in cells:
-        outcome = cell.outcome
-        sizes = outcome.variants_per_chunk
-        table.add_row(
-            f"{cell.budget:g}",
-            megabytes(cell.disk_budget),
-            f"{cell.max_variants:,}",
-            str(cell.variants_per_chunk),
-            cell.policy,
-            f"{outcome.saved:.1%}",
-            f"{cell.of_oracle:.1%}",
-            f"{outcome.computed:,}",
-            f"{outcome.recomputed:,}",
-            f"{sum(n * chunks for n, chunks in sizes.items()):,}, at most {max(sizes, default=0)} of a chunk",
-            f"{outcome.evicted:,}",
-        )
-    out.print(table)
+        outcome, sizes = cell.outcome, cell.outcome.variants_per_chunk
+        limits = (f"{cell.max_variants:,}", cell.variants_per_chunk, cell.policy)
+        shares = (f"{outcome.saved:.1%}", f"{cell.of_oracle:.1%}")
+        variants = f"{sum(n * chunks for n, chunks in sizes.items()):,}, at most {max(sizes, default=0)} of a chunk"
+        counts = (f"{outcome.computed:,}", f"{outcome.recomputed:,}", variants, f"{outcome.evicted:,}")
+        rows.append((f"{cell.budget:g}", megabytes(cell.disk_budget), *limits, *shares, *counts))
+    headings = ("budget", "disk", "N×M", "per chunk", "policy", "saved", "of the oracle")
+    print_table((*headings, "computed", "fixed", "variants", "evicted"), rows)
     if (enough := needed(cells)) is not None:
         out.print(
             f"For 85 % of the best saving on this traffic you need {megabytes(enough.disk_budget)}: {enough.budget:g} "

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, out, print_json, waiting
+from cachecraft_rag.cli.options import megabytes, out, print_json, print_table, waiting
 
 SHOWN_TOKENS = 1000
 
@@ -39,14 +37,12 @@ def sizes(
     if as_json:
         print_json(rows)
         return
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("model", "layers × heads × dim", "dtype", "tokens", *CODECS):
-        table.add_column(name, justify="left" if name in ("model", "dtype") else "right")
+    shown = []
     for row in rows:
         shape = f"{row['layers']} × {row['kv_heads']} × {row['head_dim']}"
-        table.add_row(row["model"], shape, row["dtype"], f"{row['tokens']:,}", *map(megabytes, row["nbytes"].values()))
-    out.print(table)
-    out.print("Each variant takes this on disk; memory keeps it raw. entropy: about.", style="dim", highlight=False)
+        shown.append((row["model"], shape, row["dtype"], f"{row['tokens']:,}", *map(megabytes, row["nbytes"].values())))
+    print_table(("model", "layers × heads × dim", "dtype", "tokens", *CODECS), shown, numbers=True)
+    out.print("Each variant takes this on disk; memory keeps it raw. entropy: about.", style="dim")
 
 
 def _tokens_of(documents: Path, model: str) -> int:
@@ -62,5 +58,5 @@ def _tokens_of(documents: Path, model: str) -> int:
             try:
                 total += bound.count(parse_document(file, file.path.read_bytes()).text)
             except (DocumentError, MissingReaderError, OSError) as error:
-                options.err.print(f"left out {error}", style="yellow", markup=False, highlight=False)
+                options.warn(f"left out {error}")
     return total

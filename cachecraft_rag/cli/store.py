@@ -6,16 +6,15 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cachecraft_rag.checks import check_number
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, out, print_json, progress_bar, takes
+from cachecraft_rag.cli.options import megabytes, out, print_json, print_table, progress_bar, takes
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, StoreError
 
@@ -77,25 +76,14 @@ def ls(
     if as_json:
         print_json([_as_dict(row) for row in rows])
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("namespace", overflow="fold")
+    shown = []
     for row in rows:
-        v = row.variant
-        table.add_row(
-            v.variant_id[:ID_LETTERS],
-            v.key.chunk_id[:ID_LETTERS],
-            str(len(v.key.origin_prefix)),
-            str(v.tokens),
-            f"{v.cci:.3f}",
-            f"{v.exact_share:.0%}",
-            f"{v.reuse_frequency:.1f}",
-            megabytes(v.nbytes),
-            v.key.namespace + (" (private)" if v.session else ""),
-        )
-    out.print(table)
-    out.print(f"{len(rows)} of {total} variants", highlight=False)
+        v, key = row.variant, row.variant.key
+        ids = (v.variant_id[:ID_LETTERS], key.chunk_id[:ID_LETTERS], len(key.origin_prefix), v.tokens)
+        numbers = (f"{v.cci:.3f}", f"{v.exact_share:.0%}", f"{v.reuse_frequency:.1f}", megabytes(v.nbytes))
+        shown.append((*ids, *numbers, key.namespace + (" (private)" if v.session else "")))
+    print_table(("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size", "namespace"), shown)
+    out.print(f"{len(rows)} of {total} variants")
 
 
 def _as_dict(row: Listed) -> dict[str, Any]:
@@ -129,9 +117,9 @@ def stats(
         if shared.variants is not None and shared.nbytes is not None:
             sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)}"
             sizes += f" of {megabytes(shared.budget)}" if shared.budget else ""
-        out.print(f"remote {shared.url}: {sizes}", highlight=False, soft_wrap=True)
+        out.print(f"remote {shared.url}: {sizes}", soft_wrap=True)
     for fingerprint, one in calibrated.items():
-        out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", highlight=False, soft_wrap=True)
+        out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", soft_wrap=True)
 
 
 @app.command()
@@ -149,7 +137,7 @@ def check(
         print_json(asdict(report))
     else:
         for finding in report.findings:
-            out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}", highlight=False)
+            out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}")
         verdict = "all sound" if not report.findings else f"{len(report.findings)} findings"
         out.print(f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}")
     if report.findings and not repair:
@@ -170,39 +158,48 @@ def limits(as_json: options.Json = False, *, settings: Settings) -> None:
             out.print(f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
 
 
+@dataclass(frozen=True)
+class EvictOptions:
+    """Options of `store evict`.
+
+    chunk            variants of chunks whose id begins with this
+    namespace        variants of this tenant
+    fingerprint      variants of this model fingerprint
+    older_than_days  variants captured longer ago than this
+    down_to_mb       stop when this much is left
+    all              remove everything
+    """
+
+    chunk: str | None = None
+    namespace: str | None = None
+    fingerprint: str | None = None
+    older_than_days: float | None = None
+    down_to_mb: float | None = None
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what is asked for; raises ConfigError."""
+        check_number("--older-than-days", self.older_than_days, optional=True)
+        check_number("--down-to-mb", self.down_to_mb, optional=True)
+        if self == EvictOptions():
+            flags = [f"--{one.name.replace('_', '-')}" for one in fields(self)]
+            raise ConfigError(f"say what to evict: {', '.join(flags[:-1])} or {flags[-1]}")
+
+
 @app.command()
-@takes("store")
-def evict(
-    chunk: Annotated[str | None, typer.Option("--chunk", help="Variants of chunks whose id begins with this.")] = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", help="Variants of this tenant.")] = None,
-    fingerprint: Annotated[
-        str | None, typer.Option("--fingerprint", help="Variants of this model fingerprint.")
-    ] = None,
-    older_than_days: Annotated[
-        float | None, typer.Option("--older-than-days", min=0.0, help="Variants captured longer ago than this.")
-    ] = None,
-    down_to_mb: Annotated[
-        float | None, typer.Option("--down-to-mb", min=0.0, help="Stop when this much is left.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
-    as_json: options.Json = False,
-    *,
-    settings: Settings,
-) -> None:
+@takes("store", chosen=EvictOptions)
+def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOptions) -> None:
     """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay."""
     from cachecraft_rag.store import RowFilter
 
-    check_number("--older-than-days", older_than_days, optional=True)
-    check_number("--down-to-mb", down_to_mb, optional=True)
-    before = None if older_than_days is None else time.time() - older_than_days * 86400
-    chosen = RowFilter(namespace=namespace, fingerprint=fingerprint, chunk_prefix=begins(chunk), created_before=before)
-    if chosen == RowFilter() and down_to_mb is None and not everything:
-        raise ConfigError(
-            "say what to evict: --chunk, --namespace, --fingerprint, --older-than-days, --down-to-mb or --all"
-        )
-    down_to = int(min(down_to_mb, 1e12) * 1e6) if down_to_mb is not None else 0 if everything else None
+    before = None if chosen.older_than_days is None else time.time() - chosen.older_than_days * 86400
+    part: dict[str, Any] = {"namespace": chosen.namespace, "fingerprint": chosen.fingerprint}
+    rows = RowFilter(**part, chunk_prefix=begins(chosen.chunk), created_before=before)
+    down_to = 0 if chosen.all else None
+    if chosen.down_to_mb is not None:
+        down_to = int(min(chosen.down_to_mb, 1e12) * 1e6)
     with opened(Path(settings["store"])) as found:
-        gone = found.evict(chosen, down_to_bytes=down_to)
+        gone = found.evict(rows, down_to_bytes=down_to)
     if as_json:
         print_json(asdict(gone))
     else:

@@ -184,7 +184,6 @@ def calibrate(
     with Validation(engine, dataset, settings, passes=tries, folder=folder, progress=progress) as validation:
         chosen = smallest_that_holds(ALPHAS, lambda alpha: validation.at(alpha).quality.low >= settings.quality)
         found = validation.at(chosen)
-        validation.finish()
     config = engine.config
     calibration = Calibration(
         alpha=chosen,
@@ -213,10 +212,8 @@ def check(
     progress: Callable[[Progress], None] | None = None,
 ) -> Point:
     """Measure an α on questions it was not calibrated on; arguments and errors as `calibrate`."""
-    with Validation(engine, dataset, settings, passes=1, folder=folder, progress=progress) as validation:
-        found = validation.at(alpha)
-        validation.finish()
-        return found
+    with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
+        return validation.at(alpha)
 
 
 class Validation(Closeable):
@@ -233,7 +230,7 @@ class Validation(Closeable):
         dataset: Dataset,
         settings: CalibrationSettings,
         *,
-        passes: int,
+        passes: int = 1,
         folder: Path | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -251,7 +248,9 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Close the file of measurements."""
+        """Report to `progress` that no further α will be tried, and close the file of measurements."""
+        self._run.total = len(self._questions) * len(self._points)
+        self._run.show("")
         if self._log is not None:
             self._log.close()
 
@@ -274,11 +273,6 @@ class Validation(Closeable):
             recomputed = sum(record.recomputed for record in records) / len(records)
             self._points[alpha] = Point(alpha, recomputed, METRICS[self._metric](records))
         return self._points[alpha]
-
-    def finish(self) -> None:
-        """Report to `progress` that no further α will be tried."""
-        self._run.total = len(self._questions) * len(self._points)
-        self._run.show("")
 
     def _trial(self, alpha: float) -> Trial:
         # Not "cake": it computes more where the disk is slow, and the quality would hold for this disk only.

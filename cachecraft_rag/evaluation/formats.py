@@ -33,7 +33,7 @@ class SourceQuestion:
 
     needed   the passages that hold the answer
     near     passages that a retriever might find, including the needed ones
-    fill     whether passages of other documents are added if `near` has too few
+    fill     add passages of other documents if `near` has too few
     ordered  `near` is a retriever's own list: its order is kept, and it is only shortened
     """
 
@@ -119,13 +119,8 @@ class Record:
         if optional and self.fields.get(name) is None:
             return []
         values: list[Any] = self._field(name, list, "a list of texts")
-        for place, value in enumerate(values, start=1):
-            if not isinstance(value, str):
-                raise DocumentError(
-                    f'{self.where}: item {place} of "{name}" is {json.dumps(value, default=str)[:40]}; it must be a '
-                    "text. Fix or remove that entry."
-                )
-        return values
+        items = Record(self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)})
+        return [items._field(one, str, "a text") for one in items.fields]
 
     def records(self, name: str) -> list[Record]:
         """A list of objects."""
@@ -287,7 +282,7 @@ def read_own(records: Sequence[Record]) -> Source:
 class Format:
     """A file format of question sets.
 
-    recognises  whether a file's first record has this format; true for at most one format
+    recognises  True if a file's first record has this format; true for at most one format
     read        reads all records of a file; raises DocumentError that names a malformed record
     """
 

@@ -50,7 +50,7 @@ _FULL, _PREFIX = replace(PLAIN, reuse=False), replace(PLAIN, scope="prefix")
 _NOTHING = replace(PLAIN, recompute_ratio=0.0, drift=0.0)
 FULL_PREFILL = Method("full_recompute", "any engine", lambda _: _FULL)
 
-# What a user chooses between; the papers' baselines are in `benchmarks/methods.py` of the repository.
+# Methods that a user chooses between; the papers' baselines are in `benchmarks/methods.py` of the repository.
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
@@ -122,7 +122,7 @@ class Record:
 
     kl, top1            `metrics.divergence` from full prefill, over the tokens of full prefill's answer
     rouge_l             of the method's own greedy answer against full prefill's
-    right, reference_right  whether the answer holds a gold answer, the method's and full prefill's; None likewise
+    right, reference_right  True if the answer holds a gold answer, the method's and full prefill's; None likewise
     near_tie            full prefill's two likeliest tokens differ by less than `NEAR_TIE` somewhere in its answer:
                         which of them comes, and so what is right, is chance
     f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none

@@ -37,20 +37,21 @@ def _mean(values: Sequence[float | None]) -> Interval | None:
     return mean_interval(given) if given else None
 
 
-def _f1_difference(found: Sequence[Record], _: Columns) -> Interval | None:
-    pairs = [(r.f1, r.reference_f1) for r in found if r.f1 is not None and r.reference_f1 is not None]
-    return paired_interval(*zip(*pairs, strict=True)) if pairs else None
+def _difference(name: str) -> Value:
+    """A field minus full prefill's, question by question."""
+
+    def value(found: Sequence[Record], _: Columns) -> Interval | None:
+        pairs = [(getattr(record, name), getattr(record, f"reference_{name}")) for record in found]
+        pairs = [pair for pair in pairs if None not in pair]
+        return paired_interval(*zip(*pairs, strict=True)) if pairs else None
+
+    return value
 
 
 def _of_certain(found: Sequence[Record], *, full_right: bool) -> Interval | None:
     """Share of changed verdicts where full prefill is right, or wrong, and no near-tie."""
     there = [r for r in found if r.reference_right is full_right and not r.near_tie]
     return share_interval(sum(r.right is not full_right for r in there), len(there)) if there else None
-
-
-def _right_difference(found: Sequence[Record], _: Columns) -> Interval | None:
-    pairs = [(r.right, r.reference_right) for r in found if r.right is not None and r.reference_right is not None]
-    return paired_interval(*zip(*pairs, strict=True)) if pairs else None
 
 
 def _ttft_ratio(found: Sequence[Record], _: Columns) -> Interval:
@@ -80,9 +81,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure("rouge_l", "ROUGE-L", ".3f", _ROUGE, _field("rouge_l")),
     Measure("lost", "lost", ".2f", _LOST, lambda found, _: _of_certain(found, full_right=True)),
     Measure("won", "won", ".2f", _WON, lambda found, _: _of_certain(found, full_right=False)),
-    Measure("right_difference", "right − full's", "+.3f", _RIGHT, _right_difference),
+    Measure("right_difference", "right − full's", "+.3f", _RIGHT, _difference("right")),
     Measure("f1", "F1", ".3f", _F1, _field("f1")),
-    Measure("f1_difference", "F1 − full's", "+.3f", "the difference, question by question.", _f1_difference),
+    Measure("f1_difference", "F1 − full's", "+.3f", "the difference, question by question.", _difference("f1")),
     Measure("ttft_ratio", "TTFT / full's", ".2f", _TTFT, _ttft_ratio),
     Measure(
         "recomputed", "computed", ".3f", "share of the chunks' tokens computed or recomputed.", _field("recomputed")

@@ -136,33 +136,27 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         for left in folder.glob(f"{_CACHES}*"):
             if not _lives(left.name.removeprefix(_CACHES).partition("-")[0]):
                 shutil.rmtree(left, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix=f"{_CACHES}{os.getpid()}-", dir=folder))
+        made = tempfile.TemporaryDirectory(prefix=f"{_CACHES}{os.getpid()}-", dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written ({error}); choose another folder with --out, or --store of calibrate"
         ) from error
-    try:
-        with _signals_as_exits():
-            yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with made as name, _signals_as_exits():
+        yield Path(name)
 
 
 @contextmanager
 def _signals_as_exits() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit in the main thread, so that folders are removed and progress is saved."""
-    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    if threading.current_thread() is not threading.main_thread():
-        kinds = []
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-    replaced = [kind for kind, handler in before.items() if handler is signal.SIG_DFL]  # nohup ignores SIGHUP
+    kinds = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    replaced = [kind for kind in kinds if signal.getsignal(kind) is signal.SIG_DFL]  # nohup ignores SIGHUP
     for kind in replaced:
         signal.signal(kind, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
         for kind in replaced:
-            signal.signal(kind, before[kind])
+            signal.signal(kind, signal.SIG_DFL)
 
 
 def _lives(pid: str) -> bool:
@@ -264,7 +258,8 @@ class Run:
         """Full prefill's answer, over chunk-caches that are ready for trials."""
         if self._references is not None and (kept := self._references.get(question.question_id)):
             return kept
-        self._warm_up(question)
+        if not self._warm:
+            self._warm_up(question)
         self.show("computing chunk-caches")
         self.origins.before(question)
         self.show("full prefill")
@@ -275,8 +270,6 @@ class Run:
 
     def _warm_up(self, question: Question) -> None:
         """Answer once before anything counts, because the first requests of a process take longer."""
-        if self._warm:
-            return
         self._warm = True
         self.show("warming up")
         reference_of(self._engine, question, answer_tokens=self._tokens)

@@ -6,7 +6,6 @@ sides run alternately and are compared by medians, because the speed of a machin
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
 import tempfile
@@ -15,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -28,7 +28,6 @@ from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.peers import Peer, peer
 from cachecraft_rag.kernels.cpu.library import description
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -36,6 +35,7 @@ from cachecraft_rag.types import Chunk, Progress
 
 QUESTION = "Which of these parts wear out, and how often should each be replaced?"
 _DECODED = 25  # tokens of the answer that a decode step is timed on
+_FULL = ReuseConfig(reuse=False, capture=False)
 _AROUND = 54  # tokens of a prompt that are in no chunk: the instruction, the question, the template
 
 
@@ -56,6 +56,14 @@ class Shape:
         room = max(tokens - _AROUND, 2)
         chunks = max(2, -(-room // longest))
         return cls(chunks, room // chunks)
+
+
+class Peer(Protocol):
+    """Another engine with a decoder's weights."""
+
+    def answer(self, ids: Sequence[int], tokens: int) -> tuple[float, float]:
+        """Seconds to the first and to the last of `tokens` tokens behind a prompt; no prefix is reused."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,18 +120,17 @@ def run(
     ratio: float = 0.15,
     pairs: int = 7,
     profile: bool = False,
-    peers: Sequence[str] = (),
+    peers: Mapping[str, Callable[[Decoder], Peer]] = MappingProxyType({}),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[TtftReport]:
     """Measure prompts of each shape.
 
     `dtype="auto"` first finds the dtype in which the model's own prefill of the first one is fastest on this machine.
-    With `profile`, as many requests again are timed part by part, apart from those that are compared. `peers` names
-    other engines (`evaluation/peers.py`) that prefill the same prompts in turn with the other sides.
+    With `profile`, as many requests again are timed part by part, apart from those that are compared. `peers` make
+    other engines, by name, that prefill the same prompts in turn with the other sides.
 
     Raises:
-        ConfigError: fewer than two chunks or one pair, more tokens than the model's context or the text has, or a peer
-            that is unknown or not installed.
+        ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
     """
     if any(shape.chunks < 2 for shape in shapes) or pairs < 1:
         raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
@@ -132,12 +139,12 @@ def run(
     decoder = _fastest(
         model, dtype, first.chunks * first.chunk_tokens, lambda name: progress(Progress(0, total, f"prefill in {name}"))
     )
-    others = {name: peer(name, decoder) for name in peers}
-    reports = []
-    for number, shape in enumerate(shapes):
+    others = {name: make(decoder) for name, make in peers.items()}
+    reports: list[TtftReport] = []
+    for shape in shapes:
 
-        def begun(pair: int, done: int = number * pairs) -> None:
-            progress(Progress(done + pair, total, ""))
+        def begun(pair: int) -> None:
+            progress(Progress(len(reports) * pairs + pair, total, ""))
 
         with (
             tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
@@ -168,23 +175,20 @@ class _Bench:
         self.store = ChunkCacheStore.open(folder / "caches")
         self.engine = Engine(decoder, self.store, config=self.config, best_last=False, new_variants="off")
         primer = Primer(self.engine, window=decoder.context_length)
-        primer.prime(
-            [*self.chunks[1:], self.chunks[0]]
-        )  # in another order than the prompt, so no chunk keeps its prefix
+        primer.prime([*self.chunks[1:], self.chunks[0]])  # in another order, so no chunk keeps its prefix
         self.store.flush()
 
     def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
         """Run all sides alternately and compare their medians; `begun` is called with the number of each pair."""
-        full, early = ReuseConfig(reuse=False, capture=False), replace(self.config, early_termination=True)
+        early = replace(self.config, early_termination=True)
         sides: dict[str, Callable[[], float]] = {
             "own_prefill": self._own,
             "host": lambda: self._ask(self.engine, self.config).ttft_s,
             "early_termination": lambda: self._ask(self.engine, early).ttft_s,
             "disk": self._from_disk,
-            "all_recomputed": lambda: self._ask(self.engine, full).ttft_s,
+            "all_recomputed": lambda: self._ask(self.engine, _FULL).ttft_s,
         }
-        for name, other in self.peers.items():
-            sides[name] = functools.partial(self._prefill_of, other)
+        sides |= {name: lambda other=other: other.answer(self.ids, 1)[0] for name, other in self.peers.items()}  # type: ignore[misc]
         stats = self._ask(self.engine, self.config)  # warms up and fills the memory tier
         assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
         for side in (self._own, *(sides[name] for name in self.peers)):
@@ -221,15 +225,9 @@ class _Bench:
 
     def with_parts(self, report: TtftReport, rounds: int) -> TtftReport:
         """The report, and where the time goes in the fastest of some requests of each side."""
-        reused, full = [], []
-        for _ in range(rounds):
-            reused.append(self._timed(self.config))
-            full.append(self._timed(ReuseConfig(reuse=False, capture=False)))
-
-        def fastest(timers: list[PartTimer]) -> Mapping[Part, float]:
-            return min(timers, key=lambda timer: timer.total).seconds
-
-        return replace(report, parts=fastest(reused), parts_all_recomputed=fastest(full))
+        timed = [(self._timed(self.config), self._timed(_FULL)) for _ in range(rounds)]
+        reused, full = (min(side, key=lambda timer: timer.total).seconds for side in zip(*timed, strict=True))
+        return replace(report, parts=reused, parts_all_recomputed=full)
 
     def _timed(self, config: ReuseConfig) -> PartTimer:
         """The parts of one request."""
@@ -259,9 +257,6 @@ class _Bench:
                 others[name].append((last - first) / (_DECODED - 1))
         return statistics.median(own) if own else None, {name: statistics.median(all_) for name, all_ in others.items()}
 
-    def _prefill_of(self, other: Peer) -> float:
-        return other.answer(self.ids, 1)[0]
-
     def _ask(self, engine: Engine, config: ReuseConfig, *, tokens: int = 1) -> RequestStats:
         generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=tokens))
         for _ in generation:
@@ -289,19 +284,15 @@ def _fastest(model: str, dtype: str, tokens: int, trying: Callable[[str], None])
     """The model in the given dtype; for "auto" in the one whose own prefill of `tokens` tokens is fastest."""
     if dtype != "auto":
         return Decoder.load(model, dtype=dtype)
-    best: tuple[float, Decoder] | None = None
+    own_prefill: dict[str, tuple[float, Decoder]] = {}
     for name in ("bfloat16", "float32"):
         trying(name)
         decoder = Decoder.load(model, dtype=name)
-        ids = [token % 1000 + 10 for token in range(tokens)]
-        decoder.own_logits(ids)
-        started = time.perf_counter()
-        decoder.own_logits(ids)
-        seconds = time.perf_counter() - started
-        if best is None or seconds < best[0]:
-            best = seconds, decoder
-    assert best is not None
-    return best[1]
+        for _ in range(2):  # the first one warms up
+            started = time.perf_counter()
+            decoder.own_logits([token % 1000 + 10 for token in range(tokens)])
+            own_prefill[name] = time.perf_counter() - started, decoder
+    return min(own_prefill.values(), key=lambda one: one[0])[1]
 
 
 def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:

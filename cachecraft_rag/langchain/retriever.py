@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -58,12 +59,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
-        if len(texts) == 1:
-            return list(self.retriever.invoke(question, config, **kwargs))
-        found = self._by_vector(question, history)
+        found = self._by_vector(question, history) if len(texts) > 1 else None
         if found is None:
-            alone, together = (list(self.retriever.invoke(text, config, **kwargs)) for text in texts)
-            found = _merged(together, alone)
+            found = _merged([self.retriever.invoke(text, config, **kwargs) for text in texts])
         return _marked(found, texts)
 
     async def _aretrieve(
@@ -71,12 +69,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
-        if len(texts) == 1:
-            return list(await self.retriever.ainvoke(question, config, **kwargs))
-        found = await run_in_executor(config, self._by_vector, question, history)
+        found = await run_in_executor(config, self._by_vector, question, history) if len(texts) > 1 else None
         if found is None:
-            alone, together = [list(await self.retriever.ainvoke(text, config, **kwargs)) for text in texts]
-            found = _merged(together, alone)
+            found = _merged([await self.retriever.ainvoke(text, config, **kwargs) for text in texts])
         return _marked(found, texts)
 
     def _by_vector(self, question: str, history: Sequence[Turn]) -> list[Document] | None:
@@ -111,20 +106,21 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         return question, turns_of(said)
 
 
-def _merged(first: Sequence[Document], second: Sequence[Document]) -> list[Document]:
-    """By rank, without repetitions, as many as the longer of the two has."""
-    ranked = sorted(
-        [(rank, place, document) for place, found in enumerate((first, second)) for rank, document in enumerate(found)],
-        key=lambda entry: entry[:2],
-    )
+def _merged(lists: Sequence[Sequence[Document]]) -> list[Document]:
+    """One list, or several by rank: the last one first, without repetitions, as many as the longest has."""
+    if len(lists) == 1:
+        return list(lists[0])
     distinct: dict[str, Document] = {}
-    for _, _, document in ranked:
-        distinct.setdefault(document.page_content, document)
-    return list(distinct.values())[: max(len(first), len(second))]
+    for document in chain.from_iterable(zip_longest(*reversed(lists))):
+        if document is not None:
+            distinct.setdefault(document.page_content, document)
+    return list(distinct.values())[: max(map(len, lists))]
 
 
-def _marked(documents: Iterable[Document], texts: Sequence[str]) -> list[Document]:
-    """Copies with the texts in their metadata: some stores return the very documents that they hold."""
+def _marked(documents: list[Document], texts: Sequence[str]) -> list[Document]:
+    """Copies with the texts of a follow-up in their metadata: some stores return the very documents that they hold."""
+    if len(texts) == 1:
+        return documents
     return [
         document.model_copy(update={"metadata": {**document.metadata, SEARCHED: list(texts)}}) for document in documents
     ]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.generic_utils import (
-    astream_completion_response_to_chat_response,
-    stream_completion_response_to_chat_response,
-)
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.callbacks import trace_method
 from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.instrumentation.events.chat_engine import StreamChatEndEvent, StreamChatStartEvent
-from llama_index.core.llms.callbacks import llm_chat_callback
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import ToolOutput
@@ -26,14 +22,7 @@ from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import (
-    CacheCraftLLM,
-    aresponses_of,
-    documents_of,
-    question_of,
-    responses_of,
-    turns_of,
-)
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, documents_of, observed, question_of, turns_of
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, dispatcher
 from cachecraft_rag.retrievers.llama_index import ConversationQuery, without_paths
@@ -266,37 +255,23 @@ class _Streamed:
         self.response = CacheCraftStreamingChatResponse(is_writing_to_memory=False, **_sources(turn, nodes))
 
     def pieces(self, memory: BaseMemory) -> Generator[ChatResponse, None, None]:
-        responses = responses_of(self._generation)
-
-        @llm_chat_callback()  # LlamaIndex's events of an LLM call
-        def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], **_documents: Any) -> Any:
-            return stream_completion_response_to_chat_response(responses)
-
         dispatcher.event(StreamChatStartEvent())
-        called = call(self._llm, self._turn.messages, **_documents(self._nodes))
+        responses = observed(self._llm, self._turn.messages, self._generation, _documents(self._nodes))
         try:
-            yield from called
+            with closing(responses):
+                yield from responses
         finally:
-            called.close()
-            responses.close()  # the wrapper does not close it, and event handlers may keep its frames alive
             for said in self._ended():
                 memory.put(said)
 
     async def apieces(self, memory: BaseMemory) -> AsyncGenerator[ChatResponse, None]:
-        responses = aresponses_of(self._generation)
-
-        @llm_chat_callback()
-        async def call(llm: CacheCraftLLM, messages: Sequence[ChatMessage], **_documents: Any) -> Any:
-            return astream_completion_response_to_chat_response(responses)
-
         dispatcher.event(StreamChatStartEvent())
-        called = await call(self._llm, self._turn.messages, **_documents(self._nodes))
+        responses = await aobserved(self._llm, self._turn.messages, self._generation, _documents(self._nodes))
         try:
-            async for piece in called:
-                yield piece
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
         finally:
-            await called.aclose()
-            await responses.aclose()
             for said in self._ended():
                 await memory.aput(said)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import CHUNK_ID, Chunk
 
 Model = TypeVar("Model", bound=BaseModel)
+_ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
 
 
 class CacheCraftLLM(CustomLLM):
@@ -147,15 +148,14 @@ class CacheCraftLLM(CustomLLM):
                 f"{', '.join(unknown)}: no such option; there are documents, document_ids, history (with chat: the "
                 "messages), sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
             )
-        if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
+        # A generator gives its texts once.
+        given: Any = list(documents) if isinstance(documents, Iterable) and not isinstance(documents, str) else [None]
+        if not all(isinstance(text, str) for text in given):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
-        documents = list(documents)  # a generator gives its texts once
-        if not all(isinstance(text, str) for text in documents):
-            raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
-        ids = list(document_ids) or [""] * len(documents)
-        if len(ids) != len(documents):
-            raise ConfigError(f"{len(ids)} document_ids for {len(documents)} documents; give one for each")
-        chunks = [Chunk(text, known_id=name) for text, name in zip(documents, ids, strict=True) if text.strip()]
+        ids = list(document_ids) or [""] * len(given)
+        if len(ids) != len(given):
+            raise ConfigError(f"{len(ids)} document_ids for {len(given)} documents; give one for each")
+        chunks = [Chunk(text, known_id=name) for text, name in zip(given, ids, strict=True) if text.strip()]
         return self._engine.stream(
             question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )
@@ -192,7 +192,7 @@ class CacheCraftLLM(CustomLLM):
         return messages, {**(given or {}), "sampling": sampling}
 
     def keeping_to(self, output_cls: type[BaseModel], sampling: SamplingParams | None = None) -> SamplingParams:
-        """How tokens are drawn for an answer that keeps to a pydantic model."""
+        """Sampling that keeps an answer to a pydantic model."""
         return replace(sampling or self._sampling, json_schema=output_cls)
 
     @llm_completion_callback()
@@ -218,31 +218,28 @@ class CacheCraftLLM(CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
-        question, history = question_of(messages)
-        answer = last_of(responses_of(self.begin(question, history=history, **kwargs)))
-        return completion_response_to_chat_response(answer)
+        return completion_response_to_chat_response(last_of(responses_of(self._begin_chat(messages, kwargs))))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer the last message piece by piece."""
-        question, history = question_of(messages)
-        return stream_completion_response_to_chat_response(
-            responses_of(self.begin(question, history=history, **kwargs))
-        )
+        return stream_completion_response_to_chat_response(responses_of(self._begin_chat(messages, kwargs)))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat`, the model in a thread."""
-        question, history = question_of(messages)
-        generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
+        generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat`, the model in a thread."""
-        question, history = question_of(messages)
-        generation = await asyncio.to_thread(self.begin, question, history=history, **kwargs)
+        generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
+
+    def _begin_chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Generation:
+        question, history = question_of(messages)
+        return self.begin(question, history=history, **options)
 
 
 def documents_of(nodes: Iterable[BaseNode]) -> dict[str, list[str]]:
@@ -254,17 +251,13 @@ def documents_of(nodes: Iterable[BaseNode]) -> dict[str, list[str]]:
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Messages as turns; consecutive messages of one role are joined, and whoever is not the assistant is the user."""
-    turns: list[Turn] = []
+    turns: list[tuple[Any, list[str]]] = []
     for message in messages:
-        role = (
-            "assistant" if message.role in (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL) else "user"
-        )
-        text = message.content or ""
-        if turns and turns[-1][0] == role:
-            turns[-1] = (turns[-1][0], f"{turns[-1][1]}\n\n{text}")
-        else:
-            turns.append(("assistant" if role == "assistant" else "user", text))
-    return turns
+        role = "assistant" if message.role in _ASSISTANTS else "user"
+        if not turns or turns[-1][0] != role:
+            turns.append((role, []))
+        turns[-1][1].append(message.content or "")
+    return [(role, "\n\n".join(texts)) for role, texts in turns]
 
 
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
@@ -316,3 +309,56 @@ async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
     """`last_of` for an asynchronous generator."""
     async with aclosing(responses):
         return [response async for response in responses][-1]
+
+
+def observed(
+    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: dict[str, Any]
+) -> Generator[Any, None, None]:
+    """The responses of an answer with LlamaIndex's events of an LLM call, to a prompt or to messages.
+
+    The answer ends with its reader: LlamaIndex's wrapper does not close it, and event handlers may keep its frames
+    alive.
+    """
+    responses: Any = responses_of(generation)
+    if not isinstance(asked, str):
+        responses = stream_completion_response_to_chat_response(responses)
+
+    @(llm_completion_callback() if isinstance(asked, str) else llm_chat_callback())
+    def call(llm: CacheCraftLLM, asked: Any, **_documents: Any) -> Any:
+        return responses
+
+    called = call(llm, asked, **documents)
+
+    def pieces() -> Generator[Any, None, None]:
+        try:
+            yield from called
+        finally:
+            called.close()
+            generation.close()
+
+    return pieces()
+
+
+async def aobserved(
+    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """`observed` for an event loop."""
+    responses: Any = aresponses_of(generation)
+    if not isinstance(asked, str):
+        responses = astream_completion_response_to_chat_response(responses)
+
+    @(llm_completion_callback() if isinstance(asked, str) else llm_chat_callback())
+    async def call(llm: CacheCraftLLM, asked: Any, **_documents: Any) -> Any:
+        return responses
+
+    called = await call(llm, asked, **documents)
+
+    async def pieces() -> AsyncGenerator[Any, None]:
+        try:
+            async for response in called:
+                yield response
+        finally:
+            await called.aclose()
+            generation.close()
+
+    return pieces()

@@ -27,7 +27,7 @@ _LLAMA_INDEX_ONLY = frozenset(
     | {"response_synthesizer", "simple_template", "summary_template", "use_async"}
 )
 _MODES = ("compact", "simple_summarize")  # as one prompt with all chunks is called
-# What `from_index` passes to `from_defaults`, besides the options of `EngineConfig`.
+# Options that `from_index` passes to `from_defaults`, besides the options of `EngineConfig`.
 _OWN_OPTIONS = SETTINGS | {"config", "engine", "model", "node_postprocessors", "response_mode", "store"}
 
 

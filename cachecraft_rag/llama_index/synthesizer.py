@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import ExitStack, aclosing, closing
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Self
 
-from llama_index.core.base.llms.types import CompletionResponseAsyncGen, CompletionResponseGen
+from llama_index.core.base.llms.types import CompletionResponse
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # re-exported silently
 from llama_index.core.instrumentation.events.base import BaseEvent  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
-from llama_index.core.llms.callbacks import llm_completion_callback
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
@@ -33,15 +31,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import (
-    CacheCraftLLM,
-    alast_of,
-    aresponses_of,
-    documents_of,
-    last_of,
-    responses_of,
-    validated,
-)
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, documents_of, observed, validated
 from cachecraft_rag.retrievers.llama_index import without_paths
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
@@ -159,23 +149,13 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
-        text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
-        dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        generation = self._begin(query_str, text_chunks, response_kwargs)
-        responses = responses_of(generation)
-
-        @llm_completion_callback()  # LlamaIndex's events of an LLM call
-        def call(llm: CacheCraftLLM, prompt: str, *, documents: list[str]) -> Any:
-            return responses if self._streaming else last_of(responses)
-
-        called = call(self.llm, query_str, documents=list(text_chunks))
-        ended = partial(_fill, _new_statistics(), generation)
+        question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
-            answer = _deltas(called, responses, ended)
+            generation = self.llm.begin(question, **asked)
+            answer = _deltas(observed(self.llm, query_str, generation, asked), generation, _new_statistics())
         else:
-            answer = called.text if self._output_cls is None else validated(self._output_cls, called.text)
-            ended()
+            answer = self._whole(self.llm.complete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -183,23 +163,13 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response` with the model in threads; a stream is an asynchronous generator."""
-        text_chunks = text_chunks if isinstance(text_chunks, str) else list(text_chunks)
-        dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        generation = await asyncio.to_thread(self._begin, query_str, text_chunks, response_kwargs)
-        responses = aresponses_of(generation)
-
-        @llm_completion_callback()
-        async def call(llm: CacheCraftLLM, prompt: str, *, documents: list[str]) -> Any:
-            return responses if self._streaming else await alast_of(responses)
-
-        called = await call(self.llm, query_str, documents=list(text_chunks))
-        ended = partial(_fill, _new_statistics(), generation)
+        question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
-            answer = _adeltas(called, responses, ended)
+            generation = await asyncio.to_thread(self.llm.begin, question, **asked)
+            answer = _adeltas(await aobserved(self.llm, query_str, generation, asked), generation, _new_statistics())
         else:
-            answer = called.text if self._output_cls is None else validated(self._output_cls, called.text)
-            ended()
+            answer = self._whole(await self.llm.acomplete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -217,13 +187,21 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             response.metadata = {**(response.metadata or {}), "cachecraft": statistics}
         return response
 
-    def _begin(self, query: str, texts: Sequence[str], options: dict[str, Any]) -> Generation:
-        """The engine's answer to a query, as the template puts it."""
+    def _asked(self, query: str, texts: Sequence[str], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """A query as the template puts it, and options of `CacheCraftLLM.begin`."""
+        texts = texts if isinstance(texts, str) else list(texts)
+        dispatcher.event(GetResponseStartEvent(query_str=query, text_chunks=list(texts)))
         question = query if self._template is None else _question_in(self._template, query)
         if self._output_cls is not None:
             options["sampling"] = self.llm.keeping_to(self._output_cls, options.get("sampling"))
             question += asking_for(str(options["sampling"].json_schema))
-        return self.llm.begin(question, documents=texts, **options)
+        return question, {**options, "documents": texts}
+
+    def _whole(self, response: CompletionResponse) -> Any:
+        """The text of a response, or the object that it is; notes its statistics."""
+        raw: Any = response.raw
+        _fill(_new_statistics(), raw["cachecraft"])
+        return response.text if self._output_cls is None else validated(self._output_cls, response.text)
 
     def _get_prompts(self) -> PromptDictType:
         return {} if self._template is None else {"text_qa_template": self._template}
@@ -247,7 +225,7 @@ def _checked_template(template: BasePromptTemplate | None) -> BasePromptTemplate
 
 
 def _question_in(template: BasePromptTemplate, query: str) -> str:
-    """What a template puts behind the chunks."""
+    """The text that a template puts behind the chunks."""
     missing = {"context_str", "query_str"} - set(template.template_vars)
     before, found, question = template.format(context_str=_CONTEXT, query_str=query).partition(_CONTEXT)
     if missing or not found or _CONTEXT in question:
@@ -276,34 +254,32 @@ def _new_statistics() -> dict[str, Any]:
     return statistics
 
 
-def _fill(statistics: dict[str, Any], generation: Generation) -> None:
+def _fill(statistics: dict[str, Any], counted: dict[str, Any]) -> None:
     """Fill in the statistics of an answer that has ended, and send the event."""
-    statistics.update(generation.stats.as_dict())
+    statistics.update(counted)
     dispatcher.event(AnswerStatsEvent(stats=dict(statistics)))
 
 
 def _deltas(
-    called: CompletionResponseGen, responses: CompletionResponseGen, ended: Callable[[], object]
+    responses: Generator[Any, None, None], generation: Generation, statistics: dict[str, Any]
 ) -> Generator[str, None, None]:
-    """The pieces of `called`, LlamaIndex's wrapper around `responses`; `ended` is called at the end in any case."""
+    """The pieces of an answer; its statistics are filled in at the end in any case."""
     try:
-        for response in called:
-            if response.delta:
-                yield response.delta
+        with closing(responses):
+            for response in responses:
+                if response.delta:
+                    yield response.delta
     finally:
-        called.close()
-        responses.close()  # the wrapper does not close it, and event handlers may keep its frames alive
-        ended()
+        _fill(statistics, generation.stats.as_dict())
 
 
 async def _adeltas(
-    called: CompletionResponseAsyncGen, responses: CompletionResponseAsyncGen, ended: Callable[[], object]
+    responses: AsyncGenerator[Any, None], generation: Generation, statistics: dict[str, Any]
 ) -> AsyncGenerator[str, None]:
     try:
-        async for response in called:
-            if response.delta:
-                yield response.delta
+        async with aclosing(responses):
+            async for response in responses:
+                if response.delta:
+                    yield response.delta
     finally:
-        await called.aclose()
-        await responses.aclose()
-        ended()
+        _fill(statistics, generation.stats.as_dict())

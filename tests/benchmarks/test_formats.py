@@ -300,7 +300,7 @@ def damaged(lines: Sequence[Any], place: int, **changes: Any) -> list[Any]:
         ("own.jsonl", damaged(OWN, 2, question="  "), r'line 2: "question" is blank'),
         ("own.jsonl", damaged(OWN, 2, passages="one"), r'line 2: "passages" is "one"; it must be a list'),
         ("own.jsonl", damaged(OWN, 1, passages=[" "]), r'line 1: "passages" is empty'),
-        ("own.jsonl", damaged(OWN, 1, answers=["1701", 3]), r'line 1: item 2 of "answers" is 3'),
+        ("own.jsonl", damaged(OWN, 1, answers=["1701", 3]), r'line 1: "answers 2" is 3'),
         ("own.jsonl", [*OWN, [1]], r"line 3: expected an object .* not \[1\]"),
         ("m.jsonl", damaged(MUSIQUE, 2, paragraphs=[{"title": "x"}]), r'line 2, paragraphs 1: "paragraph_text" is mis'),
         ("w.json", damaged(WIKI, 1, context=[["only a title"]]), r'w\.json, entry 1: "context" must be a list'),

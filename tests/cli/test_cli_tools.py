@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cachecraft_rag.cli import ask
+from cachecraft_rag.cli import ask, options
 from cachecraft_rag.cli.app import app
 from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError
 
@@ -38,7 +38,8 @@ def result(*arguments: str | Path) -> Any:
 
 def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = StringIO()
-    monkeypatch.setattr(ask, "err", Console(file=printed, width=400))
+    for module in (ask, options):
+        monkeypatch.setattr(module, "err", Console(file=printed, width=400))
     small = ("-m", home / "model", "-s", home / "small", "--codec", "int8", "--disk-bytes", "1 MB")
     report = result("index", home / "docs", "--prime", *small)
     estimate = report["estimate"]
@@ -89,7 +90,7 @@ def test_options_of_a_question(home: Path) -> None:
 
 def test_chat_takes_the_same_options(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = StringIO()
-    monkeypatch.setattr(ask, "out", Console(file=shown, width=200))
+    monkeypatch.setattr(options, "out", Console(file=shown, width=200))
     chosen = ("--recompute-ratio", "0.5", "--where", "source=docs/returns.md", "--stop", "zzz", "--max-tokens", "4")
     run("chat", "-m", home / "model", "-s", home / "store", *chosen, typed=f"{QUESTION}\n/sources\n")
     assert "docs/returns.md" in shown.getvalue()

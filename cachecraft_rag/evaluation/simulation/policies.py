@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from cachecraft_rag.evaluation.simulation.trace import Trace
-from cachecraft_rag.store.eviction import Policy, ReuseFrequency, Saving, VariantFacts
+from cachecraft_rag.store.eviction import POLICIES, Policy, VariantFacts
 
 
 class Rival:
@@ -71,16 +72,14 @@ class Oracle(Rival):
 Maker = Callable[[Trace, int], Policy]  # trace, bytes of the disk; a new process must be able to import it
 
 
-def _saving(trace: Trace, disk_bytes: int) -> Policy:
-    return Saving()
-
-
-def _reuse_frequency(trace: Trace, disk_bytes: int) -> Policy:
-    return ReuseFrequency()
+def _stateless(policy: Policy, trace: Trace, disk_bytes: int) -> Policy:
+    return policy
 
 
 def _oracle(trace: Trace, disk_bytes: int) -> Policy:
     return Oracle(trace)
 
 
-MAKERS: Mapping[str, Maker] = {"saving": _saving, "f_r": _reuse_frequency, "oracle": _oracle}
+MAKERS: Mapping[str, Maker] = {name: partial(_stateless, policy) for name, policy in POLICIES.items()} | {
+    "oracle": _oracle
+}

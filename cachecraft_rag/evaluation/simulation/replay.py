@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
@@ -29,7 +29,6 @@ from cachecraft_rag.types import Prompt, Segment, Variant, VariantKey, digest
 NewVariants = Literal["computed", "always"]
 _SYSTEM = Segment("system", digest("instruction"), (0,) * 32)
 _QUESTION = Segment("question", digest("question"), (0,) * 16)
-_REPORT_EVERY = 1000  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,11 @@ class Outcome:
     variants_per_chunk: dict[int, int]
 
 
-def replay(trace: Trace, setting: Setting, *, progress: Callable[[int], object] | None = None) -> Outcome:
-    """Replay the whole trace against an empty store. `progress` gets the number of requests done, now and then."""
+def replay(trace: Trace, setting: Setting) -> Outcome:
+    """Replay the whole trace against an empty store."""
     run = _Replay(trace, setting)
-    for number, request in enumerate(trace.requests, 1):
-        run.serve(number - 1, request)
-        if progress is not None and (number % _REPORT_EVERY == 0 or number == len(trace.requests)):
-            progress(number)
+    for number, request in enumerate(trace.requests):
+        run.serve(number, request)
     return run.outcome()
 
 

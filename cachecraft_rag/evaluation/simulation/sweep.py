@@ -6,7 +6,9 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from cachecraft_rag.checks import check_choice, check_number
@@ -85,27 +87,19 @@ def _cores() -> int:
 def _outcomes(
     trace: Trace, settings: Sequence[Setting], progress: Callable[[Progress], None], processes: int
 ) -> Iterator[Outcome]:
-    """The outcome of each setting, in order; `progress` gets the number of requests, or of those of whole replays."""
+    """The outcome of each setting, in order; `progress` gets the number of requests of the replays done."""
     each, total = len(trace.requests), len(settings) * len(trace.requests)
-    if min(processes, len(settings)) > 1:
-        # spawn: what other threads of this process hold, torch's among them, does not survive a fork
-        pool = ProcessPoolExecutor(min(processes, len(settings)), mp_context=multiprocessing.get_context("spawn"))
-        try:
-            running = [pool.submit(replay, trace, setting) for setting in settings]
-            for place, setting in enumerate(settings):
-                progress(Progress(place * each, total, setting.policy))
-                yield running[place].result()
-            progress(Progress(total, total, ""))
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return
-    for place, setting in enumerate(settings):
-
-        def report(done: int, *, place: int = place, what: str = setting.policy) -> None:
-            progress(Progress(place * each + done, total, what))
-
-        report(0)
-        yield replay(trace, setting, progress=report)
+    with ExitStack() as opened:
+        replays: Iterator[Outcome] = map(partial(replay, trace), settings)
+        if (workers := min(processes, len(settings))) > 1:
+            # spawn: what other threads of this process hold, torch's among them, does not survive a fork
+            pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+            opened.callback(pool.shutdown, cancel_futures=True)
+            replays = pool.map(partial(replay, trace), settings)
+        for place, setting in enumerate(settings):
+            progress(Progress(place * each, total, setting.policy))
+            yield next(replays)
+        progress(Progress(total, total, ""))
 
 
 def _settings(trace: Trace, grid: Grid, base: Setting) -> list[tuple[float, Setting]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import ttft
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation import peers
 from cachecraft_rag.evaluation.ttft import Shape, run
 
 
@@ -30,10 +30,9 @@ class _Absent:
         import nothing_of_this_name  # noqa: F401
 
 
-def test_a_peer_prefills_the_same_prompt(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_prefills_the_same_prompt(demo_model: Path) -> None:
     quick = _Quick()
-    monkeypatch.setitem(peers._PEERS, "quick", (lambda decoder: quick, ""))
-    (report,) = run("demo", [Shape(2, 64)], dtype="float32", pairs=1, peers=("quick",))
+    (report,) = run("demo", [Shape(2, 64)], dtype="float32", pairs=1, peers={"quick": lambda decoder: quick})
     assert report.peers == {"quick": 2.0}
     assert report.peers_decode_ms["quick"] == pytest.approx(10)
     assert report.peers_to_64_tokens_s["quick"] == pytest.approx(2.63)
@@ -45,10 +44,10 @@ def test_a_peer_that_is_not_there_is_refused_with_what_to_do(
 ) -> None:
     decoder = tiny_decoder("Llama")
     with pytest.raises(ConfigError, match="choose among openvino"):
-        peers.peer("closedvino", decoder)
-    monkeypatch.setitem(peers._PEERS, "absent", (_Absent, "pip install absent"))
+        ttft.maker_of("closedvino")
+    monkeypatch.setitem(ttft.PEERS, "absent", (_Absent, "pip install absent"))
     with pytest.raises(ConfigError, match=r"absent is not installed .*; run: pip install absent"):
-        peers.peer("absent", decoder)
+        ttft.maker_of("absent")(decoder)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -56,7 +55,7 @@ def test_openvinos_graph_gives_the_models_own_logits(family: str, tiny_decoder: 
     openvino = pytest.importorskip("openvino")
     decoder, ids = tiny_decoder(family), list(range(5, 45))
     properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    request = openvino.Core().compile_model(peers._Graph(decoder).model(), "CPU", properties).create_infer_request()
+    request = openvino.Core().compile_model(ttft._Graph(decoder).model(), "CPU", properties).create_infer_request()
     for first, last in ((0, 39), (39, 40)):  # a prompt, and a token behind it
         found = request.infer(
             {
@@ -73,4 +72,4 @@ def test_openvinos_graph_gives_the_models_own_logits(family: str, tiny_decoder: 
 def test_openvino_refuses_layers_that_it_does_not_take(tiny_decoder: Callable[..., Decoder]) -> None:
     pytest.importorskip("openvino")
     with pytest.raises(ConfigError, match="not Gemma2DecoderLayer"):
-        peers._Graph(tiny_decoder("Gemma2"))
+        ttft._Graph(tiny_decoder("Gemma2"))

@@ -1,4 +1,4 @@
-"""Engines that a user could install instead, with the same weights in the same run: `bench ttft --peers`.
+"""`cachecraft bench ttft` beside engines that a user could install instead, with the same weights in the same run.
 
 None is a dependency; each is imported when it is asked for.
 """
@@ -9,33 +9,37 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.benchmarks import TtftOptions, show_reports
+from cachecraft_rag.cli.options import takes
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.fused_layers import KNOWN
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.ttft import Peer
+
+Maker = Callable[[Decoder], Peer]
 
 
-class Peer(Protocol):
-    """An engine that holds a decoder's weights."""
+def maker_of(name: str) -> Maker:
+    """The class of the peer of that name; ConfigError says what to do if it is unknown or, when made, not installed."""
+    if name not in PEERS:
+        raise ConfigError(f"unknown peer {name!r}; choose among {', '.join(PEERS)}")
+    kind, install = PEERS[name]
 
-    def answer(self, ids: Sequence[int], tokens: int) -> tuple[float, float]:
-        """Seconds to the first and to the last of `tokens` tokens behind a prompt; no prefix is reused."""
+    def made(decoder: Decoder) -> Peer:
+        try:
+            return kind(decoder)
+        except ImportError as error:
+            raise ConfigError(f"the peer {name} is not installed ({error}); run: {install}") from error
 
-
-def peer(name: str, decoder: Decoder) -> Peer:
-    """The peer of that name. Raises ConfigError if it is unknown, not installed, or does not take the model."""
-    if name not in _PEERS:
-        raise ConfigError(f"unknown peer {name!r}; choose among {', '.join(_PEERS)}")
-    kind, install = _PEERS[name]
-    try:
-        return kind(decoder)
-    except ImportError as error:
-        raise ConfigError(f"the peer {name} is not installed ({error}); run: {install}") from error
+    return made
 
 
 class OpenVino:
@@ -67,7 +71,7 @@ class OpenVino:
         return found.perf_metrics.get_ttft().mean / 1000, time.perf_counter() - started
 
 
-_PEERS: dict[str, tuple[Callable[[Decoder], Peer], str]] = {"openvino": (OpenVino, "pip install openvino-genai")}
+PEERS: dict[str, tuple[Maker, str]] = {"openvino": (OpenVino, "pip install openvino-genai")}
 
 
 class _Graph:
@@ -184,3 +188,16 @@ class _Graph:
 def _ints(*numbers: int) -> Any:
     """A constant of a graph; a list of one number, not a scalar, for one number."""
     return np.array(numbers, dtype=np.int64)
+
+
+@takes(chosen=TtftOptions)
+def main(
+    peers: Annotated[
+        str, typer.Option("--peers", help="Other engines, comma-separated: openvino (pip install openvino-genai).")
+    ] = "openvino",
+    as_json: options.Json = False,
+    *,
+    chosen: TtftOptions,
+) -> None:
+    """Time to the first token: reuse against the model's own prefill and other engines, side by side."""
+    show_reports(chosen.run({name: maker_of(name) for name in peers.split(",")}), as_json=as_json)
