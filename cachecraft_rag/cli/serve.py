@@ -24,6 +24,7 @@ _KEYS = [key for key in (*ENGINE_KEYS, "best_last", "private_system") if key not
 
 _SHARED = "Clients' system messages hold nobody's private text: what is captured behind them serves everybody."
 _PLAIN = "Of requests without documents, too: reuse passages that come again, see docs/any_application.md."
+_SEARCHED = "With --reuse-plain-prompts: search the system message, too, for applications that put the context there."
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ServerOptions:
     session_header: str | None = None
     client_settings: str = "safe"
     reuse_plain_prompts: Annotated[bool, typer.Option("--reuse-plain-prompts", help=_PLAIN)] = False
+    search_system: Annotated[bool, typer.Option("--search-system", help=_SEARCHED)] = False
     admin_key_file: Path | None = None
 
     def for_vllm(self) -> list[str]:
@@ -90,6 +92,7 @@ def serve(
             session_header=server.session_header,
             client_settings=cast(Any, server.client_settings),
             plain_prompts="reuse" if plain else "off",
+            search_system=server.search_system,
             admin_keys=() if server.admin_key_file is None else tuple(keys_in(server.admin_key_file)),
         ),
         arguments=[*server.for_vllm(), *(arguments or ())],

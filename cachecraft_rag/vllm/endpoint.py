@@ -173,15 +173,18 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
-    async def locate(ids: Sequence[int]) -> range:
-        """Where the prompt differs from the same one with another last user message."""
-        messages = marked(request.messages)
-        if messages is None:
-            return range(0)
-        asked = request.model_copy(update={"messages": messages}, deep=True)
-        rendered = await stock.online_renderer.render_chat(asked)
-        return range(0) if isinstance(rendered, ErrorResponse) else text_in(ids, rendered[1][0]["prompt_token_ids"])
+    async def locate(ids: Sequence[int]) -> list[range]:
+        """Where the prompt differs from the same one with another text in a message."""
+        found = []
+        for role in ("system", "user") if settings.search_system else ("user",):
+            if (messages := marked(request.messages, role)) is not None:
+                asked = request.model_copy(update={"messages": messages}, deep=True)
+                rendered = await stock.online_renderer.render_chat(asked)
+                if not isinstance(rendered, ErrorResponse):
+                    found.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
+        return found
 
+    settings = _endpoint(raw_request).engine.settings
     stock = raw_request.app.state.openai_serving_chat
     handler = _searching(stock, raw_request, origin, locate)
     return await _answer(handler.create_chat_completion, request, raw_request)
@@ -198,8 +201,8 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
-    async def locate(ids: Sequence[int]) -> range:
-        return range(len(ids))
+    async def locate(ids: Sequence[int]) -> list[range]:
+        return [range(len(ids))]
 
     handler = _searching(raw_request.app.state.openai_serving_completion, raw_request, origin, locate)
     return await _answer(handler.create_completion, request, raw_request)

@@ -1,9 +1,9 @@
 """Reuse in requests without `documents`: any client's prompts, as vLLM has rendered them (`engine.plain_prompts`).
 
 vLLM's own handlers lay out and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine: the
-last user message only; what stands before it is prefix. vLLM's prefix cache goes first. A prompt is served from
-chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt, and vLLM computes all
-others itself, as if there were no chunk-caches.
+last user message, and the system message if asked for; all else is prefix or computed. vLLM's prefix cache goes first.
+A prompt is served from chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt,
+and vLLM computes all others itself, as if there were no chunk-caches.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import struct
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from cachecraft_rag.engine.plain_prompts import candidates_of, recognised, session_of, tail_of
+from cachecraft_rag.engine.plain_prompts import Piece, candidates_of, recognised, session_of, tail_of
 from cachecraft_rag.engine.request import Request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError
@@ -34,7 +35,8 @@ from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server_engine import ServerEngine
 
-Locate = Callable[[Sequence[int]], Awaitable[range]]  # the last user message in a prompt's token ids
+Locate = Callable[[Sequence[int]], Awaitable[Sequence[range]]]  # the messages to search in a prompt's token ids
+Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -66,12 +68,12 @@ class Prepared:
     """A prompt with found segments.
 
     ask     how it is served from chunk-caches; None: vLLM computes it
-    notes   what to capture if it was seen before, see `candidates_of`
+    notes   makes `candidates_of`, what to capture if it was seen before: behind the answer, which is not kept waiting
     """
 
     request: Request
     ask: Ask | None
-    notes: Mapping[str, Candidate]
+    notes: Notes
 
 
 class ServedPrompts:
@@ -110,9 +112,10 @@ class ServedPrompts:
 def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
     """The end of each whole block, and a digest of everything up to it."""
     chained = hashlib.blake2b(repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16)
-    for stop in range(_BLOCK, len(ids) + 1, _BLOCK):
-        chained.update(struct.pack(f"<{_BLOCK}q", *ids[stop - _BLOCK : stop]))
-        yield stop, chained.digest()
+    packed, width = array("q", ids).tobytes(), 8 * _BLOCK
+    for end in range(width, len(packed) + 1, width):
+        chained.update(packed[end - width : end])
+        yield end // 8, chained.digest()
 
 
 def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
@@ -127,11 +130,11 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
     return range(first, len(ids) - behind)
 
 
-def marked(messages: Sequence[Any]) -> list[Any] | None:
-    """The messages with another text in the last one of the user's; None where there is no text."""
+def marked(messages: Sequence[Any], role: str) -> list[Any] | None:
+    """The messages with another text in the last one of a role; None where there is no text."""
     for place in reversed(range(len(messages))):
         content = messages[place].get("content")
-        if messages[place].get("role") != "user":
+        if messages[place].get("role") != role:
             continue
         if not isinstance(content, str):
             parts = list(content or ())
@@ -158,15 +161,15 @@ class PlainPrompts:
         self._noting: set[asyncio.Task[None]] = set()
         self.under_way = 0
 
-    def prepare(self, ids: Sequence[int], text: range, origin: Origin) -> Prepared | None:
+    def prepare(self, ids: Sequence[int], texts: Sequence[range], origin: Origin) -> Prepared | None:
         """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting.
 
         Args:
-            text: the last user message.
+            texts: the messages to search.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
-        prompt, notes, reused, moved = self._laid_out(ids, text, origin)
+        prompt, notes, reused, moved = self._laid_out(ids, texts, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
             ask = _behind(before, ids)
@@ -182,32 +185,28 @@ class PlainPrompts:
         return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
 
     def _laid_out(
-        self, ids: Sequence[int], text: range, origin: Origin
-    ) -> tuple[Prompt | None, Mapping[str, Candidate], int, bool]:
+        self, ids: Sequence[int], texts: Sequence[range], origin: Origin
+    ) -> tuple[Prompt | None, Notes, int, bool]:
         """The prompt in segments (None: nothing is found), what to note of it, how many tokens of it are stored, and
         whether those were moved.
         """
         engine, owner = self._engine, origin.owner
-        head = tuple(ids[: max(text.start, 1)])
+        head = tuple(ids[: max(1, min((text.start for text in texts), default=0))])
         look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
-        tail = tail_of(
-            [(tuple(ids[len(head) : text.stop]), True), (tuple(ids[text.stop :]), False)],
-            engine.prompts.kinds,
-            partial(recognised, look_up=look_up),
-            private=owner is not None,
-        )
+        pieces = _pieces(ids, texts, len(head))
+        tail = tail_of(pieces, engine.prompts.kinds, partial(recognised, look_up=look_up), private=owner is not None)
         if tail is None:
-            return None, {}, 0, False
+            return None, dict, 0, False
         private = not engine.settings.shared_system
         system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
-        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(ids) - text.stop)))
+        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1][0]))))
         session = session_of(prompt, owner)
         sought = [one for one in prompt.segments if one.kind != "question"]
         found = engine.look_up(sought, session=session)
         plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
         wanted = origin.config.capture and engine.new_variants.config.when != "off"
-        notes = candidates_of(prompt, plan, session, scope, shared=engine.prompts.system) if wanted else {}
+        notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system) if wanted else dict
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
@@ -233,19 +232,22 @@ class PlainPrompts:
             logger.exception("A prompt without documents is left to vLLM")
             return None
 
-    def note(self, notes: Mapping[str, Candidate]) -> None:
+    def note(self, notes: Notes) -> None:
         """Note the text of a prompt, behind its answer, and have captured what was seen before."""
-        if notes:
-            task = asyncio.create_task(self._note(notes))
-            self._noting.add(task)
-            task.add_done_callback(self._noting.discard)
+        task = asyncio.create_task(self._note(notes))
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
 
-    async def _note(self, notes: Mapping[str, Candidate]) -> None:
-        for name in await self.aside(partial(self._engine.store.seen_texts, list(notes))) or ():
-            self._candidates.add(notes[name])
+    async def _note(self, notes: Notes) -> None:
+        for candidate in await self.aside(partial(self._seen_before, notes)) or ():
+            self._candidates.add(candidate)
         if self._capturing is None and len(self._candidates):
             self._capturing = asyncio.create_task(self._capture_all())
             self._capturing.add_done_callback(self._captured)
+
+    def _seen_before(self, notes: Notes) -> list[Candidate]:
+        found = notes()
+        return [found[name] for name in self._engine.store.seen_texts(list(found))] if found else []
 
     def forget(self, chunk_ids: Sequence[str]) -> None:
         """Capture none of these any more: they are removed."""
@@ -276,6 +278,16 @@ class PlainPrompts:
             self._engine.capture(Prompt(candidate.segments), missing, primed=False, session=candidate.session)
 
 
+def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
+    """What follows the first tokens, in pieces; those of the texts are searched."""
+    pieces: list[Piece] = []
+    for text in sorted(texts, key=attrgetter("start")):
+        begin, stop = max(start, text.start), max(start, text.stop)
+        pieces += [(tuple(ids[start:begin]), False), (tuple(ids[begin:stop]), True)]
+        start = stop
+    return [*pieces, (tuple(ids[start:]), False)]
+
+
 def _behind(before: Ask, ids: Sequence[int]) -> Ask:
     """A request that goes on behind an earlier one's chunk-caches, whose blocks vLLM has."""
     start = before.prompt.bounds[-2]
@@ -301,8 +313,8 @@ class SearchingClient:
         prompts, client, prepared = self._prompts, self._client, None
         ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
         if ids:
-            text = await self._locate(ids)
-            prepared = await prompts.aside(partial(prompts.prepare, ids, text, self._origin))
+            texts = await self._locate(ids)
+            prepared = await prompts.aside(partial(prompts.prepare, ids, texts, self._origin))
         if prepared is not None:
             client = RecordingClient(client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
