@@ -3,7 +3,11 @@
     python -m benchmarks.server --concurrency 1,8 --requests 16 --out load.json
 
 starts the demo model and asks it; `--server http://127.0.0.1:8000` asks one that runs. Each request has other chunks
-in another order, so that vLLM's prefix cache has the instruction of it and no more. The output is JSON:
+in another order, so that vLLM's prefix cache has the instruction of it and no more. With
+
+    python -m benchmarks.server --together 2,4,8 --chunks 4 --rounds 3
+
+so many requests with the same new documents come at once, both ways in turn. The output is JSON:
 
     {"loads": [{"concurrency": 1, "prefix_cache": {"ttft_s": {"p50": …, "p99": …}, "requests_per_s": …},
                 "reuse@0.15": {…}, "ratio": {"ttft_p50": …, "ttft_p99": …, "throughput": …}}]}
@@ -37,14 +41,16 @@ def pool(words: int) -> list[str]:
 
 
 def body(asked: Asked, ratio: float | None, tokens: int) -> dict[str, Any]:
-    """A streamed chat completion; without a ratio the chunks stand in the user's message, as in any RAG."""
+    """A streamed chat completion; without a ratio the chunks stand in the user's message, as in any RAG. A negative one
+    leaves reuse and captures to the server's settings.
+    """
     question, chunks = asked
     made: dict[str, Any] = {"stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if ratio is None:
         return made | {"messages": [{"role": "user", "content": "\n\n".join([*chunks, question])}]}
-    reuse = {"recompute_ratio": ratio, "capture": False}
     documents = [{"text": chunk} for chunk in reversed(chunks)]  # best first; the best one stands last
-    return made | {"messages": [{"role": "user", "content": question}], "documents": documents, "cachecraft": reuse}
+    made |= {"messages": [{"role": "user", "content": question}], "documents": documents}
+    return made | ({} if ratio < 0 else {"cachecraft": {"recompute_ratio": ratio, "capture": False}})
 
 
 def answer(client: httpx.Client, asked: dict[str, Any]) -> tuple[float, float]:
@@ -108,6 +114,25 @@ def measured(client: httpx.Client, chosen: argparse.Namespace) -> Iterator[dict[
         yield entry
 
 
+def together(client: httpx.Client, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One entry for each number of requests that come at once with the same new documents."""
+    dice, chunks = random.Random(), pool(chosen.words)
+    for count in chosen.together:
+        seconds: dict[str, list[float]] = {PLAIN: [], "documents": []}
+        for place in range(1 + chosen.rounds):  # the first one finds nothing warm
+            for what, ratio in ((PLAIN, None), ("documents", -1.0)):
+                new = [f"Note {dice.randrange(10**9)}. {one}" for one in dice.sample(chunks, chosen.chunks)]
+                questions = [f"What does point {n} of the notes say?" for n in range(count)]
+                asked = [body((question, new), ratio, chosen.tokens) for question in questions]
+                began = time.perf_counter()
+                load(client, asked, count)
+                seconds[what] += [time.perf_counter() - began] if place else []
+                time.sleep(chosen.pause)  # captures are stored behind the answers
+            print(f"{count} at once: {seconds}", file=sys.stderr)
+        medians = {what: quantile(some, 0.5) for what, some in seconds.items()}
+        yield {"at_once": count, "seconds": seconds, "ratio": medians["documents"] / medians[PLAIN]}
+
+
 def answers(url: str) -> bool:
     """True if a server is ready."""
     try:
@@ -147,6 +172,9 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=24, help="chunks that prompts are drawn from")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--ratio", type=float, default=0.15, help="of the chunks' tokens that are recomputed")
+    parser.add_argument("--together", type=lambda text: [int(one) for one in text.split(",")], help="see above")
+    parser.add_argument("--rounds", type=int, default=3, help="with --together")
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds between them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the JSON goes; without it: standard output")
     chosen = parser.parse_args()
@@ -156,7 +184,8 @@ def main() -> None:
             "model": facts["model"],
             "settings": {name: value for name, value in vars(chosen).items() if name != "out"},
         }
-        text = json.dumps(about | {"loads": list(measured(client, chosen))}, indent=2)
+        loads = measured(client, chosen) if chosen.together is None else together(client, chosen)
+        text = json.dumps(about | {"loads": list(loads)}, indent=2)
     if chosen.out is None:
         print(text)
     else:

@@ -293,19 +293,18 @@ async def evict(raw_request: Request) -> Any:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
     endpoint, body = _administered(raw_request), await _body(raw_request)
 
-    def act() -> tuple[list[str], Any]:
+    def act() -> Any:
         ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
         if not isinstance(ids, list):
             raise ConfigError('write {"chunk_ids": ["…"]}')
         for one in ids:
             check_text("each of chunk_ids", one)
         engine = endpoint.engine
-        return ids, asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids))))
+        removed = engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids)))
+        engine.new_variants.forget(ids)
+        return asdict(removed)
 
-    ids, removed = await endpoint.in_thread(act, slow=True)
-    if endpoint.plain_prompts is not None:
-        endpoint.plain_prompts.forget(ids)
-    return removed
+    return await endpoint.in_thread(act, slow=True)
 
 
 async def _body(raw_request: Request) -> bytes:

@@ -27,7 +27,7 @@ from cachecraft_rag.engine.plain_prompts import Piece, candidates_of, recognised
 from cachecraft_rag.engine.request import Request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError
-from cachecraft_rag.planning.candidates import Candidate, Candidates
+from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.types import Prompt, Segment, digest
@@ -46,7 +46,6 @@ _LEAST_REUSED = 128  # tokens; for fewer, a prompt is not taken from vLLM
 _LEAST_SHARE = 1 / 8  # of a prompt
 _THREADS = 4
 _MARK = "?"
-_LOOK_S, _PATIENCE_S = 0.05, 10.0  # how often idleness is looked for, and how long before capturing beside answers
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def marked(messages: Sequence[Any], role: str) -> list[Any] | None:
 
 
 class PlainPrompts:
-    """Prompts without documents of one API server. But for `prepare` and `capture`, used in its event loop only.
+    """Prompts without documents of one API server. But for `prepare`, used in its event loop only.
 
     Args:
         cached_tokens: of vLLM's prefix cache; 0 without one.
@@ -155,11 +154,7 @@ class PlainPrompts:
     def __init__(self, engine: ServerEngine, records: Records, *, cached_tokens: int) -> None:
         self._engine, self.records = engine, records
         self._served = ServedPrompts(cached_tokens)
-        self._candidates = Candidates(engine.new_variants.config.waiting)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
-        self._capturing: asyncio.Task[None] | None = None
-        self._noting: set[asyncio.Task[None]] = set()
-        self.under_way = 0
 
     def prepare(self, ids: Sequence[int], texts: Sequence[range], origin: Origin) -> Prepared | None:
         """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting.
@@ -234,48 +229,17 @@ class PlainPrompts:
 
     def note(self, notes: Notes) -> None:
         """Note the text of a prompt, behind its answer, and have captured what was seen before."""
-        task = asyncio.create_task(self._note(notes))
-        self._noting.add(task)
-        task.add_done_callback(self._noting.discard)
+        self._threads.submit(self._note, notes)
 
-    async def _note(self, notes: Notes) -> None:
-        for candidate in await self.aside(partial(self._seen_before, notes)) or ():
-            self._candidates.add(candidate)
-        if self._capturing is None and len(self._candidates):
-            self._capturing = asyncio.create_task(self._capture_all())
-            self._capturing.add_done_callback(self._captured)
-
-    def _seen_before(self, notes: Notes) -> list[Candidate]:
-        found = notes()
-        return [found[name] for name in self._engine.store.seen_texts(list(found))] if found else []
-
-    def forget(self, chunk_ids: Sequence[str]) -> None:
-        """Capture none of these any more: they are removed."""
-        for candidate in self._candidates.having(frozenset(chunk_ids)):
-            self._candidates.remove(candidate)
-
-    def _captured(self, task: asyncio.Task[None]) -> None:
-        self._capturing = None
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("Passages could not be captured", exc_info=task.exception())
-
-    async def _capture_all(self) -> None:
-        while len(self._candidates):
-            until = time.monotonic() + _PATIENCE_S
-            while (self.under_way or self.records.busy) and time.monotonic() < until:
-                await asyncio.sleep(_LOOK_S)
-            if (candidate := self._candidates.best()) is not None:
-                self._candidates.remove(candidate)
-                await self.aside(partial(self.capture, candidate))
-
-    def capture(self, candidate: Candidate) -> None:
-        """Compute and store what is not stored of it behind its prefix; blocks."""
-        sought = [one for one in candidate.segments if one.kind != "question"]
-        found = self._engine.look_up(sought, session=candidate.session)
-        plan = make_plan(Prompt(candidate.segments), found.variants, ReuseConfig(scope="prefix"))
-        missing = [index for index in candidate.fixed if plan.segments[index].variant is None]
-        if missing:
-            self._engine.capture(Prompt(candidate.segments), missing, primed=False, session=candidate.session)
+    def _note(self, notes: Notes) -> None:
+        try:
+            found = notes()
+            seen = self._engine.store.seen_texts(list(found)) if found else ()
+        except (CacheCraftError, OSError, RuntimeError):
+            logger.exception("Text of a prompt could not be noted")
+            return
+        for name in seen:
+            self._engine.new_variants.answered(0, found[name])
 
 
 def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
@@ -321,7 +285,6 @@ class SearchingClient:
                 transfer, salt = prompts.asking(prepared.ask)
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
                 prompt = {**prompt, "cache_salt": salt}
-        prompts.under_way += 1
         try:
             async with aclosing(client.generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
@@ -329,7 +292,6 @@ class SearchingClient:
                         prompts.served(ids, self._origin, prepared)
                     yield output
         finally:
-            prompts.under_way -= 1
             if prepared is not None:
                 prompts.note(prepared.notes)
 

@@ -29,6 +29,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _WAIT_S = 10.0  # longest wait for chunks that others compute, until the speed of computing is known
+_PATIENCE_S = 10.0  # longest wait for an idle server of text that nobody marked
 _REMEMBERED = 10_000  # prompts that were filled
 
 Looked = tuple[Found, Mapping[str, TokenScores]]
@@ -43,7 +44,7 @@ class Pending:
     refused  why it is computed as any other
     looked   the look-up, perhaps under way
     lacks    chunk-caches that the look-up did not find
-    until    end of its wait for chunks that others compute, once it has begun
+    until    end of its wait for an idle server, or for chunks that others compute, once it has begun
     waited   it has waited, and looks up anew
     began    when its filling began
     cached   tokens that vLLM's own prefix cache had, where it had all chunks
@@ -115,7 +116,10 @@ class Scheduling:
         if known.ask is None:
             return 0
         if known.ask.idle and self._busy:
-            return None
+            known.until = known.until or time.monotonic() + _PATIENCE_S
+            if not known.ask.unmarked or time.monotonic() < known.until:
+                return None
+            known.ask, known.until = replace(known.ask, idle=False), None
         known.looked = known.looked or self._look_up(known.ask)
         if not known.looked.done():
             return None
