@@ -102,7 +102,8 @@ class Workers:
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
         else:
             self._leave_all(new, self._broken)
-        if wanted or idle or self._storing or (alone and not self._fillings):
+        free = idle or (alone and not self._fillings)
+        if free or wanted or self._storing or self._write_back.crowded:
             self._hurry.set()
         else:
             self._hurry.clear()
