@@ -234,7 +234,7 @@ class PlainPrompts:
     def _note(self, notes: Notes) -> None:
         try:
             found = notes()
-            seen = self._engine.store.seen_texts(list(found)) if found else ()
+            seen = self._engine.store.seen_texts(list(found)) if found else set()
         except (CacheCraftError, OSError, RuntimeError):
             logger.exception("Text of a prompt could not be noted")
             return
