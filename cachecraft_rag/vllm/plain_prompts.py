@@ -279,7 +279,11 @@ class PlainPrompts:
 
 
 def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
-    """What follows the first tokens, in pieces; those of the texts are searched."""
+    """What follows the first tokens, in pieces; those of the texts are searched.
+
+    >>> _pieces([5, 6, 7, 8, 9], [range(3, 4), range(1, 2)], 1)
+    [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
+    """
     pieces: list[Piece] = []
     for text in sorted(texts, key=attrgetter("start")):
         begin, stop = max(start, text.start), max(start, text.stop)
