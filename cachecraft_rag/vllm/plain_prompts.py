@@ -205,8 +205,9 @@ class PlainPrompts:
         found = engine.look_up(sought, session=session)
         plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
-        wanted = origin.config.capture and engine.new_variants.config.when != "off"
-        notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system) if wanted else dict
+        notes: Notes = dict
+        if origin.config.capture and engine.new_variants.config.when != "off":
+            notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system)
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
