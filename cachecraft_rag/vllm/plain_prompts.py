@@ -200,8 +200,9 @@ class PlainPrompts:
         found = engine.look_up(sought, session=session)
         plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
-        wanted = origin.config.capture and engine.new_variants.config.when != "off"
-        notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system) if wanted else dict
+        notes: Notes = dict
+        if origin.config.capture and engine.new_variants.config.when != "off":
+            notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system)
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
@@ -243,7 +244,11 @@ class PlainPrompts:
 
 
 def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
-    """What follows the first tokens, in pieces; those of the texts are searched."""
+    """What follows the first tokens, in pieces; those of the texts are searched.
+
+    >>> _pieces([5, 6, 7, 8, 9], [range(3, 4), range(1, 2)], 1)
+    [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
+    """
     pieces: list[Piece] = []
     for text in sorted(texts, key=attrgetter("start")):
         begin, stop = max(start, text.start), max(start, text.stop)

@@ -84,6 +84,8 @@ class EndpointSettings:
         check_text("session_header", self.session_header, optional=True, empty=False)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
         check_choice("client_settings", self.client_settings, get_args(ClientSettings))
+        if self.search_system and self.plain_prompts == "off":
+            raise ConfigError("search_system has no effect without plain_prompts: add --reuse-plain-prompts")
 
 
 @dataclass(frozen=True)
