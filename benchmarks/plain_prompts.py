@@ -23,9 +23,9 @@ from benchmarks import formats
 from cachecraft_rag.cli import evaluate, options
 from cachecraft_rag.cli.options import out, print_json, progress_bar, takes, waiting
 from cachecraft_rag.evaluation import runner
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, ratio_interval
+from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, ratio_interval
 from cachecraft_rag.evaluation.measuring import PLAIN
-from cachecraft_rag.evaluation.metrics import divergence
+from cachecraft_rag.evaluation.metrics import divergence, is_right
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
 if TYPE_CHECKING:
@@ -49,14 +49,18 @@ TEMPLATES = {
 class Measured:
     """One prompt from passages that were captured alone.
 
-    kl      to full prefill of the same prompt
-    reused  share of the passages' tokens that came from chunk-caches, recomputed ones left out
-    ttft    as a multiple of full prefill's
+    kl          to full prefill of the same prompt
+    reused      share of the passages' tokens that came from chunk-caches, recomputed ones left out
+    ttft        as a multiple of full prefill's
+    right       whether the answer holds a gold answer
+    full_right  whether full prefill's does
     """
 
     kl: float
     reused: float
     ttft: float
+    right: bool
+    full_right: bool
 
 
 def prompt_of(question: Question, template: str) -> str:
@@ -83,7 +87,9 @@ def measure(
     found = engine.score_answer(text, chunks, target=full.tokens, max_new_tokens=answer_tokens, config=config)
     passages = sum(len(engine.prompts.chunk_segment(one).token_ids) for one in question.passages)
     kl, _ = divergence(full.logits, found.logits)
-    return Measured(kl, found.stats.tokens_reused / passages, found.stats.ttft_s / full.stats.ttft_s)
+    right, full_right = (is_right(answer.text, question.answers) for answer in (found, full))
+    ttft = found.stats.ttft_s / full.stats.ttft_s
+    return Measured(kl, found.stats.tokens_reused / passages, ttft, right, full_right)
 
 
 def first_time(engine: Engine, question: Question, template: str, config: ReuseConfig, *, pairs: int) -> float:
@@ -159,9 +165,12 @@ def main(
 
 
 def _row(measured: Sequence[Measured], base: Sequence[float]) -> dict[str, Interval]:
+    right = [one.right for one in measured]
     return {
         "kl": mean_interval([one.kl for one in measured]),
         "kl_ratio": ratio_interval([one.kl for one in measured], base),
         "reused": mean_interval([one.reused for one in measured]),
         "ttft": mean_interval([one.ttft for one in measured]),
+        "right": mean_interval(right),
+        "right_gained": paired_interval(right, [one.full_right for one in measured]),
     }

@@ -37,6 +37,8 @@ class ServerOptions:
                           chunk-caches; all
     reuse_plain_prompts   of requests without documents, too: reuse passages that come again, see
                           docs/any_application.md
+    search_system         with reuse_plain_prompts: search the system message, too, for applications that put the
+                          context there
     admin_key_file        file of keys, one on each line; prime and evict ask for one
     """
 
@@ -48,6 +50,7 @@ class ServerOptions:
     session_header: str | None = None
     client_settings: str = "safe"
     reuse_plain_prompts: bool = False
+    search_system: bool = False
     admin_key_file: Path | None = None
 
     def for_vllm(self) -> list[str]:
@@ -90,6 +93,7 @@ def serve(
             session_header=server.session_header,
             client_settings=cast(Any, server.client_settings),
             plain_prompts="reuse" if plain else "off",
+            search_system=server.search_system,
             admin_keys=() if server.admin_key_file is None else tuple(keys_in(server.admin_key_file)),
         ),
         arguments=[*server.for_vllm(), *(arguments or ())],

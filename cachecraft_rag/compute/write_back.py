@@ -160,6 +160,11 @@ class WriteBackQueue:
             under_way = frozenset(self._pending)
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
 
+    @property
+    def crowded(self) -> bool:
+        """True if more than a quarter of the memory for captures that wait is taken."""
+        return 4 * self._waiting_bytes > self._max_bytes
+
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
         """Block until no capture of these segments is under way, or for `timeout` seconds; returns whether none is."""
         with self._guard:

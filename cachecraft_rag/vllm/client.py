@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -90,10 +90,8 @@ class HTTPEngine(AnswerEngine):
             ConfigError: an argument is out of range.
         """
         check_text("url", url, empty=False)
-        check_text("model", model, optional=True)
-        check_text("system", system, optional=True)
-        check_text("api_key", api_key, optional=True)
-        check_text("admin_key", admin_key, optional=True)
+        for name, text in {"model": model, "system": system, "api_key": api_key, "admin_key": admin_key}.items():
+            check_text(name, text, optional=True)
         check_number("timeout_s", timeout_s, above=True, most=1e6)
         with ExitStack() as opened:
             link = Link(url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s)
@@ -281,18 +279,24 @@ class Link:
         Args:
             patient: wait for as long as the server computes.
         """
-        timeout: Any = None if patient else httpx.USE_CLIENT_DEFAULT
-        method = "GET" if body is None else "POST"
-        try:
-            answer = self._client.request(method, path, json=body, headers=headers, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if answer.status_code != 200:
-            raise self._error(answer)
+        timeout = None if patient else httpx.USE_CLIENT_DEFAULT
+        with self._answered(path, body, headers=headers, timeout=timeout) as answer:
+            answer.read()
         try:
             return answer.json()
         except ValueError as error:
             raise ServerError(self._not_ours()) from error
+
+    @contextmanager
+    def _answered(self, path: str, body: Mapping[str, Any] | None, **how: Any) -> Iterator[httpx.Response]:
+        try:
+            with self._client.stream("GET" if body is None else "POST", path, json=body, **how) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise self._error(answer)
+                yield answer
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
 
     def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, Any]:
         """The report of a request; empty where the server has none."""
@@ -305,23 +309,17 @@ class Link:
 
     def events(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> Generator[dict[str, Any]]:
         """The events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
-        try:
-            with self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
-                if answer.status_code != 200:
-                    answer.read()
-                    raise self._error(answer)
-                for line in answer.iter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        return
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ServerError(f"{self._url}: {event['error'].get('message', event['error'])}")
-                    yield event
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+        with self._answered("/v1/chat/completions", body, headers=headers) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerError(f"{self._url}: {event['error'].get('message', event['error'])}")
+                yield event
         raise ServerError(f"{self._url} ended the answer halfway; see its log, and ask again")
 
     def _error(self, answer: httpx.Response) -> Exception:

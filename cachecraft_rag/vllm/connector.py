@@ -42,8 +42,9 @@ _NONE: int | None = 0  # tokens to be filled; the type is that of the answer
 class StepWork(KVConnectorMetadata):
     """Scheduler → workers, once a step: fillings to begin, requests to give up, and the most rows to compute.
 
-    alone  nothing else is computed in this step
-    idle   no request is under way but such that make new variants
+    alone   nothing else is computed in this step
+    idle    no request is under way but such that make new variants
+    wanted  a request waits for captures
     """
 
     fills: list[Fill]
@@ -51,6 +52,7 @@ class StepWork(KVConnectorMetadata):
     rows: int
     alone: bool
     idle: bool
+    wanted: bool
 
 
 @dataclass
@@ -123,7 +125,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if idle:
             rows = self._settings.least_rows  # a request that comes waits for the end of this step
         gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
-        return StepWork(fills, gone, rows, scheduled == 0, idle)
+        return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' news."""
@@ -147,8 +149,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Fill, for this step's share of time."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
-        how: Any = {"rows": work.rows, "alone": work.alone, "idle": work.idle}
-        self._safely(None, lambda: self._workers.step(work.fills, work.gone, **how))
+        self._safely(None, lambda: self._workers.step(**vars(work)))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""

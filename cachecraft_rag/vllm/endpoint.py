@@ -173,15 +173,18 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
-    async def locate(ids: Sequence[int]) -> range:
-        """Where the prompt differs from the same one with another last user message."""
-        messages = marked(request.messages)
-        if messages is None:
-            return range(0)
-        asked = request.model_copy(update={"messages": messages}, deep=True)
-        rendered = await stock.online_renderer.render_chat(asked)
-        return range(0) if isinstance(rendered, ErrorResponse) else text_in(ids, rendered[1][0]["prompt_token_ids"])
+    async def locate(ids: Sequence[int]) -> list[range]:
+        """Where the prompt differs from the same one with another text in a message."""
+        found = []
+        for role in ("system", "user") if settings.search_system else ("user",):
+            if (messages := marked(request.messages, role)) is not None:
+                asked = request.model_copy(update={"messages": messages}, deep=True)
+                rendered = await stock.online_renderer.render_chat(asked)
+                if not isinstance(rendered, ErrorResponse):
+                    found.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
+        return found
 
+    settings = _endpoint(raw_request).engine.settings
     stock = raw_request.app.state.openai_serving_chat
     handler = _searching(stock, raw_request, origin, locate)
     return await _answer(handler.create_chat_completion, request, raw_request)
@@ -198,8 +201,8 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
-    async def locate(ids: Sequence[int]) -> range:
-        return range(len(ids))
+    async def locate(ids: Sequence[int]) -> list[range]:
+        return [range(len(ids))]
 
     handler = _searching(raw_request.app.state.openai_serving_completion, raw_request, origin, locate)
     return await _answer(handler.create_completion, request, raw_request)
@@ -290,19 +293,18 @@ async def evict(raw_request: Request) -> Any:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
     endpoint, body = _administered(raw_request), await _body(raw_request)
 
-    def act() -> tuple[list[str], Any]:
+    def act() -> Any:
         ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
         if not isinstance(ids, list):
             raise ConfigError('write {"chunk_ids": ["…"]}')
         for one in ids:
             check_text("each of chunk_ids", one)
         engine = endpoint.engine
-        return ids, asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids))))
+        removed = engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids)))
+        engine.new_variants.forget(ids)
+        return asdict(removed)
 
-    ids, removed = await endpoint.in_thread(act, slow=True)
-    if endpoint.plain_prompts is not None:
-        endpoint.plain_prompts.forget(ids)
-    return removed
+    return await endpoint.in_thread(act, slow=True)
 
 
 async def _body(raw_request: Request) -> bytes:

@@ -38,6 +38,8 @@ class Ask:
     when_stored  the answer waits until its captures are stored
     client_salt  the `cache_salt` that a client gave, if any: part of this request's own
     idle         a new variant: computed while nothing else is under way, exactly, and given up where blocks are short
+    unmarked     an idle one for text that nobody marked: nothing of it may be stored yet, and nothing else would ever
+                 store it, so where the server never idles it is computed like any other after a while
     name         under which the front end is sent its report as soon as it is filled; empty: only with its answer
     """
 
@@ -50,6 +52,7 @@ class Ask:
     when_stored: bool = False
     client_salt: str = ""
     idle: bool = False
+    unmarked: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:

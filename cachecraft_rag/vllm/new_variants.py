@@ -1,4 +1,5 @@
-"""New variants over vLLM: requests of their own capture what was reused and fixed behind the prefix that it had.
+"""New variants over vLLM: requests of their own capture what was reused and fixed behind the prefix that it had, and
+text that nobody marked where it was seen before.
 
 The scheduler holds these requests back while any other is under way, and the workers compute them in slices, so a
 request that comes waits for one slice. What is counted, and what may be spent, is as in `engine.new_variants`.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cachecraft_rag.engine.config import NewVariants
@@ -62,6 +63,12 @@ class IdleVariants:
                 self._thread = threading.Thread(target=self._run, name="cachecraft-variants", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def forget(self, chunk_ids: Collection[str]) -> None:
+        """Capture none of these chunks any more; they were removed."""
+        with self._changed:
+            for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
+                self._wanted.drop(candidate, Dropped.REMOVED)
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is left that the budget allows; returns whether nothing is."""

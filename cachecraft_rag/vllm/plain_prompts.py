@@ -1,9 +1,9 @@
 """Reuse in requests without `documents`: any client's prompts, as vLLM has rendered them (`engine.plain_prompts`).
 
 vLLM's own handlers lay out and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine: the
-last user message only; what stands before it is prefix. vLLM's prefix cache goes first. A prompt is served from
-chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt, and vLLM computes all
-others itself, as if there were no chunk-caches.
+last user message, and the system message if asked for; all else is prefix or computed. vLLM's prefix cache goes first.
+A prompt is served from chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt,
+and vLLM computes all others itself, as if there were no chunk-caches.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import struct
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from cachecraft_rag.engine.plain_prompts import candidates_of, recognised, session_of, tail_of
+from cachecraft_rag.engine.plain_prompts import Piece, candidates_of, recognised, session_of, tail_of
 from cachecraft_rag.engine.request import Request
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError
-from cachecraft_rag.planning.candidates import Candidate, Candidates
+from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.types import Prompt, Segment, digest
@@ -34,7 +35,8 @@ from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server_engine import ServerEngine
 
-Locate = Callable[[Sequence[int]], Awaitable[range]]  # the last user message in a prompt's token ids
+Locate = Callable[[Sequence[int]], Awaitable[Sequence[range]]]  # the messages to search in a prompt's token ids
+Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -44,7 +46,6 @@ _LEAST_REUSED = 128  # tokens; for fewer, a prompt is not taken from vLLM
 _LEAST_SHARE = 1 / 8  # of a prompt
 _THREADS = 4
 _MARK = "?"
-_LOOK_S, _PATIENCE_S = 0.05, 10.0  # how often idleness is looked for, and how long before capturing beside answers
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class Prepared:
     """A prompt with found segments.
 
     ask     how it is served from chunk-caches; None: vLLM computes it
-    notes   what to capture if it was seen before, see `candidates_of`
+    notes   makes `candidates_of`, what to capture if it was seen before: behind the answer, which is not kept waiting
     """
 
     request: Request
     ask: Ask | None
-    notes: Mapping[str, Candidate]
+    notes: Notes
 
 
 class ServedPrompts:
@@ -110,9 +111,10 @@ class ServedPrompts:
 def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
     """The end of each whole block, and a digest of everything up to it."""
     chained = hashlib.blake2b(repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16)
-    for stop in range(_BLOCK, len(ids) + 1, _BLOCK):
-        chained.update(struct.pack(f"<{_BLOCK}q", *ids[stop - _BLOCK : stop]))
-        yield stop, chained.digest()
+    packed, width = array("q", ids).tobytes(), 8 * _BLOCK
+    for end in range(width, len(packed) + 1, width):
+        chained.update(packed[end - width : end])
+        yield end // 8, chained.digest()
 
 
 def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
@@ -127,11 +129,11 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
     return range(first, len(ids) - behind)
 
 
-def marked(messages: Sequence[Any]) -> list[Any] | None:
-    """The messages with another text in the last one of the user's; None where there is no text."""
+def marked(messages: Sequence[Any], role: str) -> list[Any] | None:
+    """The messages with another text in the last one of a role; None where there is no text."""
     for place in reversed(range(len(messages))):
         content = messages[place].get("content")
-        if messages[place].get("role") != "user":
+        if messages[place].get("role") != role:
             continue
         if not isinstance(content, str):
             parts = list(content or ())
@@ -143,7 +145,7 @@ def marked(messages: Sequence[Any]) -> list[Any] | None:
 
 
 class PlainPrompts:
-    """Prompts without documents of one API server. But for `prepare` and `capture`, used in its event loop only.
+    """Prompts without documents of one API server. But for `prepare`, used in its event loop only.
 
     Args:
         cached_tokens: of vLLM's prefix cache; 0 without one.
@@ -152,21 +154,17 @@ class PlainPrompts:
     def __init__(self, engine: ServerEngine, records: Records, *, cached_tokens: int) -> None:
         self._engine, self.records = engine, records
         self._served = ServedPrompts(cached_tokens)
-        self._candidates = Candidates(engine.new_variants.config.waiting)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
-        self._capturing: asyncio.Task[None] | None = None
-        self._noting: set[asyncio.Task[None]] = set()
-        self.under_way = 0
 
-    def prepare(self, ids: Sequence[int], text: range, origin: Origin) -> Prepared | None:
+    def prepare(self, ids: Sequence[int], texts: Sequence[range], origin: Origin) -> Prepared | None:
         """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting.
 
         Args:
-            text: the last user message.
+            texts: the messages to search.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
-        prompt, notes, reused, moved = self._laid_out(ids, text, origin)
+        prompt, notes, reused, moved = self._laid_out(ids, texts, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
             ask = _behind(before, ids)
@@ -182,32 +180,29 @@ class PlainPrompts:
         return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
 
     def _laid_out(
-        self, ids: Sequence[int], text: range, origin: Origin
-    ) -> tuple[Prompt | None, Mapping[str, Candidate], int, bool]:
+        self, ids: Sequence[int], texts: Sequence[range], origin: Origin
+    ) -> tuple[Prompt | None, Notes, int, bool]:
         """The prompt in segments (None: nothing is found), what to note of it, how many tokens of it are stored, and
         whether those were moved.
         """
         engine, owner = self._engine, origin.owner
-        head = tuple(ids[: max(text.start, 1)])
+        head = tuple(ids[: max(1, min((text.start for text in texts), default=0))])
         look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
-        tail = tail_of(
-            [(tuple(ids[len(head) : text.stop]), True), (tuple(ids[text.stop :]), False)],
-            engine.prompts.kinds,
-            partial(recognised, look_up=look_up),
-            private=owner is not None,
-        )
+        pieces = _pieces(ids, texts, len(head))
+        tail = tail_of(pieces, engine.prompts.kinds, partial(recognised, look_up=look_up), private=owner is not None)
         if tail is None:
-            return None, {}, 0, False
+            return None, dict, 0, False
         private = not engine.settings.shared_system
         system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
-        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(ids) - text.stop)))
+        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1][0]))))
         session = session_of(prompt, owner)
         sought = [one for one in prompt.segments if one.kind != "question"]
         found = engine.look_up(sought, session=session)
         plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
-        wanted = origin.config.capture and engine.new_variants.config.when != "off"
-        notes = candidates_of(prompt, plan, session, scope, shared=engine.prompts.system) if wanted else {}
+        notes: Notes = dict
+        if origin.config.capture and engine.new_variants.config.when != "off":
+            notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system)
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
@@ -233,47 +228,33 @@ class PlainPrompts:
             logger.exception("A prompt without documents is left to vLLM")
             return None
 
-    def note(self, notes: Mapping[str, Candidate]) -> None:
+    def note(self, notes: Notes) -> None:
         """Note the text of a prompt, behind its answer, and have captured what was seen before."""
-        if notes:
-            task = asyncio.create_task(self._note(notes))
-            self._noting.add(task)
-            task.add_done_callback(self._noting.discard)
+        self._threads.submit(self._note, notes)
 
-    async def _note(self, notes: Mapping[str, Candidate]) -> None:
-        for name in await self.aside(partial(self._engine.store.seen_texts, list(notes))) or ():
-            self._candidates.add(notes[name])
-        if self._capturing is None and len(self._candidates):
-            self._capturing = asyncio.create_task(self._capture_all())
-            self._capturing.add_done_callback(self._captured)
+    def _note(self, notes: Notes) -> None:
+        try:
+            found = notes()
+            seen = self._engine.store.seen_texts(list(found)) if found else set()
+        except (CacheCraftError, OSError, RuntimeError):
+            logger.exception("Text of a prompt could not be noted")
+            return
+        for name in seen:
+            self._engine.new_variants.answered(0, found[name])
 
-    def forget(self, chunk_ids: Sequence[str]) -> None:
-        """Capture none of these any more: they are removed."""
-        for candidate in self._candidates.having(frozenset(chunk_ids)):
-            self._candidates.remove(candidate)
 
-    def _captured(self, task: asyncio.Task[None]) -> None:
-        self._capturing = None
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("Passages could not be captured", exc_info=task.exception())
+def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
+    """What follows the first tokens, in pieces; those of the texts are searched.
 
-    async def _capture_all(self) -> None:
-        while len(self._candidates):
-            until = time.monotonic() + _PATIENCE_S
-            while (self.under_way or self.records.busy) and time.monotonic() < until:
-                await asyncio.sleep(_LOOK_S)
-            if (candidate := self._candidates.best()) is not None:
-                self._candidates.remove(candidate)
-                await self.aside(partial(self.capture, candidate))
-
-    def capture(self, candidate: Candidate) -> None:
-        """Compute and store what is not stored of it behind its prefix; blocks."""
-        sought = [one for one in candidate.segments if one.kind != "question"]
-        found = self._engine.look_up(sought, session=candidate.session)
-        plan = make_plan(Prompt(candidate.segments), found.variants, ReuseConfig(scope="prefix"))
-        missing = [index for index in candidate.fixed if plan.segments[index].variant is None]
-        if missing:
-            self._engine.capture(Prompt(candidate.segments), missing, primed=False, session=candidate.session)
+    >>> _pieces([5, 6, 7, 8, 9], [range(3, 4), range(1, 2)], 1)
+    [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
+    """
+    pieces: list[Piece] = []
+    for text in sorted(texts, key=attrgetter("start")):
+        begin, stop = max(start, text.start), max(start, text.stop)
+        pieces += [(tuple(ids[start:begin]), False), (tuple(ids[begin:stop]), True)]
+        start = stop
+    return [*pieces, (tuple(ids[start:]), False)]
 
 
 def _behind(before: Ask, ids: Sequence[int]) -> Ask:
@@ -301,15 +282,14 @@ class SearchingClient:
         prompts, client, prepared = self._prompts, self._client, None
         ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
         if ids:
-            text = await self._locate(ids)
-            prepared = await prompts.aside(partial(prompts.prepare, ids, text, self._origin))
+            texts = await self._locate(ids)
+            prepared = await prompts.aside(partial(prompts.prepare, ids, texts, self._origin))
         if prepared is not None:
             client = RecordingClient(client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
                 transfer, salt = prompts.asking(prepared.ask)
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
                 prompt = {**prompt, "cache_salt": salt}
-        prompts.under_way += 1
         try:
             async with aclosing(client.generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
@@ -317,7 +297,6 @@ class SearchingClient:
                         prompts.served(ids, self._origin, prepared)
                     yield output
         finally:
-            prompts.under_way -= 1
             if prepared is not None:
                 prompts.note(prepared.notes)
 

@@ -126,11 +126,6 @@ class Records:
         """Note a request that is handed to vLLM."""
         self._under_way[name] = self._named[record.name] = record
 
-    @property
-    def busy(self) -> bool:
-        """True while a request is under way."""
-        return bool(self._under_way)
-
     def take(self, name: str, report: Mapping[str, Any]) -> None:
         """Take the report of a request that is filled."""
         if (record := self._named.get(name)) is not None:

@@ -29,6 +29,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _WAIT_S = 10.0  # longest wait for chunks that others compute, until the speed of computing is known
+_PATIENCE_S = 10.0  # longest wait for an idle server of text that nobody marked
 _REMEMBERED = 10_000  # prompts that were filled
 
 Looked = tuple[Found, Mapping[str, TokenScores]]
@@ -38,11 +39,12 @@ Looked = tuple[Found, Mapping[str, TokenScores]]
 class Pending:
     """A request from its first look-up until it has finished.
 
+    salt     that its blocks in vLLM's prefix cache have; empty without one
     digest   of its salt and tokens
     refused  why it is computed as any other
     looked   the look-up, perhaps under way
     lacks    chunk-caches that the look-up did not find
-    until    end of its wait for chunks that others compute, once it has begun
+    until    end of its wait for an idle server, or for chunks that others compute, once it has begun
     waited   it has waited, and looks up anew
     began    when its filling began
     cached   tokens that vLLM's own prefix cache had, where it had all chunks
@@ -50,6 +52,7 @@ class Pending:
     """
 
     ask: Ask | None
+    salt: str = ""
     digest: int = 0
     refused: str = ""
     looked: Future[Looked] | None = None
@@ -89,6 +92,7 @@ class Scheduling:
         self._fills: list[Fill] = []
         self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
+        self._captures_wanted = False  # a request has waited for captures since the last step
         self._reports: dict[str, Mapping[str, Any]] = {}  # on their way to the front end, by the names of asks
         self._row_s: float | None = None  # seconds that the last fill took for each row it computed
 
@@ -112,23 +116,26 @@ class Scheduling:
         if known.ask is None:
             return 0
         if known.ask.idle and self._busy:
-            return None
+            known.until = known.until or time.monotonic() + _PATIENCE_S
+            if not known.ask.unmarked or time.monotonic() < known.until:
+                return None
+            known.ask, known.until = replace(known.ask, idle=False), None
         known.looked = known.looked or self._look_up(known.ask)
         if not known.looked.done():
             return None
         found, _ = known.looked.result()
-        if not known.filled and self._others_compute(known, known.ask, found):
-            return None
-        if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
-            known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
-            return 0
         question = known.ask.prompt.bounds[-2]
         # vLLM computes the rest of the last block itself: less than a block, and nearer to full prefill. Not after a
         # preemption, where the answer would go on differently, and not where the same prompt was filled before: it
         # would be answered differently.
         spare = 0 if known.filled or known.digest in self._filled else self._block_size - 1
-        # vLLM's own prefix cache has the chunks. It has nothing of a prompt shorter than a block, which is filled.
-        if computed and computed >= question - spare:
+        cached = computed > 0 and computed >= question - spare
+        if not (cached or known.filled) and self._others_compute(known, known.ask, found):
+            return None
+        if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
+            known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
+            return 0
+        if cached:  # vLLM's own prefix cache has the chunks
             if known.cached is None:
                 known.cached = computed
                 self._send(known.ask, self._cached(known.ask, computed))
@@ -169,6 +176,11 @@ class Scheduling:
         """Work that the workers begin in this step."""
         fills, self._fills = self._fills, []
         return fills
+
+    def take_wanted(self) -> bool:
+        """True if a request has waited for captures since the last call."""
+        wanted, self._captures_wanted = self._captures_wanted, False
+        return wanted
 
     def take_news(self, news: News) -> None:
         """Take the workers' report after a step."""
@@ -234,7 +246,7 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, hash((request.cache_salt, *request.prompt_token_ids)))
+        return Pending(ask, salt or "", hash((request.cache_salt, *request.prompt_token_ids)))
 
     def _refused(self, request: Any, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
@@ -244,6 +256,7 @@ class Scheduling:
         """Return whether it waits for chunks that others compute or capture; what it computes itself, it announces
         once its filling begins.
 
+        Where another request has the same chunks in the same order, vLLM's prefix cache has them once that is filled.
         It waits for no longer than the others and it would take to compute them, and looks up anew after it.
         """
         if known.lacks is None:
@@ -252,28 +265,24 @@ class Scheduling:
             known.lacks = lacking.variants
         if not ask.config.reuse:
             return False
-        coming = [one for one in known.lacks if one.segment_id in self._capturing or self._announced(one, ask)]
+        captured = [one for one in known.lacks if one.segment_id in self._capturing]
+        others = [one for one in self._known.values() if one.filling and one.ask is not None and not one.ask.idle]
+        if any(known.salt and known.salt == other.salt for other in others):
+            coming = known.lacks
+        else:
+            coming = captured + [one for one in known.lacks if one not in captured and _announced(one, ask, others)]
         if coming:
             if known.until is None:
                 lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
                 rows = sum(lengths[one.segment_id] for one in coming)
                 known.until = time.monotonic() + (_WAIT_S if self._row_s is None else 2.0 * rows * self._row_s)
             known.waited = time.monotonic() < known.until
+            self._captures_wanted |= known.waited and bool(captured)
             return known.waited
         if known.waited:
             known.waited, known.looked, known.lacks = False, None, None
             return True
         return False
-
-    def _announced(self, lacking: FutureVariant, ask: Ask) -> bool:
-        """Return whether a request that is being filled will capture what serves here."""
-        wanted = replace(lacking, session=ask.session)
-        return any(
-            coming.serves(wanted, ask.config.scope)
-            for other in self._known.values()
-            if other.filling and other.ask is not None and not other.ask.idle
-            for coming in _captures(other.ask, other.lacks or ())
-        )
 
     def _look_up(self, ask: Ask) -> Future[Looked]:
         if self._threads is not None:
@@ -292,6 +301,17 @@ class Scheduling:
         found = find(self._settings.namespace, self._identity.fingerprint, names, session=ask.session, bounds=bounds)
         found = exact_only(found) if ask.idle else found
         return found, self._store.token_scores([one.variant_id for some in found.variants.values() for one in some])
+
+
+def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> bool:
+    """Return whether one of these requests, which are being filled, will capture what serves here."""
+    wanted = replace(lacking, session=ask.session)
+    return any(
+        coming.serves(wanted, ask.config.scope)
+        for other in others
+        if other.ask is not None
+        for coming in _captures(other.ask, other.lacks or ())
+    )
 
 
 def _captures(ask: Ask, computed: Iterable[FutureVariant]) -> Iterator[FutureVariant]:

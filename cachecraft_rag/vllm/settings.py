@@ -62,6 +62,7 @@ class EndpointSettings:
     client_settings  settings of reuse that a request may bring: "none"; "safe", those that shape its own answer alone;
                      "all"
     plain_prompts    of text in requests without documents, see `plain_prompts.PlainPrompts`
+    search_system    their system messages are searched, too: applications may put the context there
     admin_keys       one of them is asked for to prime and evict, besides vLLM's own key; none: everybody may
     """
 
@@ -71,6 +72,7 @@ class EndpointSettings:
     session_header: str | None = None
     client_settings: ClientSettings = "safe"
     plain_prompts: PlainPrompts = "off"
+    search_system: bool = False
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -78,9 +80,12 @@ class EndpointSettings:
         for name in ("root", "model"):
             check_text(name, getattr(self, name))
         check_flag("shared_system", self.shared_system)
+        check_flag("search_system", self.search_system)
         check_text("session_header", self.session_header, optional=True, empty=False)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
         check_choice("client_settings", self.client_settings, get_args(ClientSettings))
+        if self.search_system and self.plain_prompts == "off":
+            raise ConfigError("search_system has no effect without plain_prompts: add --reuse-plain-prompts")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # Longest filling in a step, but at least one layer of one pass: while others wait for the step, and while it is the
 # only work. A step costs vLLM some milliseconds, and a request that arrives meanwhile waits for its end.
 _SLICE_S, _SLICE_ALONE_S = 0.05, 0.25
+_RESTS = 4  # while requests are computed, a capture's description rests for so many times as long as each part took
 
 
 class Workers:
@@ -55,6 +56,8 @@ class Workers:
         self._loader = Loader(store, stack.layout.layers)
         self._lock, self._turnstile = threading.Lock(), threading.Lock()
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
+        self._hurry = threading.Event()  # captures are described without rests
+        self._hurry.set()
         self._write_back = WriteBackQueue(
             store,
             namespace=settings.namespace,
@@ -71,13 +74,21 @@ class Workers:
         self._last_capturing: frozenset[str] = frozenset()  # as last sent to the scheduler
 
     def step(
-        self, fills: Iterable[Fill], gone: Iterable[str], *, rows: int, alone: bool = False, idle: bool = True
+        self,
+        fills: Iterable[Fill],
+        gone: Iterable[str],
+        *,
+        rows: int,
+        alone: bool = False,
+        idle: bool = True,
+        wanted: bool = False,
     ) -> None:
         """Begin new fillings, drop those that are gone, and compute up to `rows` rows through all layers.
 
         Args:
             alone: vLLM computes nothing in this step.
             idle: no request is under way: new variants may be computed.
+            wanted: a request waits for captures.
         """
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
@@ -91,6 +102,11 @@ class Workers:
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
         else:
             self._leave_all(new, self._broken)
+        free = idle or (alone and not self._fillings)
+        if free or wanted or self._storing or self._write_back.crowded:
+            self._hurry.set()
+        else:
+            self._hurry.clear()
 
     def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool) -> None:
         for name in gone:
@@ -129,6 +145,7 @@ class Workers:
         """Give up what is being filled, and finish the captures."""
         for name in list(self._fillings):
             self._drop(name)
+        self._hurry.set()
         self._write_back.close()
         self._describing.shutdown()
 
@@ -142,12 +159,21 @@ class Workers:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def _turn_and_rest(self) -> Iterator[None]:
+        """Take the turn for a part of a description, and leave the device to requests after it."""
+        with self._turn():
+            began = time.perf_counter()
+            yield
+            spent = time.perf_counter() - began
+        self._hurry.wait(_RESTS * spent)
+
     def _describe(self, steps: Work[Any], ended: Ended) -> None:
         """Describe a capture in a thread, in turns with the steps."""
 
         def work() -> None:
             try:
-                stored = run(self._stack, steps, self._turn)
+                stored = run(self._stack, steps, self._turn_and_rest)
             except Exception as error:  # noqa: BLE001  # it is logged and counted there
                 ended(None, error)
             else:
@@ -292,6 +318,7 @@ class Workers:
             return frozenset()
         ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, another=ask.idle)
+        another = ask.idle and not ask.unmarked
+        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, another=another)
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[one.segment].segment_id for one in recorder.captures)

@@ -27,6 +27,7 @@ def test_the_same_passages_are_reused_as_documents_and_in_a_prompt(
     exact = measure(evaluation_engine, QUESTION, template, replace(PLAIN, recompute_ratio=1.0), answer_tokens=4)
     assert stale.reused > 0.9
     assert stale.kl > 1e-4 > abs(exact.kl)
+    assert exact.right == exact.full_right == stale.full_right
 
 
 def test_the_first_time_is_timed_in_pairs(evaluation_engine: Engine) -> None:

@@ -51,10 +51,12 @@ def test_the_most_wanted_first_within_the_budget() -> None:
     go_on.set()
     assert made.settle(60)
     assert order == ["first", "often", "often"]  # the budget is spent
+    made.answered(0, candidate("removed"))
+    made.forget(["removed"])
     made.answered(100, None)
     assert made.settle(60)
     assert (order[-1], made.stats.captured, made.stats.tokens) == ("rare", 2, 200)
-    assert made.stats.dropped == {"removed": 1}
+    assert made.stats.dropped == {"removed": 2}
     made.close()
     made.answered(100, candidate("late"))
     assert (made.stats.waiting, len(order)) == (0, 4)

@@ -76,17 +76,18 @@ def test_no_more_is_remembered_than_the_prefix_cache_holds() -> None:
     assert without.longest(range(80), HERE) == (0, None)
 
 
-def test_the_last_user_message_is_marked() -> None:
+def test_the_last_message_of_a_role_is_marked() -> None:
     first, answer = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}
     parts = {"role": "user", "content": [{"type": "text", "text": "Three?"}]}
-    assert marked([first, answer]) == [{"role": "user", "content": "?"}, answer]
-    assert marked([first, answer, parts]) == [
+    assert marked([first, answer], "user") == [{"role": "user", "content": "?"}, answer]
+    assert marked([first, answer], "assistant") == [first, {"role": "assistant", "content": "?"}]
+    assert marked([first, answer, parts], "user") == [
         first,
         answer,
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
     ]
-    assert marked([first, {"role": "user", "content": [{"type": "image_url"}]}]) is None
-    assert marked([answer]) is None
+    assert marked([first, {"role": "user", "content": [{"type": "image_url"}]}], "user") is None
+    assert marked([answer], "user") is None
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -176,6 +177,91 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
     assert reused(found) >= 0.75 * whole
 
 
+TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the first one's passages in another order
+
+
+def reused_in_turns(server: ServerProcess, text: list[str], ask_about: Callable[[list[str]], object]) -> list[float]:
+    """Reused tokens of each turn, as a share of the first one's passages."""
+    key, whole, found = ("cachecraft_tokens_total", ("reused",)), sum(map(len, text[:3])), []
+    for turn in TURNS:
+        before, stored = server.counts().get(key, 0), len(rows(server))
+        ask_about([text[place] for place in turn])
+        found.append((server.counts().get(key, 0) - before) / whole)
+        if turn is TURNS[1]:
+            wait_for(server, stored + 3)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_third_time_llama_index_reuses_passages_over_its_own_client(server: ServerProcess, chat: bool) -> None:
+    from llama_index.core import SummaryIndex
+    from llama_index.core.schema import TextNode
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    llm = OpenAILike(
+        model=model, api_base=f"{server.url}/v1", api_key="none", is_chat_model=chat, context_window=4096, max_tokens=2
+    )
+
+    def ask_about(passages: list[str]) -> None:
+        index = SummaryIndex([TextNode(text=one) for one in passages])
+        index.as_query_engine(llm=llm).query("Which is it?")
+
+    shares = reused_in_turns(server, words(600 + 100 * chat), ask_about)
+    assert max(shares[:2]) < 0.01  # of the prefix cache, the tokens before the message
+    assert shares[2] >= 0.75
+
+
+def langchain_at(server: ServerProcess) -> Callable[[list[str]], object]:
+    """Asks LangChain's own chain and client about passages, in its documentation's prompt: they stand in the system
+    message.
+    """
+    from langchain_classic.chains import create_retrieval_chain
+    from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+    from langchain_core.documents import Document
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_core.runnables import RunnableLambda
+    from langchain_openai import ChatOpenAI
+
+    instruction = "Use the given context to answer the question. Context:\n\n{context}"
+    prompt = ChatPromptTemplate.from_messages([("system", instruction), ("human", "{input}")])
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    chat = ChatOpenAI(model=model, base_url=f"{server.url}/v1", api_key="none", max_tokens=2)
+    turn: list[Document] = []
+    chain = create_retrieval_chain(RunnableLambda(lambda _: turn), create_stuff_documents_chain(chat, prompt))
+
+    def ask_about(passages: list[str]) -> None:
+        turn[:] = [Document(one) for one in passages]
+        chain.invoke({"input": "Which is it?"})
+
+    return ask_about
+
+
+@pytest.mark.slow
+def test_the_third_time_langchain_reuses_passages_over_its_own_client(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    server = start(model_folder("Llama"), tmp_path, "--reuse-plain-prompts", "--search-system", "--dtype", "float32")
+    try:
+        shares = reused_in_turns(server, words(800), langchain_at(server))
+        assert max(shares[:2]) < 0.01
+        assert shares[2] >= 0.75
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_system_message_is_vllm_s_unless_asked_for(server: ServerProcess) -> None:
+    text, before, stored = words(900), server.counts(), len(rows(server))
+    ask_about = langchain_at(server)
+    for turn in (*TURNS, TURNS[2]):
+        ask_about([text[place] for place in turn])
+    changed = {name for (name, labels), value in server.counts().items() if value != before.get((name, labels))}
+    assert "cachecraft_tokens_total" not in changed
+    assert len(rows(server)) == stored
+
+
 @pytest.mark.slow
 def test_a_prompt_that_comes_again_is_exact(server: ServerProcess) -> None:
     text, before = words(200), len(rows(server))
@@ -227,7 +313,7 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
         answer = server.chat(None, messages=messages, max_tokens=2).json()
         assert reused(stats_of(answer)) == 0
     for order in ([3, 4, 5], [5, 4, 3]):
-        ask(server, *(text[place] for place in order), headers={"X-Mine": "ada"})
+        hers = ask(server, *(text[place] for place in order), question=canary, headers={"X-Mine": "ada"})
     wait_for(server, before + 6)
     new = rows(server)[before:] if before else rows(server)
     shared = [one.variant for one in rows(server) if one.variant.session is None]
@@ -237,13 +323,20 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
     assert len(instructions) == 1  # the server's own, which no client writes
     assert {len(one) for one in instructions} == {1}
     assert {one.variant.session for one in new} >= {None, "ada"}
-    others = stats_of(ask(server, text[2], text[5], text[0], text[4], text[1]))
-    assert reused(others) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))
-    outcomes = [one["outcome"] for one in others["chunks"]]
-    assert outcomes.count("computed") >= 2  # Ada's
-    metrics = httpx.get(f"{server.url}/metrics").text
-    assert "Canary" not in str(others) + metrics
-    assert "kettle" not in str(others) + metrics
+    statistics = f"{server.url}/v1/cachecraft/requests/{hers['id']}"
+    assert httpx.get(statistics, headers={"X-Mine": "ada"}).status_code == 200
+    shown = httpx.get(f"{server.url}/metrics").text + (server.store.parent / "log").read_text()
+    for user in ({}, {"X-Mine": "bob"}):
+        theirs = prompt_of(text[2], text[5], text[0], text[4], text[1])
+        answer = server.chat(None, theirs, max_tokens=2, headers=user)
+        others = stats_of(answer.json())
+        assert reused(others) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))
+        outcomes = [one["outcome"] for one in others["chunks"]]
+        assert outcomes.count("computed") >= 2  # Ada's
+        shown += f"{others} {answer.headers} {httpx.get(statistics, headers=user).text}"
+        assert httpx.get(statistics, headers=user).status_code == 404
+    assert "Canary" not in shown
+    assert "kettle" not in shown
     salted = stats_of(ask(server, text[2], text[0], text[1], cache_salt="mine"))
     assert reused(salted) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))  # shared ones serve it, too
 

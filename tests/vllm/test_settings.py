@@ -130,6 +130,13 @@ def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_p
     assert "client_settings" in str(started("--client-settings", "some"))
 
 
+def test_system_messages_are_searched_where_prompts_are(started: Callable[..., ConnectorSettings | str]) -> None:
+    found = started("--reuse-plain-prompts", "--search-system")
+    assert isinstance(found, ConnectorSettings), found
+    assert found.endpoint.search_system
+    assert "add --reuse-plain-prompts" in str(started("--search-system"))
+
+
 def test_what_vllm_decides_is_refused_in_python() -> None:
     for option in ({"decode_rows": 4}, {"device": "cuda:1"}, {"max_waiting": 3}, {"device_bytes": 0},
                    {"new_variants": "always"}, {"new_variants": NewVariants("always", share=2.0)}):  # fmt: skip

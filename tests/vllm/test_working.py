@@ -331,6 +331,32 @@ def test_captures_are_stored_before_the_answer_where_that_is_asked(
         made.close()
 
 
+def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
+    decoder: Decoder,
+    tmp_path: Path,
+    stack: BlockStack,
+    settings: ConnectorSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(working, "_RESTS", 1e9)
+    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+        made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+        scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
+        ask = replace(ask_of(engine, [0, 2, 1], capture=True), captures=None)
+        run(made, [fill_of(scheduling, ask)], idle=False)
+        news = made.news()
+        assert news is not None
+        scheduling.take_news(news)
+        scheduling.ended({"r"})
+        assert news.capturing == made._write_back.pending() != frozenset()
+        assert not scheduling.take_wanted()
+        assert scheduling.matched(request_of(ask_of(engine, [2, 1]), "waits"), 0) is None
+        assert scheduling.take_wanted()
+        made.step([], [], rows=0, idle=False, wanted=True)
+        assert made._write_back.wait_for(made._write_back.pending(), 60)
+        made.close()
+
+
 # -- the scheduler's end ----------------------------------------------------------------------------------------------
 
 
@@ -438,6 +464,25 @@ def serve(scheduling: Scheduling, workers: Workers, requests: list[Any]) -> dict
         assert steps < 60_000
         time.sleep(0.001)
     return reports
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_the_same_new_chunks_come_from_vllms_own_prefix_cache(
+    capture: bool, decoder: Decoder, tmp_path: Path, settings: ConnectorSettings
+) -> None:
+    """No capture is waited for, and none is needed; another question, so vLLM may compute the rest of a block."""
+    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+        asks = [Ask(engine.prompts.build(f"When? {i}", CHUNKS), replace(CONFIG, capture=True)) for i in range(2)]
+        asks = [replace(ask, captures=None if capture else ()) for ask in asks]
+        question = asks[0].prompt.bounds[-2]
+        for caching in (True, False):
+            made = Scheduling(store, settings, block_size=BLOCK, prefix_caching=caching)
+            fill_of(made, asks[0], "first")
+            second = request_of(asks[1], "second")
+            assert (made.matched(second, 0) is None) == (caching or capture)
+            if caching:
+                assert made.matched(second, question - BLOCK) is None
+                assert made.matched(second, question - BLOCK + 1) == 0  # the first one is filled
 
 
 def test_nobody_waits_for_longer_than_computing_takes(
@@ -588,6 +633,20 @@ def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(
     scheduling.ended({"making"})
     assert scheduling.finished(making) == {FIELD: {"given_up": True}}
     assert scheduling.take_given_up() == []
+
+
+def test_text_that_nobody_marked_does_not_wait_for_ever(
+    engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ask = idle_ask(engine, [2, 1, 0])
+    variant, text = request_of(ask, "variant"), request_of(replace(ask, unmarked=True), "text")
+    assert scheduling.matched(request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None), 0) == 0
+    for seconds, waits in ((0.0, True), (9.9, True), (0.2, False)):
+        now[0] += seconds
+        assert scheduling.matched(variant, 0) is None
+        assert (scheduling.matched(text, 0) is None) == waits
 
 
 def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
