@@ -385,7 +385,6 @@ def main(
     decode_rows: _DecodeRows = 8,
     new_variants: options.NewVariantsOption = "off",
     seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of requests and arrivals.")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -414,15 +413,6 @@ def main(
             seed=seed,
         )
         report = run(model, settings, dtype=dtype, progress=show)
-    show_serve(report, plot, as_json=as_json)
-
-
-def show_serve(report: ServeReport, plot: Path | None, *, as_json: bool) -> None:
-    """Draw it where that is asked for, and print it."""
-    if plot is not None:
-        from benchmarks.figures import draw_serve
-
-        draw_serve(report, plot)
     if as_json:
         print_json(as_plain(report))
     else:
