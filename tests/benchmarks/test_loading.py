@@ -58,6 +58,12 @@ def test_load_reports_the_share_of_loading_that_is_hidden(model: Path, benchmark
     assert report["layerwise_hidden"] * hideable == pytest.approx(report["whole_s"] - report["layerwise_s"])
 
 
+def test_batches_are_timed_in_full_and_with_reuse(model: Path, benchmark_json: Callable[..., Any]) -> None:
+    found = benchmark_json("batches", "--model", model, "--tokens", "200", "--sizes", "1,3", "--pairs", "2")
+    assert [(one["tokens"], one["size"]) for one in found] == [(200, 1), (200, 3)]
+    assert all(len(one[side]) == 2 and min(one[side]) > 0 for one in found for side in ("full_s", "reuse_s"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
