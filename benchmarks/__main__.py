@@ -14,6 +14,7 @@ from cachecraft_rag.cli.options import print_error
 from cachecraft_rag.errors import CacheCraftError
 
 COMMANDS = {
+    "batches": "Prefill and decoding of several requests at once",
     "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
     "early-termination": "Early termination against a smaller recompute ratio of the same cost",
     "eval": "Every method of the papers and of this package against full prefill",

@@ -2,14 +2,20 @@
 
 All chunks of the prompt were captured behind the same prefix, so that none has to be recomputed: Cake as published.
 Files are real and cold (page cache dropped). A token bucket at the reader limits the bandwidth to a multiple of the
-rate at which this machine computes KV bytes. Half of the compute means half of the threads.
+rate at which this machine computes KV bytes. Processes that spin leave a share of the compute, and the share that
+computing really had stands beside it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +33,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.intervals import Interval, mean_interval
 from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -36,6 +43,7 @@ CHUNK_TOKENS = 256
 _COMPUTE = ReuseConfig(reuse=False, capture=False)
 _SAMPLING = SamplingParams(max_new_tokens=8)  # the tokens after the first show whether the loaded cache is right
 _SPLITS = 200
+_NICE_STEP = 1.25  # Linux: a process gets so much more of a core than one that is nicer by 1
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,9 @@ class CakeCell:
     """Seconds to the first token, medians.
 
     tokens           of all chunks together
-    bandwidth_ratio  bandwidth / KV bytes per second that full prefill computes with this cell's threads
-    compute_share    threads in use / all threads
+    bandwidth_ratio  bandwidth / KV bytes per second that full prefill computes with this cell's share
+    compute_share    of each thread's core that spinning processes should leave
+    share_had        CPU time of full prefill / its time on all threads; below 1 at a share of 1 too
     compute_only_s   full prefill, in one pass
     load_only_s      load everything, then compute the question
     cake_s           overlapped prefill
@@ -52,13 +61,15 @@ class CakeCell:
                      same time, then compute the question
     computed         share of the prompt that overlapped prefill computed, of the last pair
     exact            whether the first tokens of the answer equal those of full prefill
-    of_better        cake_s / the smaller of compute_only_s and load_only_s; lowest and highest: of the single pairs
+    of_better        mean of the pairs: both at once / the faster of the two alone
+    cpu_ratio        of the whole process, both at once / full prefill: what is beside computing, where nothing arrives
     dtype, threads, cpu  of the model, of a pass, and the CPU's vector instructions
     """
 
     tokens: int
     bandwidth_ratio: float
     compute_share: float
+    share_had: float
     codec: str
     compute_only_s: float
     load_only_s: float
@@ -66,9 +77,8 @@ class CakeCell:
     best_split_s: float
     computed: float
     exact: bool
-    of_better: float
-    of_better_lowest: float
-    of_better_highest: float
+    of_better: Interval
+    cpu_ratio: Interval
     dtype: str
     threads: int
     cpu: str
@@ -96,23 +106,34 @@ def run(
     model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
 ) -> Iterator[CakeCell]:
     """Measure cell by cell. Raises ConfigError if a context does not fit the model or the sample text."""
-    threads = torch.get_num_threads()
     decoder = Decoder.load(model, dtype=dtype)
     done, total = 0, len(grid.tokens) * len(grid.shares) * len(grid.bandwidths) * len(grid.codecs)
-    try:
-        for tokens in grid.tokens:
-            for share in grid.shares:
-                torch.set_num_threads(max(1, round(threads * share)))
-                with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
-                    context = _Context(decoder, Path(folder), tokens)
-                    what = f"{tokens} tokens, {share:g} of the compute"
+    for tokens in grid.tokens:
+        for share in grid.shares:
+            with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder, competing(share):
+                context = _Context(decoder, Path(folder), tokens)
+                what = f"{tokens} tokens, {share:g} of the compute"
+                progress(Progress(done, total, what))
+                for cell in context.cells(grid, share):
+                    done += 1
                     progress(Progress(done, total, what))
-                    for cell in context.cells(grid, share):
-                        done += 1
-                        progress(Progress(done, total, what))
-                        yield cell
+                    yield cell
+
+
+@contextmanager
+def competing(share: float) -> Iterator[None]:
+    """Leave about this share of the cores that our threads use, by processes that spin on them."""
+    each = round((1 - share) / share) or 1  # for one thread; where one is too much, it is nicer
+    nice = max(0, round(math.log(each * share / (1 - share), _NICE_STEP))) if share < 1 else 0
+    many = each * torch.get_num_threads() if share < 1 else 0
+    spin = [sys.executable, "-c", f"import os\nos.nice({nice})\nwhile True: pass"]
+    processes = [subprocess.Popen(spin) for _ in range(many)]
+    try:
+        yield
     finally:
-        torch.set_num_threads(threads)
+        for one in processes:
+            one.kill()
+            one.wait()
 
 
 class _Context:
@@ -136,20 +157,25 @@ class _Context:
 
     def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
         compute, load, cake, question, exact = [], [], [], [], True
+        walls, only_cpu, both_cpu = [], [], []
         for _ in range(pairs):
-            compute.append(self._ask(_COMPUTE, codec)[1].ttft_s)
+            (_, stats), wall, cpu = _spent(lambda: self._ask(_COMPUTE, codec))
+            compute.append(stats.ttft_s)
+            walls.append(wall)
+            only_cpu.append(cpu)
             stats = self._load(codec, bandwidth * rate, "whole")[1]
             load.append(stats.ttft_s)
             question.append(stats.ttft_s - stats.load_s)
-            text, stats = self._load(codec, bandwidth * rate, "cake")
+            (text, stats), _, cpu = _spent(lambda: self._load(codec, bandwidth * rate, "cake"))
             cake.append(stats.ttft_s)
+            both_cpu.append(cpu)
             exact &= text == right
         only, loaded, alone = map(statistics.median, (compute, load, question))
-        ratios = [both / min(pair) for both, *pair in zip(cake, compute, load, strict=True)]
         return CakeCell(
             tokens=self._tokens,
             bandwidth_ratio=bandwidth,
             compute_share=share,
+            share_had=sum(only_cpu) / sum(walls) / torch.get_num_threads(),
             codec=codec,
             compute_only_s=only,
             load_only_s=loaded,
@@ -157,9 +183,8 @@ class _Context:
             best_split_s=self._best_split(only - alone, loaded - alone) + alone,
             computed=stats.tokens_computed / stats.tokens_prompt,
             exact=exact,
-            of_better=statistics.median(cake) / min(only, loaded),
-            of_better_lowest=min(ratios),
-            of_better_highest=max(ratios),
+            of_better=mean_interval([both / min(pair) for both, *pair in zip(cake, compute, load, strict=True)]),
+            cpu_ratio=mean_interval([both / one for both, one in zip(both_cpu, only_cpu, strict=True)]),
             dtype=self._decoder.layout.dtype,
             threads=torch.get_num_threads(),
             cpu=cpu_instructions(),
@@ -203,6 +228,12 @@ class _Context:
         return text, generation.stats
 
 
+def _spent(ask: Callable[[], tuple[str, RequestStats]]) -> tuple[tuple[str, RequestStats], float, float]:
+    """What it returns, and the seconds and CPU seconds of this process that it took."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    return ask(), time.perf_counter() - wall, time.process_time() - cpu
+
+
 def main(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
@@ -210,7 +241,7 @@ def main(
     bandwidths: Annotated[
         str, typer.Option("--bandwidths", help="Multiples of the rate at which this machine computes KV bytes.")
     ] = "0.25,0.5,1,2,4",
-    shares: Annotated[str, typer.Option("--shares", help="Shares of the threads.")] = "1,0.5",
+    shares: Annotated[str, typer.Option("--shares", help="Shares of the compute; the rest spins.")] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 1,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
@@ -250,18 +281,24 @@ def main(
         "/ better",
         "/ best split",
         "computed",
+        "CPU / computing",
     )
     for cell in cells:
         table.add_row(
             str(cell.tokens),
-            f"{cell.compute_share:g}",
+            f"{cell.compute_share:g} (had {cell.share_had:.2f})",
             f"{cell.bandwidth_ratio:g}",
             cell.codec,
             f"{cell.compute_only_s:.2f} s",
             f"{cell.load_only_s:.2f} s",
             f"{cell.cake_s:.2f} s",
-            f"{cell.of_better:.2f} ({cell.of_better_lowest:.2f}–{cell.of_better_highest:.2f})",
+            _shown(cell.of_better),
             f"{cell.cake_s / cell.best_split_s:.2f}" + ("" if cell.exact else ", answer differs"),
             f"{cell.computed:.0%}",
+            _shown(cell.cpu_ratio),
         )
     out.print(table)
+
+
+def _shown(found: Interval) -> str:
+    return f"{found.mean:.2f} [{found.low:.2f}, {found.high:.2f}]"

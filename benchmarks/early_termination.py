@@ -27,13 +27,12 @@ from benchmarks import formats
 from benchmarks.evaluate import origin_named
 from benchmarks.kept import Kept
 from benchmarks.methods import ABLATIONS, CRAFT
-from cachecraft_rag.checks import check_names
 from cachecraft_rag.cli import evaluate, options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar, takes, waiting
 from cachecraft_rag.compute import overlapped
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval
-from cachecraft_rag.evaluation.measuring import Method, reference_of
+from cachecraft_rag.evaluation.measuring import Method, methods_named, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.evaluation.origins import OriginCondition, Origins
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
@@ -321,7 +320,7 @@ def main(
         store = opened.enter_context(ChunkCacheStore.open(folder / "caches", variants_per_chunk=VARIANTS_PER_CHUNK))
         engine = opened.enter_context(Engine(decoder, store, best_last=False, new_variants="off"))
         origins = Origins(condition, engine, dataset, questions.seed, questions.answer_tokens)
-        chosen = {name: METHODS[name] for name in _methods(methods)}
+        chosen = {one.name: one for one in methods_named([name.strip() for name in methods.split(",")], METHODS)}
         with progress_bar("Measuring", remaining=True) as show:
             found = compare(engine, dataset, origins, search, kept=kept, methods=chosen, progress=show)
     if as_json:
@@ -338,12 +337,6 @@ def _lasting(origin: str) -> OriginCondition:
             "alone or similar"
         )
     return condition
-
-
-def _methods(given: str) -> list[str]:
-    names = [name.strip() for name in given.split(",")]
-    check_names(names, METHODS, what="method")
-    return names
 
 
 def _print(found: Sequence[Mapping[str, Any]]) -> None:

@@ -24,7 +24,6 @@ from benchmarks.plotting import (
 
 if TYPE_CHECKING:
     from benchmarks.cake import CakeCell
-    from benchmarks.serve import ServeReport
     from cachecraft_rag.evaluation.intervals import Interval
     from cachecraft_rag.evaluation.report import Report
 
@@ -75,33 +74,6 @@ def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
     for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         ticks(lambda seconds, _: f"{seconds:g}" if f"{seconds:e}"[0] in "125" else "")
     axis.grid(alpha=0.2, which="both")
-
-
-def draw_serve(report: ServeReport, path: Path) -> None:
-    """Throughput and time to the first token over the load (Cache-Craft, Fig. 22), and hits over time at the highest.
-
-    Errors as `draw_cake`.
-    """
-    figure, axes = pyplot().subplots(1, 4, figsize=(13.6, 2.8))
-    rates = [load.qps for load in report.loads]
-    reuse = [name for name in report.loads[0].sides if name != "prefix_cache"]
-    colours = {"prefix_cache": GREY} | dict(zip(reuse, (BLUE, RED, YELLOW, GREEN, VIOLET, BLACK), strict=False))
-    for name in report.loads[0].sides:
-        sides, style = [load.sides[name] for load in report.loads], {"color": colours.get(name, BLACK), "marker": "."}
-        axes[0].plot(rates, [side.throughput for side in sides], label=name, **style)
-        axes[1].plot(rates, [side.p50_ttft_s for side in sides], **style)
-        axes[2].plot(rates, [side.p99_ttft_s for side in sides], **style)
-        axes[3].plot(range(1, len(sides[-1].hits) + 1), sides[-1].hits, **style)
-    titles = ("requests answered / s", "TTFT p50, s", "TTFT p99, s", "hits per request")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("requests arriving / s")
-        axis.grid(alpha=0.2)
-    axes[3].set_xlabel("quarter of the highest load")
-    for axis in axes[1:3]:
-        axis.set_yscale("log")
-    axes[0].legend(fontsize=7, frameon=False)
-    save(figure, path)
 
 
 _OURS = {"default": RED, "craft": BLUE, "random": GREY, "full_cache": BLACK}

@@ -3,7 +3,8 @@
 MuSiQue (Trivedi et al., 2022): questions over two to four of twenty paragraphs. 2WikiMultihopQA (Ho et al., 2020) and
 HotpotQA, of the same form. DROP (Dua et al., 2019): one passage, with numbers, spans or dates as answers. CNN/DailyMail
 (Hermann et al., 2015) and XSum (Narayan et al., 2018): a text and its summary; as in Cache-Craft §5.1.2 a text is split
-into small segments, and a prompt gets a random selection of them.
+into small segments, and a prompt gets a random selection of them. By name only: SQuAD's questions as statements that
+are true or false (Fig. 21), and over whole articles, for chunks of any size (Fig. 27).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import importlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,36 @@ def _read_summaries(records: Sequence[Record], *, text: str, summary: str, quest
     return builder.source(passage_tokens=SEGMENT_TOKENS)
 
 
+def read_statements(records: Sequence[Record]) -> Source:
+    """Every second question of a SQuAD file states another question's answer."""
+    source = own.read_squad(records)
+    answered = [one for one in source.questions if one.answers]
+    asked = []
+    for number, one in enumerate(answered):
+        others = [
+            other.answers[0] for other in answered[number:] + answered[:number] if other.answers[0] not in one.answers
+        ]
+        true = number % 2 == 0 or not others
+        text = f"True or false? Question: {one.text} Answer: {one.answers[0] if true else others[0]}"
+        asked.append(replace(one, text=text, answers=("True",) if true else ("False",)))
+    return replace(source, questions=tuple(asked))
+
+
+def read_articles(records: Sequence[Record]) -> Source:
+    """The articles of a SQuAD file as one passage each, to be split into chunks of the wanted length."""
+    source = own.read_squad(records)
+    documents = tuple(replace(one, passages=("\n\n".join(one.passages),)) for one in source.documents)
+    asked = []
+    for one in source.questions:
+        whole = ((one.needed[0][0], 0),)
+        asked.append(replace(one, needed=whole, near=whole))
+    return replace(source, documents=documents, questions=tuple(asked))
+
+
+def _by_name(_: Record) -> bool:
+    return False
+
+
 _SQUAD, _OWN = own.FORMATS
 FORMATS: tuple[Format, ...] = (
     _SQUAD,
@@ -209,6 +241,8 @@ FORMATS: tuple[Format, ...] = (
     Format("drop", "DROP", is_drop, read_drop),
     Format("cnn_dailymail", "CNN/DailyMail", is_cnn, read_cnn),
     Format("xsum", "XSum", is_xsum, read_xsum),
+    Format("true_false", "SQuAD as statements", _by_name, read_statements),
+    Format("articles", "SQuAD's whole articles", _by_name, read_articles),
     _OWN,
 )
 

@@ -1,4 +1,8 @@
-"""Loading: the share of the disk's speed that reads reach, and of the loading time that layer-wise loading hides."""
+"""Loading: the share of the disk's speed that reads reach, and of the loading time that layer-wise loading hides.
+
+From memory and from disk, by a request that comes first, or behind another one while whose prefill it loads
+(Cache-Craft Fig. 29).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import torch
 import typer
@@ -30,9 +37,11 @@ from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.disk import DiskTier
-from cachecraft_rag.types import LoadedVariant, Progress, Variant
+from cachecraft_rag.types import Chunk, LoadedVariant, Progress, Variant
 
 _LOAD_SHARE = 0.4
+_LOADINGS: tuple[Loading, ...] = get_args(Loading)
+_AHEAD_S = 0.02  # that the other request begins before
 _RATIO = 0.15  # recompute ratio of the moved chunks while their layers are being loaded
 
 
@@ -48,6 +57,9 @@ class LoadReport:
     whole_s               time to the first token if everything is loaded before computing starts
     layerwise_s           the same if each layer is loaded just before it is computed
     cake_s                the same with overlapped prefill, which may also compute stored chunks instead of loading them
+    host_s                the same from memory
+    queue_s               how long another request's prefill holds up the next three
+    queued                by way of loading: the time from its turn to the first token
     load_s                the part of whole_s that waits for loading
     read_mb_s_limit       limit of reading during these times; None = no limit
     """
@@ -61,6 +73,9 @@ class LoadReport:
     whole_s: float
     layerwise_s: float
     cake_s: float
+    host_s: float
+    queue_s: float
+    queued: dict[str, float]
     load_s: float
     pairs: int
     prompt_tokens: int
@@ -77,6 +92,7 @@ class LoadSettings:
 
     mb_per_s  limit of reading for the times to the first token; infinite = no limit. None = loading takes 0.4 of the
               computing time, because a much shorter load would be lost in the noise of computing
+    queue_chunks  chunks of the prompt that is computed before
     """
 
     chunks: int = 8
@@ -84,6 +100,7 @@ class LoadSettings:
     codec: str = "raw"
     mb_per_s: float | None = None
     pairs: int = 7
+    queue_chunks: int = 1
 
 
 def run(
@@ -96,13 +113,16 @@ def run(
         progress(Progress(0, settings.pairs, "reads"))
         ours, raw, block = bench.reads()
         limit = bench.limit()
-        times: dict[str, list[RequestStats]] = {name: [] for name in ("whole", "layerwise", "cake")}
+        sides: dict[str, Callable[[], RequestStats]] = {name: partial(bench.ask, name, limit) for name in _LOADINGS}
+        sides |= {f"{name} queued": partial(bench.ask, name, limit, queued=True) for name in _LOADINGS}
+        sides["host"] = partial(bench.ask, "whole", from_memory=True)
+        times: dict[str, list[RequestStats]] = {name: [] for name in sides}
         for pair in range(settings.pairs):
             progress(Progress(pair, settings.pairs, ""))
-            turn = pair % len(times)  # each goes first equally often
-            for loading, found in [*times.items()][turn:] + [*times.items()][:turn]:
-                found.append(bench.ask(loading, limit))  # type: ignore[arg-type]  # the keys are the literals
-    ttft = {name: statistics.median(stats.ttft_s for stats in found) for name, found in times.items()}
+            turn = pair % len(sides)  # each goes first equally often
+            for name in [*sides][turn:] + [*sides][:turn]:
+                times[name].append(sides[name]())
+    ttft = {name: statistics.median(one.ttft_s - one.queue_s for one in found) for name, found in times.items()}
     load_s = statistics.median(stats.load_s for stats in times["whole"])
     layers = decoder.layout.layers
     hideable = min(load_s, (ttft["whole"] - load_s) * (layers - 1) / layers)
@@ -116,6 +136,9 @@ def run(
         whole_s=ttft["whole"],
         layerwise_s=ttft["layerwise"],
         cake_s=ttft["cake"],
+        host_s=ttft["host"],
+        queue_s=statistics.median(one.queue_s for name in _LOADINGS for one in times[f"{name} queued"]),
+        queued={name: ttft[f"{name} queued"] for name in _LOADINGS},
         load_s=load_s,
         pairs=settings.pairs,
         prompt_tokens=times["whole"][0].tokens_prompt,
@@ -144,8 +167,8 @@ class _Bench:
         self._tier = DiskTier(folder / "caches" / "variants")
         self._paths = [self._tier.path(variant.variant_id, variant.created) for variant in self._variants]
         self.nbytes = sum(path.stat().st_size for path in self._paths)
-        self.ask("whole")
-        self.ask("cake")
+        for loading in _LOADINGS:
+            self.ask(loading)
 
     def reads(self) -> tuple[float, float, int]:
         """Bytes per second of our reads and of dd, and their block size."""
@@ -164,17 +187,29 @@ class _Bench:
         stats = [self.ask("whole") for _ in range(3)]
         return self.nbytes / (_LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats))
 
-    def ask(self, loading: Loading, bytes_per_s: float = math.inf) -> RequestStats:
-        """Answer the question with cold chunk-caches."""
+    def ask(
+        self, loading: Loading, bytes_per_s: float = math.inf, *, queued: bool = False, from_memory: bool = False
+    ) -> RequestStats:
+        """Answer the question with cold chunk-caches, or with those that an answer before has read."""
         drop_page_cache(self._folder)
         config = ReuseConfig(recompute_ratio=_RATIO, capture=False, loading=loading)
         with self._open() as store, self._engine(store) as engine:
             engine.speed = self._speed
             store.throttle.bytes_per_s = bytes_per_s
-            sampling = SamplingParams(max_new_tokens=2)
-            generation = engine.stream(QUESTION, self._chunks, config=config, sampling=sampling)
-            for _ in generation:
-                pass
+            if from_memory:
+                self._answer(engine, config)
+            if not queued:
+                return self._answer(engine, config)
+            before = self._chunks[: self._settings.queue_chunks]
+            with ThreadPoolExecutor(1) as other:
+                other.submit(self._answer, engine, ReuseConfig(reuse=False, capture=False), before)
+                time.sleep(_AHEAD_S)
+                return self._answer(engine, config)
+
+    def _answer(self, engine: Engine, config: ReuseConfig, chunks: Sequence[Chunk] | None = None) -> RequestStats:
+        sampling = SamplingParams(max_new_tokens=2)
+        generation = engine.stream(QUESTION, chunks or self._chunks, config=config, sampling=sampling)
+        deque(generation, maxlen=0)
         return generation.stats
 
     def _timed(self, read: Callable[[], None]) -> float:
@@ -219,6 +254,9 @@ def main(
         ),
     ] = None,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 7,
+    queue_chunks: Annotated[
+        int, typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before.")
+    ] = 1,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -226,7 +264,7 @@ def main(
     options.set_threads(threads)
     with progress_bar("Benchmark") as show:
         options.quiet_libraries()
-        settings = LoadSettings(chunks=chunks, chunk_tokens=chunk_tokens, codec=codec, mb_per_s=mb_per_s, pairs=pairs)
+        settings = LoadSettings(chunks, chunk_tokens, codec, mb_per_s, pairs, queue_chunks)
         report = run(model, settings, dtype=dtype, progress=show)
     if as_json:
         print_json(asdict(report))
@@ -240,6 +278,9 @@ def main(
     table.add_row("first token: load, then compute", f"{report.whole_s:.3f} s, {report.load_s:.3f} s of it loading")
     table.add_row("first token: layer by layer", f"{report.layerwise_s:.3f} s")
     table.add_row("first token: overlapped (Cake)", f"{report.cake_s:.3f} s")
+    table.add_row("first token: from memory", f"{report.host_s:.3f} s")
+    queued = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.queued.items())
+    table.add_row(f"the same after {report.queue_s:.2f} s behind another", queued)
     clear = report.load_s > 0.03 * report.whole_s  # a shorter load is lost in the noise of computing
     table.add_row(
         "loading time hidden, of what can be hidden",

@@ -311,7 +311,9 @@ def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "mean deviation": float(np.mean([p["deviation"] for group in behind for p in group])),
             "of those captured first": float(np.mean(first)) if first else None,
         },
-        "fig14": dict(zip(map(str, TOP), np.mean(tops, axis=0).tolist(), strict=True)) if tops else {},
+        "fig14": {
+            str(share): asdict(mean_interval(of)) for share, of in zip(TOP, np.transpose(tops), strict=bool(tops))
+        },
         "fig17": _focus([p for one in articles for p in one["prompts"]]),
     }
 

@@ -1,4 +1,4 @@
-"""Throughput and time to the first token under load, prefix caching against reuse (Cache-Craft Fig. 22).
+"""Throughput and time to the first token under load, prefix caching against reuse (Cache-Craft Fig. 22, 24 and 25).
 
 Requests arrive at random times (Poisson), whether or not those before have been answered. All sides answer the same
 requests at the same times, one side after the other for each load, with an engine and a store of their own and one
@@ -37,6 +37,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.self_check import self_check
 from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.intervals import Interval, ratio_interval
 from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
@@ -105,8 +106,11 @@ class SideReport:
     """One side at one load. Times in seconds, from a request's arrival.
 
     throughput      requests per second, from the first arrival to the last answer
+    ttft_ratio      mean TTFT / prefix caching's over the same requests
+    p99_gap_s       between pieces of an answer, most of them one token: others fill meanwhile
     hits            mean number of chunks per request that were taken from the store, for each quarter of the requests
     computed_share  of the prompts' tokens, computed or recomputed
+    series          of each request: TTFT, chunks taken from the store, tokens computed or recomputed
     variants        after it, how many chunks have how many variants
     """
 
@@ -114,8 +118,11 @@ class SideReport:
     p50_ttft_s: float
     p99_ttft_s: float
     mean_queue_s: float
+    ttft_ratio: Interval
+    p99_gap_s: float
     hits: tuple[float, ...]
     computed_share: float
+    series: tuple[tuple[float, int, int], ...]
     variants: Mapping[int, int]
 
     @property
@@ -155,12 +162,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """When it arrived, had its first token, and ended: in seconds from the start."""
+    """When it arrived, had its first token, and ended, in seconds from the start; and the times between its pieces."""
 
     arrival_s: float
     first_s: float
     ended_s: float
     stats: RequestStats
+    gaps: tuple[float, ...]
 
 
 def arrivals(count: int, qps: float, *, seed: int) -> list[float]:
@@ -213,10 +221,11 @@ def measure(
         for rate in rates:
             qps = rate if settings.qps else rate * capacity[PREFIX_CACHE]
             asked, left = left[: settings.requests], left[settings.requests :]
-            times, reports = arrivals(len(asked), qps, seed=settings.seed), {}
+            times, answered = arrivals(len(asked), qps, seed=settings.seed), {}
+            reports: dict[str, SideReport] = {}
             for name, engine in sides.items():
-                tick_one = partial(tick, f"{name} at {qps:.2f} requests/s")
-                reports[name] = report_of(engine, serve(engine, asked, times, settings, tick_one))
+                answered[name] = serve(engine, asked, times, settings, partial(tick, f"{name} at {qps:.2f} requests/s"))
+                reports[name] = report_of(engine, answered[name], answered[PREFIX_CACHE])
             loads.append(LoadReport(qps, reports))
         engine = sides[PREFIX_CACHE]
         lengths = [len(engine.prompts.build(one.question, one.chunks, reserve=1).token_ids) for one in requests]
@@ -308,16 +317,16 @@ def serve(
 
 def _ask(engine: Engine, one: Asked, arrival_s: float, started: float, settings: ServeSettings) -> Answered:
     called_s = time.perf_counter() - started
-    stats = _answer(engine, one, settings)
-    return Answered(arrival_s, called_s + stats.ttft_s, called_s + stats.total_s, stats)
+    stats, pieces = _answer(engine, one, settings)
+    gaps = tuple(after - before for before, after in itertools.pairwise(pieces))
+    return Answered(arrival_s, called_s + stats.ttft_s, called_s + stats.total_s, stats, gaps)
 
 
-def _answer(engine: Engine, one: Asked, settings: ServeSettings) -> RequestStats:
+def _answer(engine: Engine, one: Asked, settings: ServeSettings) -> tuple[RequestStats, list[float]]:
     sampling = SamplingParams(max_new_tokens=settings.answer_tokens)
     generation = engine.stream(one.question, one.chunks, sampling=sampling)
-    for _ in generation:
-        pass
-    return generation.stats
+    pieces = [time.perf_counter() for _ in generation]
+    return generation.stats, pieces
 
 
 def _settle(engine: Engine, settings: ServeSettings) -> None:
@@ -329,18 +338,22 @@ def _settle(engine: Engine, settings: ServeSettings) -> None:
         engine.settle()
 
 
-def report_of(engine: Engine, answered: Sequence[Answered]) -> SideReport:
-    """The numbers of one load."""
-    waits = [one.first_s - one.arrival_s for one in answered]
+def report_of(engine: Engine, answered: Sequence[Answered], base: Sequence[Answered]) -> SideReport:
+    """The numbers of one load; `base` is prefix caching's."""
+    waits, base_waits = ([one.first_s - one.arrival_s for one in side] for side in (answered, base))
+    gaps = [gap for one in answered for gap in one.gaps]
     found = [sum(chunk.variant_id is not None for chunk in one.stats.chunks) for one in answered]
-    computed = sum(one.stats.tokens_computed + one.stats.tokens_recomputed for one in answered)
+    computed = [one.stats.tokens_computed + one.stats.tokens_recomputed for one in answered]
     return SideReport(
         throughput=len(answered) / (max(one.ended_s for one in answered) - answered[0].arrival_s),
         p50_ttft_s=float(np.percentile(waits, 50)),
         p99_ttft_s=float(np.percentile(waits, 99)),
         mean_queue_s=statistics.mean(one.stats.queue_s for one in answered),
+        ttft_ratio=ratio_interval(waits, base_waits),
+        p99_gap_s=float(np.percentile(gaps, 99)) if gaps else 0.0,
         hits=tuple(float(part.mean()) for part in np.array_split(np.array(found), _PARTS)),
-        computed_share=computed / sum(one.stats.tokens_prompt for one in answered),
+        computed_share=sum(computed) / sum(one.stats.tokens_prompt for one in answered),
+        series=tuple(zip(waits, found, computed, strict=True)),
         variants=variant_counts(engine),
     )
 
@@ -372,7 +385,6 @@ def main(
     decode_rows: _DecodeRows = 8,
     new_variants: Annotated[str, options.option_of("new_variants")] = "off",
     seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of requests and arrivals.")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -401,15 +413,6 @@ def main(
             seed=seed,
         )
         report = run(model, settings, dtype=dtype, progress=show)
-    show_serve(report, plot, as_json=as_json)
-
-
-def show_serve(report: ServeReport, plot: Path | None, *, as_json: bool) -> None:
-    """Draw it where that is asked for, and print it."""
-    if plot is not None:
-        from benchmarks.figures import draw_serve
-
-        draw_serve(report, plot)
     if as_json:
         print_json(as_plain(report))
     else:
@@ -426,8 +429,9 @@ def as_plain(report: ServeReport) -> dict[str, Any]:
 def print_serve(report: ServeReport) -> None:
     """A line for each load and side, with ratios to prefix caching."""
     table = Table(
-        "requests/s", "side", "answered/s", "×", "TTFT p50", "p99", "×", "hits/request", "computed", "variants"
-    )
+        "requests/s", "side", "answered/s", "×", "TTFT p50", "p99", "mean ×", "between tokens p99", "hits/request",
+        "computed", "variants",
+    )  # fmt: skip
     for load in report.loads:
         base = load.sides[PREFIX_CACHE]
         for name, side in load.sides.items():
@@ -438,7 +442,8 @@ def print_serve(report: ServeReport) -> None:
                 f"{side.throughput / base.throughput:.2f}",
                 f"{side.p50_ttft_s:.2f} s",
                 f"{side.p99_ttft_s:.2f} s",
-                f"{side.p99_ttft_s / base.p99_ttft_s:.2f}",
+                f"{side.ttft_ratio.mean:.2f} [{side.ttft_ratio.low:.2f}, {side.ttft_ratio.high:.2f}]",
+                f"{1000 * side.p99_gap_s:.0f} ms",
                 " ".join(f"{mean:.1f}" for mean in side.hits),
                 f"{side.computed_share:.2f}",
                 f"{side.variants_per_chunk:.1f}, at most {max(side.variants, default=0)}",

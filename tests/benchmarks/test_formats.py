@@ -170,6 +170,20 @@ def test_squad(write: Write) -> None:
     assert passages(source, asked["w1"])[0] == "A windmill turns wind into work."
 
 
+def test_every_second_statement_is_false(write: Write) -> None:
+    asked = named(read_source(write("squad.jsonl", SQUAD_ROWS), "true_false"))
+    assert asked["w1"].text == "True or false? Question: When? Answer: 1701"
+    assert asked["w2"].text == "True or false? Question: Of what? Answer: 1701"
+    assert [one.answers for one in asked.values()] == [("True",), ("False",)]
+
+
+def test_a_whole_article_is_one_passage(write: Write) -> None:
+    source = read_source(write("squad.json", SQUAD), "articles")
+    (whole,) = passages(source, named(source)["w1"])
+    assert whole == "A windmill turns wind into work.\n\nThe mill of Arden was built in 1701."
+    assert source.documents[1].passages == ("Bees dance.",)
+
+
 @pytest.mark.parametrize("name", ["squad.jsonl", "squad.json", "squad.parquet"])
 def test_squad_in_columns(write: Write, name: str) -> None:
     source = read_source(write(name, SQUAD_ROWS))

@@ -39,8 +39,10 @@ def test_cake_reports_each_cell_and_draws_a_figure(
         assert cell["exact"]
         assert 0.0 < cell["computed"] <= 1.0  # the question at least
         better = min(cell["compute_only_s"], cell["load_only_s"])
-        assert cell["of_better"] == pytest.approx(cell["cake_s"] / better)
-        assert cell["of_better_lowest"] == pytest.approx(cell["of_better_highest"]) == pytest.approx(cell["of_better"])
+        assert cell["of_better"]["mean"] == pytest.approx(cell["cake_s"] / better)
+        assert cell["of_better"]["low"] == pytest.approx(cell["of_better"]["high"])  # of one pair
+        assert cell["cpu_ratio"]["mean"] > 0
+        assert cell["share_had"] > 0
         assert (cell["dtype"], cell["threads"] > 0, bool(cell["cpu"])) == ("float32", True, True)
     assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
 
@@ -49,9 +51,17 @@ def test_load_reports_the_share_of_loading_that_is_hidden(model: Path, benchmark
     small = ("--chunks", "3", "--chunk-tokens", "200", "--pairs", "2", "--mb-per-s", "10", "--dtype", "float32")
     report = benchmark_json("load", "--model", model, *small)
     assert report["whole_s"] > report["load_s"] > 0
+    assert report["host_s"] > 0 < report["queue_s"]
+    assert set(report["queued"]) == {"whole", "layerwise", "cake"}
     assert report["disk_fraction_of_raw"] == pytest.approx(report["disk_mb_s"] / report["raw_mb_s"])
     hideable = min(report["load_s"], (report["whole_s"] - report["load_s"]) * (LAYERS - 1) / LAYERS)
     assert report["layerwise_hidden"] * hideable == pytest.approx(report["whole_s"] - report["layerwise_s"])
+
+
+def test_batches_are_timed_in_full_and_with_reuse(model: Path, benchmark_json: Callable[..., Any]) -> None:
+    found = benchmark_json("batches", "--model", model, "--tokens", "200", "--sizes", "1,3", "--pairs", "2")
+    assert [(one["tokens"], one["size"]) for one in found] == [(200, 1), (200, 3)]
+    assert all(len(one[side]) == 2 and min(one[side]) > 0 for one in found for side in ("full_s", "reuse_s"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Requests asked at once: seconds of prefill, in full and with reuse, and decoding (Cache-Craft Fig. 2, 23d and 28)."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.evaluation.runner import open_engine
+from cachecraft_rag.evaluation.ttft import QUESTION, Shape, chunks_of
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Chunk, Progress
+
+_FULL, _REUSE = ReuseConfig(reuse=False, capture=False), ReuseConfig(recompute_ratio=0.15, capture=False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Seconds until the last of `size` requests has its first token, of each pair.
+
+    decoded_per_s  tokens of all answers together, while all are being written; None where one ended too early
+    """
+
+    tokens: int
+    size: int
+    full_s: Sequence[float]
+    reuse_s: Sequence[float]
+    decoded_per_s: float | None
+
+
+def ask(
+    engine: Engine, chunks: Sequence[Chunk], size: int, *, config: ReuseConfig, answer_tokens: int = 1
+) -> tuple[float, float | None]:
+    """Ask the same at once; returns the seconds to the last first token, and tokens per second while all decode."""
+    sampling = SamplingParams(max_new_tokens=answer_tokens)
+
+    def answer(_: int) -> list[float]:
+        return [time.perf_counter() for _ in engine.stream(QUESTION, chunks, sampling=sampling, config=config)]
+
+    with ThreadPoolExecutor(size) as clients:
+        started = time.perf_counter()
+        pieces = list(clients.map(answer, range(size)))
+    first, last = max(one[0] for one in pieces), min(one[-1] for one in pieces)
+    between = sum(first < at <= last for one in pieces for at in one)
+    return first - started, between / (last - first) if last > first else None
+
+
+def measure(
+    engine: Engine,
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    pairs: int,
+    answer_tokens: int,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Iterator[Batch]:
+    """Measure each length and size. Raises ConfigError if a prompt does not fit the model or the sample text."""
+    for done, tokens in enumerate(lengths):
+        shape = Shape.of_prompt(tokens)
+        chunks = chunks_of(engine.decoder, count=shape.chunks, tokens=shape.chunk_tokens)
+        Primer(engine, window=engine.decoder.context_length).prime(chunks)
+        moved = [chunks[-1], *chunks[:-1]]
+        ask(engine, moved, 1, config=_REUSE)
+        for place, size in enumerate(sizes):
+            progress(Progress(done * len(sizes) + place, len(lengths) * len(sizes), f"{size} × {tokens} tokens"))
+            times = [[ask(engine, moved, size, config=side)[0] for side in (_FULL, _REUSE)] for _ in range(pairs)]
+            # Behind their own prefixes nothing is left to prefill, so all answers begin at about the same time.
+            _, rate = ask(engine, chunks, size, config=_REUSE, answer_tokens=answer_tokens)
+            yield Batch(tokens, size, *zip(*times, strict=True), rate)
+
+
+def main(
+    model: options.Model = "demo",
+    dtype: options.Dtype = "auto",
+    tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts.")] = "500,1000,2000",
+    sizes: Annotated[str, typer.Option("--sizes", help="Requests at once.")] = "1,2,4,8",
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 3,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, help="To time decoding with.")] = 48,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Prefill of several requests asked at once, in full and with reuse (r = 0.15), and the speed of decoding them."""
+    options.set_threads(threads)
+    lengths, many = ([int(value) for value in numbers(one)] for one in (tokens, sizes))
+    with progress_bar("Benchmark") as show, tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+        options.quiet_libraries()
+        with open_engine(model, Path(folder), dtype=dtype) as engine:
+            found = list(measure(engine, lengths, many, pairs=pairs, answer_tokens=answer_tokens, progress=show))
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    table = Table("tokens", "requests", "full prefill", "with reuse", "decoded tokens/s")
+    for one in found:
+        sides = [f"{statistics.median(times):.2f} s" for times in (one.full_s, one.reuse_s)]
+        table.add_row(str(one.tokens), str(one.size), *sides, f"{one.decoded_per_s or 0:.0f}")
+    out.print(table)
