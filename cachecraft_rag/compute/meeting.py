@@ -31,7 +31,6 @@ _FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing
 _SETTLE_S = 0.1  # and how long where that would change what is done
 _SOON_S = 0.5  # what is loaded by then is not worth a piece that nothing is known of: it costs a pass
 _SLOW_START = 2.0  # a rate that is not settled may be this many times as high: most first reads gave half of it or more
-_FIXED = 16  # the last pass also takes along what takes this many times as long as a pass's fixed part
 _ONE_PASS = 1.25  # one pass over everything may take this many times as long as one that readers disturb
 _LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
@@ -104,9 +103,7 @@ class BothEnds:
         share = possible.share()
         if not self.settled:
             return share, share == 0.0
-        takes_s = self.speed.seconds(self._more(self.waiting[: round(share)]), passes=0)
-        few = share <= _PIECE or takes_s <= _FIXED * self.speed.piece_s
-        return (share, True) if few else (share / 2, False)
+        return (share, True) if share <= _PIECE else (share / 2, False)
 
     @property
     def comes_soon(self) -> bool:

@@ -39,14 +39,8 @@ def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_
     ends = ends_of(1.0)
     assert ends.share() == pytest.approx((TOKENS - QUESTION - 30) / 2)  # both ends take as long
     assert ends.next_piece() == (ends.share() / 2, False)
-    few = replace(ends, waiting=range(900), bytes_left=900)
-    assert few.next_piece() == (pytest.approx((900 - QUESTION - 30) / 2), True)
-
-
-def test_the_larger_the_fixed_part_of_a_pass_the_more_the_last_one_takes_along() -> None:
-    assert not ends_of(1.0, fixed_s=0.03).next_piece()[1]
-    assert ends_of(1.0, fixed_s=0.08).next_piece()[1]
-    assert replace(ends_of(1.0, fixed_s=0.0), waiting=range(500), bytes_left=500).next_piece()[1]
+    few = replace(ends, waiting=range(500), bytes_left=500)
+    assert few.next_piece() == (pytest.approx((500 - QUESTION - 30) / 2), True)
 
 
 def test_until_the_rate_is_settled_a_front_goes_ahead_that_pays_with_loading_twice_as_fast() -> None:
