@@ -25,7 +25,7 @@ look = library.available
 watched = look(Path(sys.argv[1]))
 assert watched, "the watched kernels cannot be loaded"
 library.available = lambda *folder: look(*folder) if folder else watched
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
 
