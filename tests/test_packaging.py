@@ -16,6 +16,12 @@ import pytest
 import cachecraft_rag
 
 ROOT = Path(__file__).resolve().parents[1]
+IN_USE = """
+import sys
+sys.path.insert(0, "installed")
+from cachecraft_rag.kernels.cpu.library import __file__, description, reason
+assert "installed" in __file__
+"""
 FOLDERS = {
     "cachecraft_rag": "cachecraft_rag",
     "cachecraft_rag/kernels": "kernels",
@@ -144,7 +150,9 @@ def build(kind: str, tree: Path, target: Path) -> Path:
     return target / run_python(code, cwd=tree).splitlines()[-1]
 
 
-def test_sdist_and_the_wheel_built_from_it_are_whole(clean_tree: Path, tmp_path: Path) -> None:
+def test_sdist_and_the_wheel_built_from_it_are_whole(
+    clean_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sdist = build("sdist", clean_tree, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -179,6 +187,9 @@ assert "installed" in cachecraft_rag.kernels.__file__, cachecraft_rag.kernels.__
 print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
 """
     assert run_python(code, cwd=tmp_path) == "21 True"
+    monkeypatch.setenv("PATH", "")  # no compiler: what the wheel brings along is enough
+    named = run_python(f"{IN_USE}print(description())", cwd=tmp_path)
+    assert (named != "torch") == bool(compiled)
 
 
 def test_a_compiler_that_fails_leaves_a_working_package(
@@ -189,13 +200,9 @@ def test_a_compiler_that_fails_leaves_a_working_package(
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if "/native." in name]
         archive.extractall(tmp_path / "installed")
-    code = """
-import sys
-sys.path.insert(0, "installed")
+    code = f"""{IN_USE}
 import torch
-from cachecraft_rag.kernels.cpu.library import __file__, description, reason
 from cachecraft_rag.kernels.rope import rotate
-assert "installed" in __file__
 assert rotate(torch.ones(1, 1, 4), torch.ones(1, 4), torch.zeros(1, 4)).sum() == 4
 print(description(), "-", reason())
 """

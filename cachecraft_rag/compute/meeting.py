@@ -2,10 +2,10 @@
 
 Three things make a machine lose by computing a front, and each is counted here:
 
-* A pass has a fixed part. The front is computed in few pieces, long enough that this part is small beside them. Where
-  they would not be clearly faster than a single pass that computes everything, there is that pass.
-* The first reads of a request come slower than the rest. As long as the rate is not settled, a front is computed only
-  if it would pay with loading twice as fast; otherwise it is better to wait until more is known.
+* A pass has a fixed part. The front is computed in few pieces, each half of what is left of it, and the last pass takes
+  the rest along. Where a pass over everything would not take clearly longer, there is that pass.
+* The first reads of a request come slower than the rest. As long as the rate is not settled, the front takes in a pass
+  of its own what would pay with loading twice as fast; if nothing would, it is better to wait until more is known.
 * Readers use the cores that compute, and threads that compute together wait for the one that was interrupted. What a
   front spares must be worth it, see `_LEAST_SHARE`; and a pass beside readers that keep as many cores busy as loading
   takes time ends no sooner than one that begins when they are done.
@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.planning.config import Loading
 
-PIECE = 256  # tokens that the last pass takes along; a longer front is computed in pieces of its own
+_PIECE = 256  # tokens that the last pass takes along; of a longer front, half is computed in a piece of its own
 _FIRST_PIECE = 64  # on a machine that has measured nothing yet
 _FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
 _SETTLE_S = 0.1  # and how long where that would change what is done
 _SOON_S = 0.5  # what is loaded by then is not worth a piece that nothing is known of: it costs a pass
-_FIXED = 8  # a piece may take this many times as long as its fixed part, if there is so much to compute
 _SLOW_START = 2.0  # a rate that is not settled may be this many times as high: most first reads gave half of it or more
-_ONE_PASS = 1.25  # one pass over everything may take this many times as long as pieces, which readers disturb
+_ONE_PASS = 1.25  # one pass over everything may take this many times as long as one that readers disturb
 _LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
 
@@ -99,14 +98,12 @@ class BothEnds:
         if not self.settled and self.bytes_per_s <= 0.0:
             return min(_FIRST_PIECE, len(self.waiting)), False
         possible = self if self.settled else self._faster()
-        share = possible.share(pieces=True)
-        if share <= PIECE:
-            return share, True
-        if self.bytes_per_s > 0.0 and self._rest_s() <= min(
-            possible.load_s, _ONE_PASS * self._front_s(self.share(pieces=True))
-        ):
+        if self.bytes_per_s > 0.0 and self._rest_s() <= min(possible.load_s, _ONE_PASS * self._front_s()):
             return float(len(self.waiting)), True
-        return self._piece(share), False
+        share = possible.share()
+        if not self.settled:
+            return share, share == 0.0
+        return (share, True) if share <= _PIECE else (share / 2, False)
 
     @property
     def comes_soon(self) -> bool:
@@ -135,30 +132,28 @@ class BothEnds:
         """Seconds that loading will still take, at a rate above 0."""
         return self.bytes_left / self.bytes_per_s
 
-    def share(self, *, layers_left: float = 1.0, pieces: bool = False) -> float:
+    def share(self, *, layers_left: float = 1.0) -> float:
         """Tokens for the front, so that both ends are done at the same moment.
 
         Args:
             layers_left: the part of the layers whose loading it still spares.
-            pieces: rows beyond those that the last pass takes along are computed in pieces of their own.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
             return float(count)
-        share = self._meeting(layers_left, PIECE, fixed_s=0.0)
-        if pieces and share > PIECE:
-            share = self._meeting(layers_left, round(share), fixed_s=self._pieces(share) * self.speed.piece_s)
+        share = self._meeting(layers_left, _PIECE)
+        if share > _PIECE:  # later tokens attend to more keys
+            share = self._meeting(layers_left, _PIECE * round(share / _PIECE))
         # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
         # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared.
         return share if share >= _LEAST_SHARE * count else 0.0
 
-    def _meeting(self, layers_left: float, ahead: int, *, fixed_s: float) -> float:
-        """Tokens, where computing one takes as long as one of the next `ahead` does on average, and `fixed_s` more."""
-        count, speed = len(self.waiting), self.speed
-        front = self.waiting[:ahead]
+    def _meeting(self, layers_left: float, ahead: int) -> float:
+        """Tokens, where computing one takes as long as one of the next `ahead` does on average."""
+        count, speed, front = len(self.waiting), self.speed, self.waiting[:ahead]
         share = tokens_to_compute(
             load_s=self.load_s,
-            compute_s=speed.seconds(self.rows) + fixed_s,
+            compute_s=speed.seconds(self.rows),
             load_token_s=self.load_s / count * layers_left,
             compute_token_s=speed.seconds(self._more(front), passes=0) / len(front),
         )
@@ -169,27 +164,13 @@ class BothEnds:
         rows = self.rows + self._more(self.waiting)
         return self.speed.whole_s(rows) if self.untouched else self.speed.seconds(rows)
 
-    def _front_s(self, share: float) -> float:
-        """Seconds for the pieces of a front of `share` tokens and the last pass."""
-        rows = self.rows + self._more(self.waiting[: round(share)])
-        return self.speed.seconds(rows) + self._pieces(share) * self.speed.piece_s
+    def _front_s(self) -> float:
+        """Seconds of computing the front and what the last pass computes in any case."""
+        return self.speed.seconds(self.rows + self._more(self.waiting[: round(self.share())]))
 
     def _more(self, front: Sequence[int]) -> float:
         """Rows that computing these positions adds to those of the last pass."""
         return self.speed.rows(np.setdiff1d(np.asarray(front, dtype=np.int64), self.own, assume_unique=True))
-
-    def _piece(self, share: float) -> float:
-        """Tokens of the next piece: half of the share, and not too many, since then the share is computed anew."""
-        longest = _FIXED * self.speed.piece_s / self.speed.seconds(1.0, passes=0)  # in rows that attend to nothing
-        return min(share / 2, max(PIECE, longest))
-
-    def _pieces(self, share: float) -> int:
-        """Number of pieces of a front of `share` tokens before the last pass takes the rest along."""
-        count = 0
-        while share > PIECE:
-            share -= self._piece(share)
-            count += 1
-        return count
 
     def _faster(self) -> BothEnds:
         return replace(self, bytes_per_s=self.bytes_per_s * _SLOW_START)

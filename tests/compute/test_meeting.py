@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.compute.meeting import PIECE, BothEnds
+from cachecraft_rag.compute.meeting import BothEnds
 from cachecraft_rag.compute.speed import ComputeSpeed
 
 TOKENS, QUESTION = 2048, 40
@@ -36,31 +36,38 @@ def ends_of(times_as_fast: float, *, settled: bool = True, fixed_s: float = 0.03
 
 
 def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_the_last_pass() -> None:
-    ends = ends_of(1.0, fixed_s=0.0)
-    assert ends.share() == pytest.approx((TOKENS - QUESTION) / 2)  # both ends take as long
-    assert ends.next_piece() == (PIECE, False)
+    ends = ends_of(1.0)
+    assert ends.share() == pytest.approx((TOKENS - QUESTION - 30) / 2)  # both ends take as long
+    assert ends.next_piece() == (ends.share() / 2, False)
     few = replace(ends, waiting=range(500), bytes_left=500)
-    assert few.next_piece() == (pytest.approx((500 - QUESTION) / 2), True)
+    assert few.next_piece() == (pytest.approx((500 - QUESTION - 30) / 2), True)
 
 
-def test_the_larger_the_fixed_part_of_a_pass_the_longer_the_pieces() -> None:
-    lengths = [ends_of(0.4, fixed_s=fixed_s).next_piece()[0] for fixed_s in (0.0, 0.03, 0.05, 0.08)]
-    assert lengths == [PIECE, PIECE, pytest.approx(400), pytest.approx(640)]
-    large = ends_of(1.0, fixed_s=0.2)
-    assert large.next_piece() == (pytest.approx(large.share(pieces=True) / 2), False)  # what is left is decided later
+def test_until_the_rate_is_settled_a_front_goes_ahead_that_pays_with_loading_twice_as_fast() -> None:
+    first_reads = ends_of(1.0, settled=False)
+    assert first_reads.next_piece() == (replace(first_reads, bytes_per_s=2000.0).share(), False)
+    assert replace(first_reads, settled=True).next_piece() == (first_reads.share() / 2, False)
 
 
-def test_where_pieces_would_take_as_long_as_one_pass_over_everything_there_is_that_pass() -> None:
-    assert ends_of(0.25, fixed_s=0.3).next_piece() == (TOKENS, True)
+def test_the_first_tokens_of_a_long_prompt_attend_to_less_and_so_more_of_them_are_computed() -> None:
+    speed = ComputeSpeed(keys_per_row=3000.0)
+    speed.measured(1000.0, 1.0, kind="piece")
+    ends = replace(ends_of(1.0), speed=speed, rows=0.0, bytes_left=3 * TOKENS, bytes_per_s=3000.0)
+    front = range(round(ends.share()))
+    assert speed.seconds(speed.rows(front)) == pytest.approx((TOKENS - len(front)) * 1e-3, rel=0.02)
 
 
-def test_where_a_whole_pass_attends_faster_than_pieces_do_there_is_that_pass() -> None:
+def test_where_a_front_would_take_as_long_as_one_pass_over_everything_there_is_that_pass() -> None:
+    assert ends_of(0.2, fixed_s=0.3).next_piece() == (TOKENS, True)
+
+
+def test_where_a_whole_pass_attends_faster_than_others_do_there_is_that_pass() -> None:
     ends = ends_of(0.3, fixed_s=0.0)
-    assert ends.next_piece() == (PIECE, False)
+    assert ends.next_piece() == (ends.share() / 2, False)
     ends.speed.measured(1000.0, 0.6, kind="whole")  # 0.6 ms for a row, and 1 ms in pieces
     ends.speed.measured(1000.0, 1.0, kind="piece")
     assert replace(ends, tokens=TOKENS).next_piece() == (TOKENS, True)
-    assert ends.next_piece() == (PIECE, False)  # what is left is no whole prompt
+    assert ends.next_piece() == (ends.share() / 2, False)  # what is left is no whole prompt
 
 
 def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
@@ -69,7 +76,9 @@ def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
     first_reads.speed.measured(1000.0, 0.6, kind="whole")
     for _ in range(9):
         first_reads.speed.measured(1000.0, 1.2, kind="piece")
-    assert first_reads.next_piece() == (PIECE, False)
+    tokens, last = first_reads.next_piece()
+    assert TOKENS / 4 < tokens < TOKENS / 3
+    assert not last
     slow = replace(first_reads, bytes_per_s=300.0)
     assert slow.next_piece() == (TOKENS, True)
 
@@ -80,11 +89,6 @@ def test_what_is_computed_in_any_case_costs_a_front_nothing_more() -> None:
     share = ends.share()
     assert TOKENS / 2 + share / 2 == pytest.approx(TOKENS - share)  # both ends take as long, in milliseconds
     assert replace(ends, bytes_per_s=250.0).next_piece() == (TOKENS, True)  # one pass over TOKENS rows, and no more
-
-
-def test_what_pieces_cost_beside_their_rows_makes_the_front_smaller() -> None:
-    ends = ends_of(1.0, fixed_s=0.1)
-    assert ends.share(pieces=True) < ends.share() - 50
 
 
 def test_where_loading_is_quick_no_front_is_computed() -> None:
@@ -99,13 +103,13 @@ def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -
     assert first_reads.worth_waiting()
     assert first_reads.next_piece() == (0.0, True)
     assert not replace(first_reads, settled=True).worth_waiting()
-    assert replace(first_reads, settled=True).next_piece()[0] == PIECE
+    assert replace(first_reads, settled=True).next_piece() == (first_reads.share() / 2, False)
 
 
 def test_a_front_that_pays_at_any_rate_that_is_possible_is_not_waited_for() -> None:
     slow = ends_of(0.5, settled=False)
     assert not slow.worth_waiting()
-    assert slow.next_piece() == (PIECE, False)
+    assert slow.next_piece() == (replace(slow, bytes_per_s=1000.0).share(), False)
     nothing_yet = ends_of(0.0, settled=False)
     assert not nothing_yet.worth_waiting()
     assert nothing_yet.next_piece() == (64, False)

@@ -834,8 +834,8 @@ def test_a_last_pass_on_all_cores_waits_for_busy_readers_and_not_for_others(
 
 
 def test_until_a_front_is_computed_loading_goes_layer_by_layer(decoder: Decoder, disk: Disk) -> None:
-    loads = disk.loads(readers=0)  # nothing comes
-    steps = OverlappedPrefill(decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, measured(decoder)).steps()
+    speed, loads = measured(decoder), disk.loads(readers=0)  # nothing comes
+    steps = OverlappedPrefill(decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, speed).steps()
     assert isinstance(next(steps), overlapped.Wait)
     assert isinstance(steps.send(False), overlapped.Wait)
     assert loads.layer_first
