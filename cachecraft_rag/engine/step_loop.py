@@ -43,7 +43,6 @@ T = TypeVar("T")
 
 # While answers are decoded, prefills take this many times as long as the decode steps between them.
 _PREFILL_SHARE = 8.0
-_PLANNERS = 2  # threads that look up and plan: for the request that has its turn, and for the next
 _PAUSE_S = 1.0  # a reader who takes longer over one piece does not stop work in idle time
 
 
@@ -127,7 +126,8 @@ class StepLoop:
         self._guard = threading.RLock()  # of what follows
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._planners = ThreadPoolExecutor(_PLANNERS, thread_name_prefix="cachecraft-plans")
+        # They look up and plan: for the request that has its turn, and for the next.
+        self._planners = ThreadPoolExecutor(2, thread_name_prefix="cachecraft-plans")
 
     # -- for other threads --------------------------------------------------------------------------------------------
 
@@ -305,9 +305,8 @@ class StepLoop:
         """Seconds until something happens by itself."""
         now, wakes = time.perf_counter(), [math.inf]
         for run in self._runs:
-            timeout = run.step.timeout_s if isinstance(run.step, Wait | Until) else None
-            if timeout is not None:
-                wakes.append(run.since + timeout)
+            if isinstance(run.step, Wait | Until) and run.step.timeout_s is not None:
+                wakes.append(run.since + run.step.timeout_s)
         if self.under_way(Level.IDLE) and not self._idle():
             wakes += [one.paused_at + _PAUSE_S for one in self._runs]
         return max(0.0, min(wakes) - now)
