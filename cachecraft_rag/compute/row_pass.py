@@ -146,7 +146,7 @@ class RowPass:
         self._done = layer
         with self.timer("attention"):
             scale, softcap = settings.scale, settings.softcap
-            return attention(queries, *merged, visible, scale=scale, softcap=softcap, paths=self._paths)
+            return attention(queries, merged[0], merged[1], visible, scale=scale, softcap=softcap, paths=self._paths)
 
     @property
     def plain(self) -> bool:

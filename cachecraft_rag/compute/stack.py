@@ -97,7 +97,6 @@ class Stack(Protocol):
             packed.
         attention_paths: the fastest ways to attend on this CPU.
         memory: of the requests' keys and values.
-        ranks: that run this model.
     """
 
     layout: KVLayout
@@ -106,7 +105,10 @@ class Stack(Protocol):
     keys_per_row: float
     attention_paths: AttentionPaths
     memory: Recycler
-    ranks: Ranks
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that run this model."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[streams, rows, hidden]`."""

@@ -34,7 +34,7 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
 
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, Any]:
     """Fields of a request's log record; times in seconds."""
-    fields = {"event": "request"} | ({} if error is None else {"error": error}) | stats.as_dict()
+    fields: dict[str, Any] = {"event": "request"} | ({} if error is None else {"error": error}) | stats.as_dict()
     del fields["searched"]  # holds the question's text
     for chunk in fields["chunks"]:
         chunk["reason"] = str(chunk.pop("reason_code"))

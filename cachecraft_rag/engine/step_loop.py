@@ -169,13 +169,13 @@ class StepLoop:
         """Have a function called in the loop's thread, if there is one still. Takes no lock."""
         self._inbox.put(function)
 
-    def aside(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+    def aside(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function in another thread, with this one's context variables."""
         call = partial(copy_context().run, function, *arguments)
         try:
             return self._planners.submit(call)
         except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
-            done: Future[T] = Future()
+            done: Future[Any] = Future()
             _fulfil(done, call)
             return done
 

@@ -15,7 +15,7 @@ class Reason(StrEnum):
 
     sentence: str
 
-    def __new__(cls, code: str, sentence: str) -> Self:
+    def __new__(cls, code: str, sentence: str = "") -> Self:
         """A member whose value is the code."""
         member = str.__new__(cls, code)
         member._value_, member.sentence = code, sentence
