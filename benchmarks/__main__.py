@@ -24,6 +24,7 @@ COMMANDS = {
     "papers": "The papers' figures, with our verdicts and the command for each",
     "plain-prompts": "Prompts that nobody marked against the same passages as documents",
     "premises": "What the papers presuppose, looked at on a model and data",
+    "same-answers": "The same answers and statistics as another checkout, on 200 requests",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
     "serve": "Throughput and time to the first token under load",
     "simulate": "Eviction policies and budgets, replayed over drawn or given traffic",

@@ -217,7 +217,7 @@ class _Context:
 
     def _engine(self, store: ChunkCacheStore) -> Engine:
         engine = Engine(self._decoder, store, best_last=False, new_variants="off")
-        engine.speed = self._speed
+        engine.loop.joint.speed = self._speed
         return engine
 
     def _answer(self, engine: Engine, config: ReuseConfig) -> tuple[str, RequestStats]:

@@ -194,7 +194,7 @@ class _Bench:
         drop_page_cache(self._folder)
         config = ReuseConfig(recompute_ratio=_RATIO, capture=False, loading=loading)
         with self._open() as store, self._engine(store) as engine:
-            engine.speed = self._speed
+            engine.loop.joint.speed = self._speed
             store.throttle.bytes_per_s = bytes_per_s
             if from_memory:
                 self._answer(engine, config)

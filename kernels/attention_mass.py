@@ -15,13 +15,7 @@ from cachecraft_rag.kernels.visibility import Visibility
 
 
 def attention_mass(
-    q: Tensor,
-    k: Tensor,
-    visible: Visibility,
-    bounds: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, visible: Visibility, bounds: Tensor, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of the rows: to each segment, row by row, and to each key, from all rows together.
 

@@ -117,7 +117,8 @@ def attend(
     if path.kind == "folded":
         size = max(1, size // group)
     # From the last one on, which sees most keys: the memory that torch takes for it serves all the others.
-    for block, mask in reversed(visible.prepared(_Prepared(size, path.kind, group, q.dtype, explicit))):
+    repeats, dtype = group if path.kind == "folded" else 1, None if explicit else q.dtype
+    for block, mask in reversed(visible.prepared(_masked_blocks, size, repeats, dtype)):
         part, span = queries[:, :, block.start : block.stop], slice(block.first_key, block.last_key)
         if explicit:
             found = products(part, k[span], v[span], block, scale=scale, softcap=softcap)
@@ -127,22 +128,12 @@ def attend(
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Prepares the blocks of a pass and what is added to their scores."""
-
-    block_rows: int
-    kind: Kind
-    group: int
-    dtype: torch.dtype
-    explicit: bool
-
-    def __call__(self, visible: Visibility) -> list[tuple[RowBlock, Tensor | None]]:
-        blocks = visible.prepared(row_blocks) if self.block_rows == BLOCK_ROWS else row_blocks(visible, self.block_rows)
-        if self.explicit:
-            return [(block, None) for block in blocks]
-        repeats = self.group if self.kind == "folded" else 1
-        return [(block, additive(block, self.dtype, repeats=repeats)) for block in blocks]
+def _masked_blocks(
+    visible: Visibility, block_rows: int, repeats: int, dtype: torch.dtype | None
+) -> list[tuple[RowBlock, Tensor | None]]:
+    """The blocks of a pass and what is added to their scores; nothing without a `dtype`."""
+    blocks = visible.prepared(row_blocks) if block_rows == BLOCK_ROWS else row_blocks(visible, block_rows)
+    return [(one, None if dtype is None else additive(one, dtype, repeats=repeats)) for one in blocks]
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,11 +26,12 @@ class Visibility:
     positions: Tensor
     window: int | None = None
     absent: Tensor | None = None
-    _prepared: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
+    _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def prepared(self, prepare: Callable[[Visibility], T]) -> T:
-        """Derivation of a kernel, made at the first call and shared by all layers of a pass."""
-        if prepare not in self._prepared:
-            self._prepared[prepare] = prepare(self)
-        found: T = self._prepared[prepare]
+    def prepared(self, prepare: Callable[..., T], *arguments: Hashable) -> T:
+        """Derivation of a kernel, `prepare(self, *arguments)`, made once and shared by all layers of a pass."""
+        key = prepare, arguments
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self, *arguments)
+        found: T = self._prepared[key]
         return found

@@ -33,7 +33,7 @@ from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
 from cachecraft_rag.compute.speed import ComputeSpeed, PassKind
 from cachecraft_rag.compute.stack import Stack
-from cachecraft_rag.compute.timing import UNTIMED, Timer
+from cachecraft_rag.compute.timing import Timer, untimed, within
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -79,7 +79,7 @@ class OverlappedPrefill:
     """
 
     def __init__(
-        self, stack: Stack, job: PrefillJob, loads: PendingLoads, speed: ComputeSpeed, *, timer: Timer = UNTIMED
+        self, stack: Stack, job: PrefillJob, loads: PendingLoads, speed: ComputeSpeed, *, timer: Timer = untimed
     ) -> None:
         self._stack, self._job, self._loads, self._speed, self._timer = stack, job, loads, speed, timer
         self._layers = stack.layout.layers
@@ -250,7 +250,7 @@ class OverlappedPrefill:
             The new plan, and in how many first layers all chunk-caches are placed.
         """
         probe = QuestionProbe(self._rows, request.question, self._buffer, self._layers)
-        run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=self._timer.within("probe"))
+        run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=within(self._timer, "probe"))
         for layer in range(probe.layers):
             late = yield from self._arrive(layer, run, take_over=False)
             self._place(layer, self._resident)

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cachecraft_rag.compute.kv_buffer import KVBuffer
+from cachecraft_rag.compute.refresh import DEEPER, AttentionReceived
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.compute.stack import AttentionSettings
-from cachecraft_rag.kernels.attention_mass import attention_mass
-from cachecraft_rag.kernels.visibility import Visibility
 
 QUESTION_ROWS = 64  # most rows of a question's probe: a long conversation is not read twice
 
 
-class QuestionProbe:
-    """Attention from the question to each token in the middle layers; an `Observer` of the pass that looks.
+class QuestionProbe(AttentionReceived):
+    """Attention from the question to each token in the middle layers; the observer of the pass that looks.
 
     Only the question's last rows run, through the first half of the layers, and they are looked at from two fifths on:
     earlier layers choose worse, later ones cost more (docs/log.md). Chunks still to be computed are hidden from them,
@@ -40,27 +37,12 @@ class QuestionProbe:
     """
 
     def __init__(self, rows: Rows, question: range, buffer: KVBuffer, total_layers: int) -> None:
-        self.watched = question[-QUESTION_ROWS:]
+        super().__init__(question[-QUESTION_ROWS:], total_layers)
         self.positions = np.asarray(self.watched, dtype=np.int64)
         missing = rows.open(below=int(self.positions[0]))
         missing = missing[rows.reason[missing] != RowReason.RECOMPUTED]
-        self._first = int(0.4 * total_layers)
-        self.layers = max(int(0.5 * total_layers), self._first + 1)
+        self.layers = max(int(0.5 * total_layers), int(DEEPER * total_layers) + 1)
         device = buffer.kv.device
         self.absent = missing if len(missing) else None
         if len(missing):
             buffer.kv[: self.layers, :, torch.from_numpy(missing).to(device)] = 0  # uninitialised memory may hold NaN
-        self._received: Tensor | None = None
-
-    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
-        """See `row_pass.Observer`."""
-        if layer < self._first:
-            return
-        everything = torch.arange(0, len(k) + 1, len(k), device=q.device)  # made there: a copy would wait for it
-        _, received = attention_mass(q, k, visible, everything, scale=settings.scale, softcap=settings.softcap)
-        self._received = received if self._received is None else self._received + received
-
-    def seen(self) -> Tensor:
-        """Attention to each position, float32 `[positions]`: more = recomputed first."""
-        assert self._received is not None, "the range of layers is never empty"
-        return self._received

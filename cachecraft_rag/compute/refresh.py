@@ -46,10 +46,14 @@ class AttentionReceived:
         _, received = attention_mass(q, seen, visible, everything, scale=settings.scale, softcap=settings.softcap)
         self._received = received if self._received is None else self._received + received
 
+    def seen(self) -> Tensor:
+        """Attention to each position up to the last watched one, float32 `[positions]`."""
+        assert self._received is not None, "the range of layers is never empty"
+        return self._received
+
     def received(self, positions: int) -> NDArray[np.float32]:
         """Attention to each of the first `positions`, float32 `[positions]`."""
-        assert self._received is not None, "the range of layers is never empty"
-        found: NDArray[np.float32] = self._received[:positions].cpu().numpy()
+        found: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
         return found
 
 

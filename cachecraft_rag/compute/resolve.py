@@ -139,8 +139,7 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     """Rows computed regardless of loading: segments without a chunk-cache, and the chosen tokens of the others."""
     new = [p for i, s in enumerate(plan.segments) if s.variant is None for p in range(bounds[i], bounds[i + 1])]
     chosen = [bounds[i] + offset for i, s in enumerate(plan.segments) for offset in s.recompute]
-    exact = [i for i, s in enumerate(plan.segments) if s.outcome == "exact"]
-    return Rows.of(bounds, new=new, recomputed=chosen, exact=exact)
+    return Rows.of(bounds, new=new, recomputed=chosen)
 
 
 def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:

@@ -15,7 +15,7 @@ from cachecraft_rag.compute.drift_correction import DriftCorrection
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Stack
-from cachecraft_rag.compute.timing import UNTIMED, Timer
+from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.cpu.calls import LayerRow
 from cachecraft_rag.kernels.gather import scatter_rows
@@ -40,7 +40,6 @@ class Observer(Protocol):
             k: `[keys, kv_heads, head_dim]`, rotated; of positions that no row sees, uninitialised.
             visible: positions of the rows shown, and the keys that they see.
         """
-        ...
 
 
 class RowPass:
@@ -65,7 +64,7 @@ class RowPass:
         observer: Observer | None = None,
         drift: DriftCorrection | None = None,
         absent: NDArray[np.int64] | None = None,
-        timer: Timer = UNTIMED,
+        timer: Timer = untimed,
     ) -> None:
         """Begin a pass.
 
@@ -146,21 +145,14 @@ class RowPass:
             self._observer.observe(layer, queries[self._shown], merged[0], shown, settings)
         self._done = layer
         with self.timer("attention"):
-            return attention(
-                queries,
-                merged[0],
-                merged[1],
-                visible,
-                scale=settings.scale,
-                softcap=settings.softcap,
-                paths=self._paths,
-            )
+            scale, softcap = settings.scale, settings.softcap
+            return attention(queries, merged[0], merged[1], visible, scale=scale, softcap=softcap, paths=self._paths)
 
     @property
     def plain(self) -> bool:
         """True if its rows do nothing but write their keys and values and attend to what stands before them."""
         watched = (self._drift, self._observer, self.recorder, self.absent)
-        return self.timer is UNTIMED and all(one is None for one in watched)
+        return self.timer is untimed and all(one is None for one in watched)
 
     def addresses(self, layer: int) -> list[LayerRow]:
         """Where the rows' keys, values and angles lie."""

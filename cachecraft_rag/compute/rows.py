@@ -34,14 +34,12 @@ class Rows:
     segment  int64 `[tokens]`
     reason   uint8 `[tokens]`, `RowReason`
     done     bool `[tokens]`, computed by an earlier pass
-    exact    bool `[tokens]`, the stored values are those of full prefill
     """
 
     bounds: tuple[int, ...]
     segment: NDArray[np.int64]
     reason: NDArray[np.uint8]
     done: NDArray[np.bool_]
-    exact: NDArray[np.bool_]
 
     @classmethod
     def of(
@@ -50,11 +48,8 @@ class Rows:
         *,
         new: Iterable[int] = (),
         recomputed: Iterable[int] = (),
-        exact: Iterable[int] = (),
     ) -> Self:
         """The rows of a prompt with these segments; positions neither new nor recomputed are stored.
-
-        `exact` are segments, all others positions.
 
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()
@@ -62,8 +57,7 @@ class Rows:
         """
         tokens = bounds[-1]
         segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-        none = np.zeros(tokens, bool)
-        empty = cls(tuple(bounds), segment, np.zeros(tokens, np.uint8), none, np.isin(segment, list(exact)))
+        empty = cls(tuple(bounds), segment, np.zeros(tokens, np.uint8), np.zeros(tokens, bool))
         return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:

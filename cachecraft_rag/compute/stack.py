@@ -42,7 +42,6 @@ class LayerPass(Protocol):
         Returns:
             `[rows, heads, head_dim]`.
         """
-        ...
 
 
 class Ranks(Protocol):
@@ -53,19 +52,15 @@ class Ranks(Protocol):
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """This rank's share of `[2, tokens, all kv_heads, head_dim]`; a view."""
-        ...
 
     def mean(self, seen: Tensor) -> Tensor:
         """A statistic of this rank's heads, averaged over the ranks."""
-        ...
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """Union of the losses of all ranks."""
-        ...
 
     def lead(self, decision: T) -> T:
         """The first rank's decision: what depends on clocks would differ from rank to rank."""
-        ...
 
 
 class Alone:
@@ -93,54 +88,36 @@ class Stack(Protocol):
 
     Hidden states are `[streams, rows, hidden]`: one stream on Hugging Face, two where a layer carries its residual
     beside its output. Rows are cut and joined along dimension 1.
+
+    Attributes:
+        layout: shape and dtype of a chunk-cache, with this rank's heads.
+        device: of the layers.
+        dtype: of hidden states, keys and values.
+        keys_per_row: attending to this many keys costs as much as the rest of a row. From the config: weights may be
+            packed.
+        attention_paths: the fastest ways to attend on this CPU.
+        memory: of the requests' keys and values.
     """
 
-    @property
-    def layout(self) -> KVLayout:
-        """Shape and dtype of a chunk-cache, with this rank's heads."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the layers."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
-        ...
-
-    @property
-    def keys_per_row(self) -> float:
-        """Attending to this many keys costs as much as the rest of a row. From the config: weights may be packed."""
-        ...
-
-    @property
-    def attention_paths(self) -> AttentionPaths:
-        """The fastest ways to attend on this CPU."""
-        ...
-
-    @property
-    def memory(self) -> Recycler:
-        """Memory of the requests' keys and values."""
-        ...
+    layout: KVLayout
+    device: torch.device
+    dtype: torch.dtype
+    keys_per_row: float
+    attention_paths: AttentionPaths
+    memory: Recycler
 
     @property
     def ranks(self) -> Ranks:
         """The ranks that run this model."""
-        ...
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[streams, rows, hidden]`."""
-        ...
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the model's own rotary embedding at these positions, each `[tokens, rotary_dim]`."""
-        ...
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
         """Run one layer over `[streams, rows, hidden]`; its attention calls `layer_pass.attend`."""
-        ...
 
 
 def keys_per_row_of(config: Any) -> float:

@@ -5,52 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
-Part = Literal[
-    "planning", "loading", "placing", "probe", "drift", "attention", "layers", "logits", "other"
-]  # fmt: skip
+Part = Literal["planning", "loading", "placing", "probe", "drift", "attention", "layers", "logits", "other"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
-class Timer(Protocol):
-    """Called with the part that begins: `with timer("attention"): …`.
+Timer = Callable[[Part], AbstractContextManager[None]]
+"""Called with the part that begins: `with timer("attention"): …`.
 
-    planning   look-up, plan and opening what it reuses
-    loading    waiting for what is being loaded
-    placing    chunk-caches into the request's buffer, and rows among them; rotating both
-    probe      all that a probe computes
-    drift      the correction of tokens that are not recomputed
-    attention  of the rows
-    layers     the rest of the model's layers: projections, MLP, norms
-    logits     of the last token
-    other      everything else
-    """
+planning   look-up, plan and opening what it reuses
+loading    waiting for what is being loaded
+placing    chunk-caches into the request's buffer, and rows among them; rotating both
+probe      all that a probe computes
+drift      the correction of tokens that are not recomputed
+attention  of the rows
+layers     the rest of the model's layers: projections, MLP, norms
+logits     of the last token
+other      everything else
+"""
 
-    def __call__(self, part: Part) -> AbstractContextManager[None]:
-        """A block of this part."""
-        ...
-
-    def within(self, part: Part) -> Timer:
-        """A timer for which every part is this one."""
-        ...
+_BLOCK = nullcontext()
 
 
-class Untimed:
-    """Measures nothing; see `Timer`."""
-
-    _block = nullcontext()
-
-    def __call__(self, part: Part) -> AbstractContextManager[None]:
-        """The same block for all."""
-        return self._block
-
-    def within(self, part: Part) -> Timer:
-        """Itself."""
-        return self
+def untimed(_part: Part) -> AbstractContextManager[None]:
+    """Measure nothing."""
+    return _BLOCK
 
 
-UNTIMED = Untimed()
+def within(timer: Timer, part: Part) -> Timer:
+    """A timer for which every part is this one."""
+    return timer if timer is untimed else lambda _part: timer(part)
 
 
 class PartTimer:
@@ -95,18 +80,3 @@ class PartTimer:
         finally:
             self._turn()
             self._open.pop()
-
-    def within(self, part: Part) -> Timer:
-        """See `Timer`."""
-        return _Within(self, part)
-
-
-class _Within:
-    def __init__(self, timer: Timer, part: Part) -> None:
-        self._timer, self._part = timer, part
-
-    def __call__(self, part: Part) -> AbstractContextManager[None]:
-        return self._timer(self._part)
-
-    def within(self, part: Part) -> Timer:
-        return self

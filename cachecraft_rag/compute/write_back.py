@@ -129,7 +129,6 @@ class WriteBackQueue:
         describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         for layer in range(self._layout.layers):
             yield Call(partial(describer.add_layer, layer, keys[layer]))
-        found = describer.statistics()
         if key.chunk_id in context.removed:  # a removal from here on waits for this capture
             why = "its chunk was removed meanwhile"
             self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, why)
@@ -141,15 +140,12 @@ class WriteBackQueue:
                 layout=self._layout,
                 tokens_digest=segment.tokens_digest,
                 kv=capture.kv.cpu(),
-                token_scores=found.token_scores,
-                inter=found.inter,
-                intra=found.intra,
-                cci=found.cci,
                 exact_share=context.exact_shares[capture.segment],
                 session=context.session if _private(capture, context) else None,
                 primed=context.primed,
                 another=context.another,
                 mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
+                **vars(describer.statistics()),
             )
         )
         return stored

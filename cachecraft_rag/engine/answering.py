@@ -22,11 +22,10 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
-from cachecraft_rag.compute.timing import UNTIMED, Timer
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.line import FutureCaptures, Line
-from cachecraft_rag.engine.new_variants import Aside, LookUp, VariantMaker
+from cachecraft_rag.engine.new_variants import LookUp, VariantMaker
 from cachecraft_rag.engine.outlet import Outlet, Piece
 from cachecraft_rag.engine.plain_prompts import candidates_of
 from cachecraft_rag.engine.request import AnswerText, Request, RequestProgress
@@ -50,10 +49,6 @@ class LoadingPlan:
     loads: PendingLoads
     loader: Loader
     closed: bool = False
-
-    def chose_as(self, other: Resolved) -> bool:
-        """Return whether it takes the same from the store as another plan of the same prompt."""
-        return _chosen(self.resolved) == _chosen(other)
 
     def close(self) -> None:
         """End loading; chunk-caches that came whole stay in memory. Idempotent."""
@@ -94,9 +89,7 @@ class Answering:
     """The steps of one engine's requests. Generators run in the loop's thread, and plans in threads of their own.
 
     look_up     finds what is stored
-    aside       calls a function in another thread
     namespace   of the engine
-    timer       of prefills
     noting      prompts whose text is being noted as seen
     """
 
@@ -107,10 +100,8 @@ class Answering:
     write_back: WriteBackQueue
     new_variants: VariantMaker
     look_up: LookUp
-    aside: Aside
     loader: Loader
     namespace: str
-    timer: Timer = UNTIMED
     noting: int = 0
     _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, by their plans' order
     _changes: int = 0  # of what is stored, as far as this engine knows
@@ -135,7 +126,7 @@ class Answering:
                 yield from self.line.wait(lambda: self.line.is_first(run), began)
             changes = self._changes
             if not self.line.free():
-                plan = yield self.aside(self._plan, request, progress, None)
+                plan = yield self.loop.aside(self._plan, request, progress, None)
                 rows = plan.resolved.job.rows.open()
                 yield from self.line.wait(lambda: self.line.free() or self._joins(rows, request), began)
             self.line.begin(run)
@@ -143,7 +134,7 @@ class Answering:
             if request.config.reuse:
                 yield from self._captures_of_others(request)
             if plan is None or (request.config.reuse and changes != self._changes):
-                plan = yield self.aside(self._plan, request, progress, plan)
+                plan = yield self.loop.aside(self._plan, request, progress, plan)
             progress.plan, progress.tiers, progress.planned_s = (
                 plan.resolved.plan, plan.resolved.tiers, request.clock()
             )  # fmt: skip
@@ -187,7 +178,7 @@ class Answering:
         """Plan, and begin to load; an `early` plan goes on if it chose the same, because it loads already."""
         resolved = self._resolve(request, progress)
         if early is not None:
-            if early.chose_as(resolved):
+            if _chosen(early.resolved) == _chosen(resolved):
                 resolved.close()
                 return early
             early.close()  # chunk-caches that came whole are in memory now, and found there
@@ -198,7 +189,7 @@ class Answering:
     def _resolve(self, request: Request, progress: RequestProgress) -> Resolved:
         """Look up and plan."""
         prompt, config, found = request.prompt, request.config, Found({})
-        with self.timer("planning"):
+        with self.loop.timer("planning"):
             if config.reuse:
                 found = self.look_up(
                     [one for one in prompt.segments if one.kind != "question"], session=request.session
@@ -218,13 +209,14 @@ class Answering:
     ) -> Work[Prefilled]:
         resolved, loads = plan.resolved, plan.loads
         run.loads = loads
-        steps = OverlappedPrefill(self.decoder, resolved.job, loads, self.loop.joint.speed, timer=self.timer).steps()
+        speed, timer = self.loop.joint.speed, self.loop.timer
         with closing(plan):
+            steps = OverlappedPrefill(self.decoder, resolved.job, loads, speed, timer=timer).steps()
             result: PrefillResult = yield from steps
         progress.plan = as_it_went(resolved, loads, result)
         captures.submit, captures.computed = partial(self._submit, request, progress, result), True
         progress.waited_s, progress.row_layers, progress.focus_layer = run.load_s, result.row_layers, result.focus_layer
-        with self.timer("logits"):
+        with self.loop.timer("logits"):
             logits = self.decoder.next_logits(result.hidden)
         return Prefilled(logits, result.buffer, result.refresh)
 
@@ -341,7 +333,7 @@ class Answering:
         candidates = candidates_of(request.prompt, plan, request.session, scope)
 
         def noted() -> Work[set[str]]:
-            seen: set[str] = yield self.aside(self.store.seen_texts, list(candidates))
+            seen: set[str] = yield self.loop.aside(self.store.seen_texts, list(candidates))
             return seen
 
         def ended(seen: set[str] | None, error: BaseException | None) -> None:

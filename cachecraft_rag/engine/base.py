@@ -12,14 +12,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.facts import DiskSpace, ModelFacts
 from cachecraft_rag.engine.generation import Generation
 from cachecraft_rag.engine.plain_prompts import Recognise, session_of
-from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.priming import PrimedEngine, Primer
 from cachecraft_rag.engine.prompt import PromptBuilder, Turn
 from cachecraft_rag.engine.request import Request, RequestProgress, check_asked
 from cachecraft_rag.engine.request_counts import RequestCounts
@@ -31,15 +31,10 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.row_checks import Found, RowBounds
-from cachecraft_rag.types import Chunk, Prompt, Segment
-
-if TYPE_CHECKING:
-    from cachecraft_rag.engine.joint_rows import DecodeCounts
-    from cachecraft_rag.engine.line import QueueCounts
+from cachecraft_rag.types import Chunk, Segment
 
 PathLike = str | os.PathLike[str]
 _TOOL_SETS = 16  # prompt builders that are kept, besides that without tools
@@ -55,16 +50,13 @@ class AnswerOptions(TypedDict, total=False):
     tools: Sequence[Tool]
 
 
-class AnswerEngine(Closeable):
+class AnswerEngine(PrimedEngine):
     """Answers questions over chunks with one model; `Engine` here, or a server's.
 
     Attributes:
-        decoder: the model, or what is known of it where it runs elsewhere.
         store: its chunk-caches; those of a server can only be evicted from here, see `StoreEngine`.
-        namespace: the tenant; chunk-caches never cross it.
         config: how caches are reused; a call may bring its own.
         calibration: α as `cachecraft calibrate` found it, or None.
-        prompts: lays out prompts.
         request_counts: counts the requests of `stream`.
     """
 
@@ -111,15 +103,8 @@ class AnswerEngine(Closeable):
         """
         check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         try:
-            request = self._request(
-                question,
-                chunks,
-                history=history,
-                session=session,
-                sampling=sampling or SamplingParams(),
-                config=config,
-                tools=tools,
-            )
+            options: dict[str, Any] = {"history": history, "session": session, "config": config, "tools": tools}
+            request = self._request(question, chunks, sampling=sampling or SamplingParams(), **options)
         except CacheCraftError:
             self.request_counts.refuse()
             raise
@@ -146,14 +131,6 @@ class AnswerEngine(Closeable):
         """
         return self.stream(prompt, (), **options)
 
-    def queue_counts(self) -> QueueCounts | None:
-        """Numbers of requests that wait for a turn or were refused; None where the engine has no queue."""
-        return None
-
-    def decode_counts(self) -> DecodeCounts | None:
-        """Numbers of answers that were decoded together; None where another process decodes."""
-        return None
-
     def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
         found = stats()
         self.request_counts.add(found)
@@ -163,26 +140,9 @@ class AnswerEngine(Closeable):
         """Call a function in another thread. Takes no lock: finalisers call this, in threads that may hold any."""
         _thread.start_new_thread(function, arguments)
 
-    @abstractmethod
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture these of its segments, and return when they are stored.
-
-        Args:
-            prompt: system segment and chunks, without a question.
-            primed: see `types.Variant`.
-        """
-
-    @abstractmethod
-    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """The stored variants of these segments for this model; what does not fit model or segment is left out."""
-
     def primer(self) -> Primer:
         """Make what captures chunks for this engine ahead of questions."""
         return Primer(self)
-
-    @abstractmethod
-    def disk_space(self) -> DiskSpace:
-        """Space of the folder where captures are stored."""
 
     @abstractmethod
     def _pieces(self, request: Request, progress: RequestProgress) -> Iterator[str]:
@@ -238,13 +198,13 @@ class StoreEngine(AnswerEngine):
     store: ChunkCacheStore
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """See `AnswerEngine.look_up`."""
+        """See `PrimedEngine.look_up`."""
         tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
         bounds = RowBounds(self.decoder.layout, self.decoder.context_length, tokens)
         return self.store.find(self.namespace, self.decoder.fingerprint, list(tokens), session=session, bounds=bounds)
 
     def disk_space(self) -> DiskSpace:
-        """See `AnswerEngine.disk_space`."""
+        """See `PrimedEngine.disk_space`."""
         stats = self.store.stats()
         free = shutil.disk_usage(self.store.root).free
         return DiskSpace(stats.disk_bytes, stats.disk_budget, free, self.store.config.codec)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Collection
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,9 +57,7 @@ class Constraints:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
-        self._guard = threading.Lock()
-        self._read: Any = None
+        self._tokenizer, self._width, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
         self._grammar = lru_cache(_GRAMMARS)(self._checked)
 
     def json(self, schema: str) -> Constraint:
@@ -68,7 +65,7 @@ class Constraints:
         grammar = self._grammar(schema)
         import llguidance
 
-        return Constraint(llguidance.LLMatcher(self._vocabulary_of(), grammar, log_level=0))
+        return Constraint(llguidance.LLMatcher(self._vocabulary, grammar, log_level=0))
 
     def _checked(self, schema: str) -> str:
         try:
@@ -79,20 +76,18 @@ class Constraints:
             ) from error
         options: Any = _COMPACT
         grammar: str = llguidance.LLMatcher.grammar_from_json_schema(_closed(json.loads(schema)), overrides=options)
-        if problem := llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary_of()):
+        if problem := llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary):
             raise ConfigError(f"json_schema: an answer cannot be kept to this schema: {problem.strip()}")
         return grammar
 
-    def _vocabulary_of(self) -> Any:
-        with self._guard:
-            if self._read is None:
-                from llguidance.hf import from_tokenizer
+    @cached_property
+    def _vocabulary(self) -> Any:
+        from llguidance.hf import from_tokenizer
 
-                if not getattr(self._tokenizer, "is_fast", False):
-                    raise ConfigError("a json_schema needs a fast tokenizer, and the model has a slow one")
-                width = max(self._vocabulary, len(self._tokenizer))
-                self._read = from_tokenizer(self._tokenizer, n_vocab=width, eos_token=self._end_tokens)
-            return self._read
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ConfigError("a json_schema needs a fast tokenizer, and the model has a slow one")
+        width = max(self._width, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=width, eos_token=self._end_tokens)
 
 
 def asking_for(schema: str) -> str:

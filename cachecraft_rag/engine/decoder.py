@@ -100,6 +100,7 @@ class Decoder:
         self.attention_paths = UNMEASURED
         self.memory = Recycler()
         config = model.config
+        self.keys_per_row = keys_per_row_of(config)
         self._base = model.model
         self._layers = self._base.layers
         capped = getattr(config, "attn_logit_softcapping", None)
@@ -130,11 +131,10 @@ class Decoder:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source = str(demo_model_folder()) if name == "demo" else name
         place = _device(device)
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
-        try:
+        with _loading(name) as source:
             config = config_of(name)
             kind: Any = _DTYPES.get(auto_dtype(config, place) if dtype == "auto" else dtype, "auto")
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
@@ -145,8 +145,6 @@ class Decoder:
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             used = str(next(model.parameters()).dtype).removeprefix("torch.")
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
-        except (OSError, ValueError) as error:
-            raise _not_found(name, error) from error
         decoder = cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)
         if place.type == "cpu":
             heads, own = config.num_attention_heads, decoder.layout
@@ -191,11 +189,6 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that the model rotates."""
         return int(self._base.rotary_emb.inv_freq.shape[-1]) * 2
-
-    @property
-    def keys_per_row(self) -> float:
-        """See `Stack.keys_per_row`."""
-        return keys_per_row_of(self.model.config)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -262,11 +255,8 @@ def chunk_bound_of(name: str) -> ModelTokens:
     """
     from transformers import AutoTokenizer
 
-    source = str(demo_model_folder()) if name == "demo" else name
-    try:
+    with _loading(name) as source:
         config, tokenizer = config_of(name), AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _not_found(name, error) from error
     known = hasattr(config, "max_position_embeddings")  # models that cannot be served may not say
     return ModelTokens.of(tokenizer, context_length=context_length_of(config) if known else 4 * MODEL_TOKENS)
 
@@ -276,20 +266,22 @@ def config_of(name: str) -> Any:
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
 
-    source = str(demo_model_folder()) if name == "demo" else name
-    try:
+    with _loading(name) as source:
         if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
             require_hub([source])
         return AutoConfig.from_pretrained(source)
+
+
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[str]:
+    """Where a model's files are: its folder, or its name on the hub. Errors of its loader are ModelNotFoundError."""
+    try:
+        yield str(demo_model_folder()) if name == "demo" else name
     except (OSError, ValueError) as error:
-        raise _not_found(name, error) from error
-
-
-def _not_found(name: str, error: Exception) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"cannot load the model {name!r}: {error}\n"
-        'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
-    )
+        raise ModelNotFoundError(
+            f"cannot load the model {name!r}: {error}\n"
+            'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
+        ) from error
 
 
 def _device(name: str) -> torch.device:

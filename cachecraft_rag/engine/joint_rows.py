@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
-import prometheus_client
 import torch
+from prometheus_client import CollectorRegistry, Histogram
 from torch import Tensor
 
 from cachecraft_rag.compute.decode import DecodeStep, extend_all
@@ -30,62 +28,33 @@ _MOST_FAILURES = 3  # in a row; then rows stay apart
 _CHECKED_ROWS = (1, 5, 12)  # of the passes that are compared before the first joint forward
 
 
-class LoneSteps(StrEnum):
-    """Why every request is computed on its own.
-
-    OFF      the settings say so (`decode_rows=1`)
-    DIFFERS  the model gives other numbers for several rows at once: rows are not independent in it
-    FAILED   several joint forwards in a row raised an error
-    """
-
-    OFF = "off"
-    DIFFERS = "differs"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCounts:
-    """Decode forwards since the engine was opened.
-
-    rows   of each, still counting; more than one where answers were computed together
-    alone  why they are not; None: they are, whenever steps meet
-    """
-
-    rows: prometheus_client.Histogram
-    alone: LoneSteps | None
-
-
 class JointRows:
     """Computes decode steps and layers of prefills, several in one forward where that gives the same. For one thread.
 
     Attributes:
         speed: of computing; learns from decode steps that run alone.
+        most: answers in a forward at most; 1 once each request is computed on its own.
     """
 
-    def __init__(self, decoder: Decoder, speed: ComputeSpeed, *, most: int) -> None:
-        """`most`: answers in a forward; 1 = each on its own."""
-        self.speed, self._decoder, self._most = speed, decoder, most
-        self._rows = prometheus_client.Histogram(
-            "cachecraft_decode_rows", "Answers that a decode step computed together", buckets=ROW_BOUNDS, registry=None
+    def __init__(
+        self, decoder: Decoder, speed: ComputeSpeed, *, most: int, registry: CollectorRegistry | None = None
+    ) -> None:
+        """`registry` takes the metrics."""
+        self.speed, self.most, self._decoder = speed, most, decoder
+        self._rows = Histogram(
+            "cachecraft_decode_rows",
+            "Answers that a decode step computed together",
+            buckets=ROW_BOUNDS,
+            registry=registry,
         )
-        self._alone = LoneSteps.OFF if most == 1 else None
         self._checked = False
         self._failures = 0
-
-    def counts(self) -> DecodeCounts:
-        """The state now."""
-        return DecodeCounts(self._rows, self._alone)
-
-    @property
-    def most(self) -> int:
-        """Answers in a forward at most, as things stand."""
-        return 1 if self._alone else self._most
 
     @property
     def fixed_rows(self) -> float:
         """Rows that take as long as the fixed part of a forward; 0 while unknown, and where nothing runs jointly."""
         row_s = self.speed.seconds(1.0, passes=0.0) if self.speed.known else 0.0
-        return self.speed.piece_s / row_s if row_s > 0.0 and not self._alone else 0.0
+        return self.speed.piece_s / row_s if row_s > 0.0 and self.most > 1 else 0.0
 
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
         """Logits `[vocabulary]` (float32) behind each step, or the error of each."""
@@ -103,7 +72,7 @@ class JointRows:
         """Run a joint forward, if the model allows; None where it did not go well."""
         if not self._checked:
             self._check()
-        if self._alone:
+        if self.most == 1:
             return None
         try:
             found = forward()
@@ -111,7 +80,7 @@ class JointRows:
             self._failures += 1
             logger.warning("A joint forward failed: %s", error)
             if self._failures == _MOST_FAILURES:
-                self._stay_alone(LoneSteps.FAILED, f"{_MOST_FAILURES} times in a row that failed")
+                self._stay_alone(f"{_MOST_FAILURES} joint forwards in a row failed")
             return None
         self._failures = 0
         return found
@@ -139,7 +108,7 @@ class JointRows:
         alone = torch.stack([self._last_logits([ids])[0] for ids in prompts])
         error = float(((self._last_logits(prompts) - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
         if not error <= TOLERANCE[self._decoder.dtype]:
-            self._stay_alone(LoneSteps.DIFFERS, f"the logits of {self._decoder.name} differ by {error:.1%}")
+            self._stay_alone(f"the logits of {self._decoder.name} differ by {error:.1%}")
 
     def _last_logits(self, prompts: Sequence[Tensor]) -> Tensor:
         decoder = self._decoder
@@ -151,9 +120,9 @@ class JointRows:
             advance(decoder, passes)
         return decoder.logits(torch.cat([one.hidden[:, -1:] for one in passes], dim=1))
 
-    def _stay_alone(self, reason: LoneSteps, finding: str) -> None:
-        self._alone = reason
-        logger.warning("Each request is computed on its own from now on (%s): %s", reason, finding)
+    def _stay_alone(self, finding: str) -> None:
+        self.most = 1
+        logger.warning("Each request is computed on its own from now on: %s", finding)
 
 
 def _tried(function: Callable[[], Tensor | None]) -> Tensor | Exception | None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from cachecraft_rag.compute.driver import Until
 from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.engine.step_loop import Run
@@ -13,20 +15,6 @@ from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.planning.config import ReuseConfig, Scope
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.types import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class QueueCounts:
-    """The requests that have no turn yet.
-
-    waiting    now
-    rejected   refused because too many were waiting, since the engine was opened
-    timed_out  gave up after too long a wait
-    """
-
-    waiting: int
-    rejected: int
-    timed_out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +76,28 @@ class Line:
     Args:
         max_waiting: most requests that wait for a turn while another one has it.
         timeout_s: longest wait; None = no limit.
+        registry: takes the metrics of the line.
     """
 
-    def __init__(self, max_waiting: int, timeout_s: float | None) -> None:
+    def __init__(self, max_waiting: int, timeout_s: float | None, registry: CollectorRegistry | None = None) -> None:
         self._max_waiting, self._timeout_s = max_waiting, timeout_s
         self._waiting: list[Run] = []
         self._prefilling: list[Run] = []
-        self._rejected = self._timed_out = 0
+        waiting = Gauge("cachecraft_waiting_requests", "Requests that wait for a turn", registry=registry)
+        waiting.set_function(self.__len__)
+        turned_away = Counter(
+            "cachecraft_turned_away", "Requests that got no turn, by reason", ["reason"], registry=registry
+        )
+        self._rejected, self._timed_out = turned_away.labels("full"), turned_away.labels("timeout")
 
-    def counts(self) -> QueueCounts:
-        """The state now; any thread may ask."""
-        return QueueCounts(len(self._waiting), self._rejected, self._timed_out)
+    def __len__(self) -> int:
+        """Requests that wait for a turn; any thread may ask."""
+        return len(self._waiting)
 
     def enter(self, run: Run) -> None:
         """Take a place at the end. Raises BusyError where as many wait as may."""
         if len(self._waiting) + bool(self._prefilling) > self._max_waiting:
-            self._rejected += 1
+            self._rejected.inc()
             raise BusyError(
                 f"{self._max_waiting} requests are waiting already; ask again later, or raise max_waiting "
                 "(EngineConfig)"
@@ -114,7 +108,7 @@ class Line:
         """Wait until `ready()`. Raises WaitTimeoutError after too long a wait, which began at `since`."""
         left = None if self._timeout_s is None else max(0.0, since + self._timeout_s - time.perf_counter())
         if not (yield Until(ready, left)):
-            self._timed_out += 1
+            self._timed_out.inc()
             raise WaitTimeoutError(
                 f"the request waited longer than {self._timeout_s:g} s for its turn; ask again later, or raise "
                 "wait_timeout_s (EngineConfig)"

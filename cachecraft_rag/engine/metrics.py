@@ -14,16 +14,11 @@ from threading import Thread
 from typing import Any, get_args
 
 import prometheus_client
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cachecraft_rag.checks import check_text, check_whole
 from cachecraft_rag.engine.base import AnswerEngine
-from cachecraft_rag.engine.request_counts import undated
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.closeable import Closeable
@@ -48,12 +43,6 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         yield from self._engine.request_counts.collect()
-        if (queue := self._engine.queue_counts()) is not None:
-            yield _gauge("waiting_requests", "Requests that wait for a turn", queue.waiting)
-            turned = {"full": queue.rejected, "timeout": queue.timed_out}
-            yield _counter("turned_away", "Requests that got no turn, by reason", ["reason"], turned)
-        if (decoding := self._engine.decode_counts()) is not None:
-            yield from undated(decoding.rows.collect())
         store = self._engine.store
         if not isinstance(store, ChunkCacheStore):  # a server's, which has metrics of its own
             return

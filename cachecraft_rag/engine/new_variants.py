@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.compute.job import PrefillResult
@@ -33,7 +32,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import Found
-from cachecraft_rag.types import CaptureDrop, Prompt, Segment, Unavailable
+from cachecraft_rag.types import CaptureDrop, Prompt, Unavailable
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
 
@@ -73,7 +72,7 @@ class NewVariantStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 class WantedVariants:
@@ -138,15 +137,7 @@ def missing_of(candidate: Candidate, found: Found) -> list[int]:
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
 
-Aside = Callable[..., Future[Any]]
-
-
-class LookUp(Protocol):
-    """`AnswerEngine.look_up`."""
-
-    def __call__(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """The stored variants of these segments."""
-        ...
+LookUp = Callable[..., Found]  # `AnswerEngine.look_up`
 
 
 @dataclass(eq=False)
@@ -155,7 +146,6 @@ class VariantMaker:
 
     stack, store, loader, write_back   of the engine
     look_up    finds what is stored
-    aside      calls a function in another thread
     loop       runs the captures while it is idle
     """
 
@@ -165,7 +155,6 @@ class VariantMaker:
     loader: Loader
     write_back: WriteBackQueue
     look_up: LookUp
-    aside: Aside
     loop: StepLoop
     _run: Run | None = None
     _running: Candidate | None = None
@@ -250,7 +239,7 @@ class VariantMaker:
     def _capture(self, candidate: Candidate) -> Work[Dropped | None]:
         """Compute and store what is still missing of it; returns why not all of it is stored now."""
         yield Call(lambda: None)  # the look-up is as late as the first layer
-        planned = yield self.aside(self._plan, candidate)
+        planned = yield self.loop.aside(self._plan, candidate)
         if planned is None:
             return Dropped.STORED
         prompt, resolved, loads = planned

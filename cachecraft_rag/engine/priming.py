@@ -7,42 +7,50 @@ compare: docs/fidelity.md.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cachecraft_rag.engine.facts import DiskSpace, ModelFacts
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.sizes import cache_bytes
 from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
-class PrimedEngine(Protocol):
-    """An engine that captures chunks ahead of questions; see `base.AnswerEngine`."""
+class PrimedEngine(Closeable):
+    """An engine that captures chunks ahead of questions.
 
+    Attributes:
+        decoder: the model, or what is known of it where it runs elsewhere.
+        namespace: the tenant; chunk-caches never cross it.
+        prompts: lays out prompts.
+    """
+
+    decoder: ModelFacts
     namespace: str
     prompts: PromptBuilder
 
-    @property
-    def decoder(self) -> ModelFacts:
-        """Facts about its model."""
-        ...
-
+    @abstractmethod
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture these of its segments, and return when they are stored."""
-        ...
+        """Compute a prompt, capture these of its segments, and return when they are stored.
 
+        Args:
+            prompt: system segment and chunks, without a question.
+            primed: see `types.Variant`.
+        """
+
+    @abstractmethod
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """The stored variants of these segments."""
-        ...
+        """The stored variants of these segments for this model; what does not fit model or segment is left out."""
 
+    @abstractmethod
     def disk_space(self) -> DiskSpace:
-        """Of the folder where captures are stored."""
-        ...
+        """Space of the folder where captures are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class Primer:
     """
 
     def __init__(self, engine: PrimedEngine, *, window: int = 2048, alone: bool = False) -> None:
-        self.engine = self._engine = engine
+        self.engine = engine
         self._alone = alone
         self._window = min(window, engine.decoder.context_length)
 
@@ -110,13 +118,13 @@ class Primer:
         found: dict[str, int] = {}
         for window, known in self._windows(chunks):
             variant_ids, captures = self._captures(window, known)
-            lengths = [len(self._engine.prompts.system.token_ids), *(len(segment.token_ids) for segment in window)]
+            lengths = [len(self.engine.prompts.system.token_ids), *(len(segment.token_ids) for segment in window)]
             found |= {variant_ids[index]: lengths[index] for index in captures}
         return found
 
     def fits(self, chunk: Chunk) -> bool:
         """Return whether a pass has room for the chunk; one that does not fit cannot be primed."""
-        return len(self._engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
+        return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
         """Capture one chunk behind the given ones, and the instruction if it is missing; returns how many in all.
@@ -125,8 +133,8 @@ class Primer:
         prefix is skipped. Errors as `prime`.
         """
         self._require_shared()
-        segment = self._engine.prompts.chunk_segment(chunk)
-        before = [self._engine.prompts.chunk_segment(other) for other in behind if other.text != chunk.text]
+        segment = self.engine.prompts.chunk_segment(chunk)
+        before = [self.engine.prompts.chunk_segment(other) for other in behind if other.text != chunk.text]
         run = [*dict.fromkeys(before), segment]
         room = self._room([segment])
         while _tokens(run) > room:
@@ -134,12 +142,12 @@ class Primer:
         return self._prime_window(run, len(run) - 1, primed=False)
 
     def _require_shared(self) -> None:
-        if self._engine.prompts.system.private:
+        if self.engine.prompts.system.private:
             raise ConfigError("chunks cannot be primed behind a private instruction; prime with the shared one")
 
     def _room(self, segments: Sequence[Segment]) -> int:
         """Tokens that a pass has for chunks; ContextLengthError where one of these does not fit."""
-        room = self._window - len(self._engine.prompts.system.token_ids)
+        room = self._window - len(self.engine.prompts.system.token_ids)
         longest = max((len(segment.token_ids) for segment in segments), default=0)
         if longest > room:
             raise ContextLengthError(
@@ -149,17 +157,17 @@ class Primer:
 
     def _prime_window(self, window: Sequence[Segment], known: int, *, primed: bool) -> int:
         """Compute one window; its first `known` chunks are there as context and were captured in the window before."""
-        engine, prompt = self._engine, Prompt((self._engine.prompts.system, *window))
+        prompt = Prompt((self.engine.prompts.system, *window))
         variant_ids, captures = self._captures(window, known)
         if not captures:
             return 0
-        engine.capture(prompt, captures, primed=primed)
+        self.engine.capture(prompt, captures, primed=primed)
         present = self._present(prompt.segments)  # what a full disk refused was not captured
         return sum(variant_ids[index] in present for index in captures)
 
     def _captures(self, window: Sequence[Segment], known: int) -> tuple[list[str], list[int]]:
         """Variant ids of the instruction and of a window's chunks, and the places of those that are to be captured."""
-        engine, segments = self._engine, (self._engine.prompts.system, *window)
+        engine, segments = self.engine, (self.engine.prompts.system, *window)
         ids, fingerprint = [segment.segment_id for segment in segments], engine.decoder.fingerprint
         keys = [VariantKey(engine.namespace, fingerprint, name, tuple(ids[:i])) for i, name in enumerate(ids)]
         names, present = [key.variant_id for key in keys], self._present(segments)
@@ -167,7 +175,7 @@ class Primer:
 
     def _present(self, segments: Sequence[Segment]) -> set[str]:
         """Ids of all shared variants of these segments."""
-        found = self._engine.look_up(segments).variants
+        found = self.engine.look_up(segments).variants
         return {variant.variant_id for variants in found.values() for variant in variants}
 
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Segment], int]]:
@@ -176,7 +184,7 @@ class Primer:
         A next run begins with up to a quarter of the pass taken from the end of the one before, so that no chunk is
         captured out of context.
         """
-        segments = list(dict.fromkeys(self._engine.prompts.chunk_segment(chunk) for chunk in chunks))
+        segments = list(dict.fromkeys(self.engine.prompts.chunk_segment(chunk) for chunk in chunks))
         room = self._room(segments)
         if self._alone:
             yield from (([segment], 0) for segment in segments)
@@ -218,11 +226,7 @@ def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
 
 
 def prime_documents(
-    primer: Primer,
-    texts: Texts,
-    *,
-    progress: Callable[[Progress], None] | None = None,
-    skipped: Callable[[str], None],
+    primer: Primer, texts: Texts, *, progress: Callable[[Progress], None] | None = None, skipped: Callable[[str], None]
 ) -> int:
     """Prime documents one by one; arguments and result as `CacheCraft.prime`."""
     fitting = {}

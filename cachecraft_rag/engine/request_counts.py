@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import prometheus_client
@@ -18,6 +18,8 @@ TOTAL_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 class RequestCounts:
     """Requests, chunks, tokens and times of one engine, as Prometheus metrics in a registry of its own.
+
+    Other parts of the engine add theirs to the registry.
 
     Any thread may call any method, but no finaliser: they take locks.
     """
@@ -56,12 +58,7 @@ class RequestCounts:
         self._requests.labels(REFUSED).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics now."""
-        return undated(self.registry.collect())
-
-
-def undated(metrics: Iterable[Metric]) -> Iterator[Metric]:
-    """Metrics without the time at which each was made."""
-    for family in metrics:
-        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        yield family
+        """The metrics now, without the time at which each was made."""
+        for family in self.registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family

@@ -17,11 +17,6 @@ from typing import Any
 from cachecraft_rag.engine.stats import RequestStats
 
 logger = logging.getLogger("cachecraft_rag.requests")
-_NUMBERS = (
-    "ttft_s", "queue_s", "plan_s", "load_s", "prefill_s", "total_s", "tokens_prompt", "tokens_reused",
-    "tokens_recomputed", "tokens_refreshed", "tokens_computed", "tokens_generated", "recompute_share",
-)  # fmt: skip
-_OF_A_CHUNK = ("chunk_id", "outcome", "tokens", "recomputed", "computed", "variant_id", "tier")
 
 
 def log_request(stats: RequestStats, *, error: str | None = None) -> None:
@@ -39,13 +34,11 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
 
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, Any]:
     """Fields of a request's log record; times in seconds."""
-    chunks = [
-        {name: getattr(chunk, name) for name in _OF_A_CHUNK} | {"reason": str(chunk.reason_code)}
-        for chunk in stats.chunks
-    ]
-    numbers = {name: getattr(stats, name) for name in _NUMBERS}
-    head = {"event": "request", "request_id": stats.request_id, "finish": stats.finish, "remote": stats.remote}
-    return head | ({} if error is None else {"error": error}) | numbers | {"chunks": chunks}
+    fields: dict[str, Any] = {"event": "request"} | ({} if error is None else {"error": error}) | stats.as_dict()
+    del fields["searched"]  # holds the question's text
+    for chunk in fields["chunks"]:
+        chunk["reason"] = str(chunk.pop("reason_code"))
+    return fields
 
 
 class JsonFormatter(logging.Formatter):

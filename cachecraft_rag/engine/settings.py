@@ -17,6 +17,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -35,16 +36,7 @@ FILE_VARIABLE = "CACHECRAFT_SETTINGS"
 PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
 # Variables of the package that are no settings of an engine.
-_ELSEWHERE = frozenset(
-    {
-        "CACHECRAFT_CACHE",
-        "CACHECRAFT_CPU_KERNELS",
-        "CACHECRAFT_READ_ONLY",
-        "CACHECRAFT_REMOTE_KEY",
-        "CACHECRAFT_REMOTE_KEY_FILE",
-        FILE_VARIABLE,
-    }
-)
+_ELSEWHERE = {PREFIX + name for name in ("CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")}
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
 _SERVICE_LINK = re.compile(r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _SECRET = frozenset({"remote.key"})
@@ -151,10 +143,8 @@ def _number(text: str) -> Any:
     (50000, 0.5, 'many')
     """
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return text
 
 
@@ -306,7 +296,12 @@ def load_settings(
     if file is not None:
         sources += [(key, f"{file}: {key}", value) for key, value in _of_file(file, known).items()]
     for name, text in sorted(environment.items()):
-        if name.startswith(PREFIX) and name not in _ELSEWHERE and text and (key := _key_of(name, known)) is not None:
+        if (
+            name.startswith(PREFIX)
+            and name not in _ELSEWHERE | {FILE_VARIABLE}
+            and text
+            and (key := _key_of(name, known)) is not None
+        ):
             sources.append((key, name, known[key].read(text)))
     for key, value in (flags or {}).items():
         sources.append((key, flag_of(key), known[key].read(value) if isinstance(value, str) else value))

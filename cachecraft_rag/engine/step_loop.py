@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -31,6 +31,7 @@ from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import AnyStep, Call, Until, Work
 from cachecraft_rag.compute.overlapped import Forward, Wait
 from cachecraft_rag.compute.row_pass import RowPass
+from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.compute.write_back import Ended
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.joint_rows import JointRows
@@ -108,10 +109,16 @@ class Run:
 
 
 class StepLoop:
-    """Runs the work that is handed to it; any thread may call any method, finalisers `wake` and `call_soon` only."""
+    """Runs the work that is handed to it; any thread may call any method, finalisers `wake` and `call_soon` only.
+
+    Attributes:
+        joint: computes for several requests at once.
+        timer: of the parts of prefills.
+    """
 
     def __init__(self, decoder: Decoder, joint: JointRows) -> None:
         self.joint = joint
+        self.timer: Timer = untimed
         self._decoder, self._layers = decoder, decoder.layout.layers
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # its `put` is reentrant
         self._runs: list[Run] = []  # in the order of asking
@@ -119,6 +126,8 @@ class StepLoop:
         self._guard = threading.RLock()  # of what follows
         self._thread: threading.Thread | None = None
         self._closing = False
+        # They look up and plan: for the request that has its turn, and for the next.
+        self._planners = ThreadPoolExecutor(2, thread_name_prefix="cachecraft-plans")
 
     # -- for other threads --------------------------------------------------------------------------------------------
 
@@ -160,6 +169,16 @@ class StepLoop:
         """Have a function called in the loop's thread, if there is one still. Takes no lock."""
         self._inbox.put(function)
 
+    def aside(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function in another thread, with this one's context variables."""
+        call = partial(copy_context().run, function, *arguments)
+        try:
+            return self._planners.submit(call)
+        except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+            done: Future[Any] = Future()
+            _fulfil(done, call)
+            return done
+
     @property
     def alive(self) -> bool:
         """True while the thread runs."""
@@ -194,10 +213,9 @@ class StepLoop:
 
     def close(self) -> None:
         """Finish the jobs and end the thread; it lives on while answers are read."""
-        if self._thread is None:
-            return
-        if not self.call(self._close):
+        if self._thread is not None and not self.call(self._close):
             self._join()
+        self._planners.shutdown(wait=False)
 
     def end(self) -> None:
         """End the thread soon, without waiting: the engine is gone. Takes no lock."""
@@ -275,24 +293,20 @@ class StepLoop:
                 message = self._inbox.get(wait, None if math.isinf(timeout) else timeout)
                 wait, timeout = False, 0.0
                 if message is not None:
-                    self._heed(message)
+                    try:
+                        message()
+                    except Exception:  # a mistake of ours in one message must not end the others' work
+                        logger.exception("A message to the step loop has failed")
                     del message  # or an idle thread would keep its tensors alive
         except Empty:
             return
-
-    def _heed(self, message: Callable[[], object]) -> None:
-        try:
-            message()
-        except Exception:  # a mistake of ours in one message must not end the others' work
-            logger.exception("A message to the step loop has failed")
 
     def _sleep_s(self) -> float:
         """Seconds until something happens by itself."""
         now, wakes = time.perf_counter(), [math.inf]
         for run in self._runs:
-            timeout = run.step.timeout_s if isinstance(run.step, Wait | Until) else None
-            if timeout is not None:
-                wakes.append(run.since + timeout)
+            if isinstance(run.step, Wait | Until) and run.step.timeout_s is not None:
+                wakes.append(run.since + run.step.timeout_s)
         if self.under_way(Level.IDLE) and not self._idle():
             wakes += [one.paused_at + _PAUSE_S for one in self._runs]
         return max(0.0, min(wakes) - now)
@@ -449,13 +463,6 @@ class StepLoop:
         assert isinstance(run.step, Call)
         found, error = _outcome(partial(run.context.run, run.step.function))
         self._go_on(run, found, error)
-
-
-def fulfilled(function: Callable[[], T]) -> Future[T]:
-    """Call a function; the future has its result or its error."""
-    done: Future[T] = Future()
-    _fulfil(done, function)
-    return done
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:

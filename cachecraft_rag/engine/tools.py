@@ -41,16 +41,12 @@ class CallFormat:
 
     def schema(self, tools: Sequence[Tool]) -> dict[str, Any]:
         """The JSON schema of an answer that calls one of these tools."""
-        return {"anyOf": [self._schema_of(tool["function"]) for tool in tools]}
-
-    def _schema_of(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        keys = [self.name_key, self.arguments_key]
-        arguments = function.get("parameters") or {"type": "object", "properties": {}}
-        return {
-            "type": "object",
-            "properties": dict(zip(keys, ({"const": function["name"]}, arguments), strict=True)),
-            "required": keys,
-        }
+        calls = []
+        for function in (tool["function"] for tool in tools):
+            arguments = function.get("parameters") or {"type": "object", "properties": {}}
+            properties = {self.name_key: {"const": function["name"]}, self.arguments_key: arguments}
+            calls.append({"type": "object", "properties": properties, "required": list(properties)})
+        return {"anyOf": calls}
 
     def instruction(self, tools: Sequence[Tool]) -> str:
         """The text of the tools for a model whose template has no place for them."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from cachecraft_rag.compute.timing import UNTIMED, Part, PartTimer
+from cachecraft_rag.compute.timing import Part, PartTimer, untimed
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.demo_model import handbook_folder
 from cachecraft_rag.engine.engine import Engine
@@ -231,12 +231,12 @@ class _Bench:
 
     def _timed(self, config: ReuseConfig) -> PartTimer:
         """The parts of one request."""
-        timer = self.engine.timer = PartTimer()
+        timer = self.engine.loop.timer = PartTimer()
         try:
             with timer("other"):
                 self._ask(self.engine, config)
         finally:
-            self.engine.timer = UNTIMED
+            self.engine.loop.timer = untimed
         return timer
 
     def close(self) -> None:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from cachecraft_rag.checks import (
-    FINITE,
-    check_choice,
-    check_flag,
-    check_number,
-    check_text,
-    check_whole,
-)
+from cachecraft_rag.checks import FINITE, check_choice, check_flag, check_number, check_text, check_whole
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
 DEFAULT_ALPHA = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 
 class Reason(StrEnum):
@@ -12,44 +13,33 @@ class Reason(StrEnum):
     ('not_stored', 'no chunk-cache stored')
     """
 
-    REUSED = ""
-    QUESTION = "question"
-    REUSE_OFF = "reuse_off"
-    NOT_STORED = "not_stored"
-    REFUSED = "refused"
-    OTHER_TOKENS = "other_tokens"
-    OTHER_PREFIX = "other_prefix"
-    NOT_WORTH_FIXING = "not_worth_fixing"
-    LOSSY_CODEC = "lossy_codec"
-    NOT_LOADED = "not_loaded"
-    COMPUTED_FASTER = "computed_faster"
-    COMPUTED_LATE = "computed_late"
-    PREFIX_CACHED = "prefix_cached"
-    PROMPT_FULL = "prompt_full"
-    TOO_LONG = "too_long"
-    FAILED = "failed"
-    NOT_REPORTED = "not_reported"
+    sentence: str
+
+    def __new__(cls, code: str, sentence: str = "") -> Self:
+        """A member whose value is the code."""
+        member = str.__new__(cls, code)
+        member._value_, member.sentence = code, sentence
+        return member
+
+    REUSED = "", ""
+    QUESTION = "question", "the question is always computed"
+    REUSE_OFF = "reuse_off", "reuse is off"
+    NOT_STORED = "not_stored", "no chunk-cache stored"
+    REFUSED = "refused", "what is stored cannot be used"
+    OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"
+    OTHER_PREFIX = "other_prefix", "stored behind other chunks only"
+    NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"
+    LOSSY_CODEC = "lossy_codec", "behind its origin prefix, but stored by a lossy codec"
+    NOT_LOADED = "not_loaded", "it could not be loaded"
+    COMPUTED_FASTER = "computed_faster", "computing it was faster than loading it"
+    COMPUTED_LATE = "computed_late", "computed in the end, but its first layers had been in use as they were stored"
+    PREFIX_CACHED = "prefix_cached", "the server still had it from a request with the same chunks in the same order"
+    PROMPT_FULL = "prompt_full", "the prompt was full; the lowest-ranked chunks are left out"
+    TOO_LONG = "too_long", "it does not fit the model's context"
+    FAILED = "failed", "the request failed before its first token"
+    NOT_REPORTED = "not_reported", "the server did not say what it did"
 
 
-_SENTENCES = {
-    Reason.REUSED: "",
-    Reason.QUESTION: "the question is always computed",
-    Reason.REUSE_OFF: "reuse is off",
-    Reason.NOT_STORED: "no chunk-cache stored",
-    Reason.REFUSED: "what is stored cannot be used",
-    Reason.OTHER_TOKENS: "stored chunk-caches were tokenised differently",
-    Reason.OTHER_PREFIX: "stored behind other chunks only",
-    Reason.NOT_WORTH_FIXING: "CFO is 1: fixing it costs as much as computing it",
-    Reason.LOSSY_CODEC: "behind its origin prefix, but stored by a lossy codec",
-    Reason.NOT_LOADED: "it could not be loaded",
-    Reason.COMPUTED_FASTER: "computing it was faster than loading it",
-    Reason.COMPUTED_LATE: "computed in the end, but its first layers had been in use as they were stored",
-    Reason.PREFIX_CACHED: "the server still had it from a request with the same chunks in the same order",
-    Reason.PROMPT_FULL: "the prompt was full; the lowest-ranked chunks are left out",
-    Reason.TOO_LONG: "it does not fit the model's context",
-    Reason.FAILED: "the request failed before its first token",
-    Reason.NOT_REPORTED: "the server did not say what it did",
-}
 _DETAIL_ALONE = frozenset(
     {Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.COMPUTED_LATE, Reason.TOO_LONG}
 )
@@ -61,4 +51,4 @@ def explain(reason: Reason, detail: str = "") -> str:
     >>> explain(Reason.NOT_LOADED, "file is missing")
     'file is missing'
     """
-    return detail if detail and reason in _DETAIL_ALONE else _SENTENCES[reason]
+    return detail if detail and reason in _DETAIL_ALONE else reason.sentence

@@ -401,7 +401,7 @@ def test_probing_and_drift_correction_beside_loading_leave_exact_caches_exact(
         decoder,
         loads,
         speed=speed,
-        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed, exact=[0]),
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed),
         reused=(1, 2, 3),
         drift=1.0,
         probe=probe_of(),

@@ -56,7 +56,7 @@ def stored(decoder: Decoder) -> list[ResidentKV]:
 
 
 def rows_of(*, new: Sequence[int] = (), recomputed: Sequence[int] = ()) -> Rows:
-    return Rows.of(BOUNDS, new=[*new, *QUESTION], recomputed=recomputed, exact=[0])
+    return Rows.of(BOUNDS, new=[*new, *QUESTION], recomputed=recomputed)
 
 
 def look(

@@ -34,7 +34,7 @@ def spoilt(decoder: Decoder, rows: int, *, recomputed: Sequence[int] = (60, 61),
     noise = torch.randn(captures[2].kv.shape, generator=torch.Generator().manual_seed(1))
     kvs = [captures[0].kv.clone(), captures[1].kv.clone(), captures[2].kv + 0.3 * noise]
     resident = [ResidentKV(start, kv) for start, kv in zip(BOUNDS, kvs, strict=False)]
-    own = Rows.of(BOUNDS, new=range(92, 110), recomputed=recomputed, exact=[0, 1])
+    own = Rows.of(BOUNDS, new=range(92, 110), recomputed=recomputed)
     made = PrefillJob(IDS, own, resident=resident, capacity=120, reused=[2], refresh_rows=rows)
     return prefill(decoder, replace(made, **job))
 
@@ -64,7 +64,7 @@ def test_rows_that_refresh_leave_the_answers_own_row_alone(decoder: Decoder) -> 
     """Over exact chunk-caches, refreshing writes what is there already."""
     captures = prefill(decoder, FULL).recorder.captures
     resident = [ResidentKV(one.start, one.kv.clone()) for one in captures]
-    own = Rows.of(BOUNDS, new=range(92, 110), exact=[0])
+    own = Rows.of(BOUNDS, new=range(92, 110))
     job = PrefillJob(IDS, own, resident=resident, capacity=120, reused=[1, 2], refresh_rows=8)
     for n, logits in enumerate(steps(decoder, prefill(decoder, job), 4)):
         expected = decoder.own_logits([*IDS, *range(7, 8 + n)])[0]
@@ -91,7 +91,7 @@ def test_what_an_answer_attends_to_decides(decoder: Decoder) -> None:
         attentions = model(torch.tensor([[*IDS, 7]]), output_attentions=True).attentions
     captures = prefill(decoder, FULL).recorder.captures
     resident = [ResidentKV(one.start, one.kv.clone()) for one in captures]
-    own = Rows.of(BOUNDS, new=range(92, 110), exact=[0])
+    own = Rows.of(BOUNDS, new=range(92, 110))
     job = PrefillJob(IDS, own, resident=resident, capacity=120, reused=[1, 2], refresh_rows=4)
     result = prefill(decoder, job)
     assert result.refresh is not None

@@ -10,11 +10,11 @@ import pytest
 from cachecraft_rag.compute.rows import RowReason, Rows
 
 BOUNDS = [0, 3, 7, 7, 12]  # one segment is empty
-ARRAYS = ("segment", "reason", "done", "exact")
+ARRAYS = ("segment", "reason", "done")
 
 
 def rows() -> Rows:
-    return Rows.of(BOUNDS, new=range(7, 12), recomputed=[1, 4, 5], exact=[0])
+    return Rows.of(BOUNDS, new=range(7, 12), recomputed=[1, 4, 5])
 
 
 def copies(found: Rows) -> dict[str, np.ndarray]:
@@ -26,14 +26,8 @@ def test_each_position_has_its_segment_and_its_reason() -> None:
     assert found.bounds == tuple(BOUNDS)
     assert found.segment.tolist() == [0] * 3 + [1] * 4 + [3] * 5
     assert found.reason.tolist() == [0, 2, 0, 0, 2, 2, 0, 1, 1, 1, 1, 1]
-    assert found.exact.tolist() == [True] * 3 + [False] * 9
     assert not found.done.any()
-    assert [found.segment.dtype, found.reason.dtype, found.done.dtype, found.exact.dtype] == [
-        np.int64,
-        np.uint8,
-        np.bool_,
-        np.bool_,
-    ]
+    assert [found.segment.dtype, found.reason.dtype, found.done.dtype] == [np.int64, np.uint8, np.bool_]
 
 
 def test_a_position_that_is_new_and_recomputed_is_new() -> None:

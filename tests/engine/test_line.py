@@ -45,7 +45,12 @@ def test_a_new_chunk_that_many_wait_for_is_computed_once(engine: Engine, count: 
     assert [one.outcomes for one in [first, *asked]] == [["computed"] * 2] + [["exact"] * 2] * (count - 1)
     assert chunks_stored(engine) == sorted([KETTLE.chunk_id, TOASTER.chunk_id])
     assert all(one.ended().stats.queue_s > 0.0 for one in asked)
-    assert engine.queue_counts().waiting == 0  # type: ignore[union-attr]
+    assert len(engine._line) == 0
+
+
+def turned_away(engine: Engine, reason: str) -> float | None:
+    """Requests that got no turn."""
+    return engine.request_counts.registry.get_sample_value("cachecraft_turned_away_total", {"reason": reason})
 
 
 def test_a_capture_does_not_wait_for_the_end_of_its_answer(engine: Engine) -> None:
@@ -149,7 +154,7 @@ def test_one_too_many_is_refused(make_engine: MakeEngine) -> None:
         assert isinstance(refused.error, BusyError)
         assert refused.answer.stats.finish == "failed"
     assert first.outcomes == second.outcomes == ["computed"]
-    assert engine.queue_counts().rejected == 1  # type: ignore[union-attr]
+    assert turned_away(engine, "full") == 1
     assert Asking(engine, [KETTLE]).outcomes == ["exact"]
 
 
@@ -160,8 +165,7 @@ def test_a_request_that_waits_too_long_gets_no_answer(make_engine: MakeEngine) -
         late.ended()
         assert isinstance(late.error, WaitTimeoutError)
     assert first.outcomes == ["computed"]
-    counts = engine._line.counts()
-    assert (counts.waiting, counts.timed_out) == (0, 1)
+    assert (len(engine._line), turned_away(engine, "timeout")) == (0, 1)
 
 
 def test_an_answer_that_is_closed_while_it_waits_leaves_the_line(engine: Engine) -> None:
@@ -205,12 +209,12 @@ def ways_to_ask(engine: Engine) -> dict[str, Callable[[], Any]]:
 def test_a_cancelled_task_leaves_the_line_at_once(engine: Engine, way: str) -> None:
     async def cancel() -> None:
         task = asyncio.create_task(ways_to_ask(engine)[way]())
-        while engine._line.counts().waiting != 1:
+        while len(engine._line) != 1:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while engine._line.counts().waiting:
+        while len(engine._line):
             await asyncio.sleep(0.001)
 
     with Turn(engine, [KETTLE]) as first:
@@ -227,7 +231,7 @@ def test_tasks_need_no_thread_to_wait_and_to_read(make_engine: MakeEngine) -> No
         asyncio.get_running_loop().set_default_executor(executor)
         executor.submit(blocked.wait, 60)  # no thread is free
         tasks = [asyncio.create_task(ways_to_ask(engine)["engine"]()) for _ in range(22)]
-        while engine._line.counts().rejected != 2:
+        while turned_away(engine, "full") != 2:
             await asyncio.sleep(0.001)
         turn.__exit__()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
@@ -241,7 +245,7 @@ def test_tasks_need_no_thread_to_wait_and_to_read(make_engine: MakeEngine) -> No
     assert len(set(answers[:20])) == 1
     assert answers[0]
     assert first.outcomes == ["computed"]
-    assert engine._line.counts().waiting == 0
+    assert len(engine._line) == 0
 
 
 def test_a_task_that_stops_reading_ends_the_answer(engine: Engine) -> None:

@@ -25,7 +25,6 @@ from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.engine import joint_rows
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.joint_rows import LoneSteps
 from cachecraft_rag.engine.outlet import AHEAD
 from cachecraft_rag.engine.sampling import Sampler, SamplingParams
 from cachecraft_rag.engine.step_loop import Level, Run
@@ -76,12 +75,13 @@ def noted_rows(engine: Engine) -> Iterator[list[tuple[int, int]]]:
         del engine.decoder.layer
 
 
-def decoded(engine: Engine) -> tuple[float, float, LoneSteps | None]:
-    """Rows and forwards of all decode steps, and why they are computed alone."""
-    counts = engine.decode_counts()
-    assert counts is not None
-    seen = {sample.name: sample.value for family in counts.rows.collect() for sample in family.samples}
-    return seen["cachecraft_decode_rows_sum"], seen["cachecraft_decode_rows_count"], counts.alone
+def decoded(engine: Engine) -> tuple[float, float, bool]:
+    """Rows and forwards of all decode steps, and whether each is computed alone."""
+    value = engine.request_counts.registry.get_sample_value
+    rows, forwards = value("cachecraft_decode_rows_sum"), value("cachecraft_decode_rows_count")
+    assert rows is not None
+    assert forwards is not None
+    return rows, forwards, engine.loop.joint.most == 1
 
 
 def ask_together(engine: Engine, sampling: Sequence[SamplingParams]) -> list[Asking]:
@@ -128,9 +128,9 @@ def test_answers_decoded_together_are_those_of_each_alone(
         key = (one.temperature, one.max_new_tokens)
         assert drawn[True, *key] == drawn[False, *key]
     rows, forwards, alone = decoded(engine)
-    assert (rows > forwards, alone) == (True, None)  # they did meet
+    assert (rows > forwards, alone) == (True, False)  # they did meet
     rows, forwards, alone = decoded(apart)
-    assert (rows == forwards, alone) == (True, LoneSteps.OFF)
+    assert (rows == forwards, alone) == (True, True)
 
 
 @pytest.mark.gate
@@ -140,8 +140,8 @@ def test_small_prefills_that_begin_together_are_one_forward_and_give_the_same(
 ) -> None:
     decoder = tiny_decoder(family, **settings)
     engine, apart = make_engine(decoder=decoder), make_engine(decoder=decoder, decode_rows=1)
-    engine.speed.stepped(1.0)
-    engine.speed.measured(1000.0, 2.0)  # a forward's fixed part takes as long as a thousand rows
+    engine.loop.joint.speed.stepped(1.0)
+    engine.loop.joint.speed.measured(1000.0, 2.0)  # a forward's fixed part takes as long as a thousand rows
 
     def first_logits(one: Engine) -> list[Tensor]:
         found: list[Tensor] = []
@@ -169,8 +169,8 @@ def test_small_prefills_that_begin_together_are_one_forward_and_give_the_same(
 
 
 def test_large_prefills_run_one_after_the_other(engine: Engine) -> None:
-    engine.speed.stepped(0.001)
-    engine.speed.measured(1000.0, 1.0)  # the fixed part is worth one row
+    engine.loop.joint.speed.stepped(0.001)
+    engine.loop.joint.speed.measured(1000.0, 1.0)  # the fixed part is worth one row
     with noted_rows(engine) as rows:
         asked = ask_together(engine, [SamplingParams(max_new_tokens=1)] * 2)
     layers = engine.decoder.layout.layers
@@ -189,8 +189,8 @@ def test_a_model_whose_rows_depend_on_each_other_computes_each_request_alone(
     finally:
         scaled.remove()
     rows, forwards, alone = decoded(engine)
-    assert (rows == forwards, alone) == (True, LoneSteps.DIFFERS)
-    assert "computed on its own from now on (differs): the logits of tiny Llama" in caplog.text
+    assert (rows == forwards, alone) == (True, True)
+    assert "computed on its own from now on: the logits of tiny Llama" in caplog.text
 
 
 def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_third(
@@ -207,8 +207,9 @@ def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_thir
 
     monkeypatch.setattr(joint_rows, "extend_all", fail)
     assert [one.answer.text for one in ask_together(engine, SAMPLED)] == expected
-    assert decoded(engine)[2] == LoneSteps.FAILED
+    assert decoded(engine)[2]
     assert "no memory" in caplog.text
+    assert "from now on: 3 joint forwards in a row failed" in caplog.text
 
 
 def test_an_error_while_one_answers_token_is_drawn_is_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +392,7 @@ LOCKS: dict[str, Callable[[Engine], Any]] = {
     "captures": lambda engine: engine.write_back._guard,
     "loop": lambda engine: engine.loop._guard,
     "writer": lambda engine: engine.store._writer._lock,
-    "planners": lambda engine: engine._planners._shutdown_lock,
+    "planners": lambda engine: engine.loop._planners._shutdown_lock,
 }
 
 
@@ -467,7 +468,7 @@ def test_interruptions_at_any_moment_lose_nothing(engine: Engine) -> None:
     assert caught >= 150
     assert wrong == 0
     until(lambda: not engine.loop.call(lambda: engine.loop._runs))  # the loop holds nothing of those who left
-    assert engine._line.counts().waiting == 0
+    assert len(engine._line) == 0
 
 
 def test_the_callers_context_variables_hold_where_its_request_runs(engine: Engine) -> None:

@@ -176,9 +176,7 @@ def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
             "captures": {"sent": 3}, "breakers": {"probing": 1}}}  # fmt: skip
         scheduler = counts | {"lookups": {"found": 5}}
         assert json.loads(json.dumps([worker, scheduler])) == [worker, scheduler]  # vLLM's processes send plain values
-        engine: Any = SimpleNamespace(
-            store=store, request_counts=RequestCounts(), queue_counts=lambda: None, decode_counts=lambda: None
-        )
+        engine: Any = SimpleNamespace(store=store, request_counts=RequestCounts())
         collector = ServerCollector(engine, {(0, "worker"): worker, (0, "scheduler"): scheduler})
         samples = {
             (sample.name, *sample.labels.values()): sample.value

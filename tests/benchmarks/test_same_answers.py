@@ -1,0 +1,28 @@
+"""Two checkouts compared: this one with itself, and answers that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_checkout_answers_like_itself(benchmark_output: Callable[..., str]) -> None:
+    said = benchmark_output("same-answers", "--against", ROOT, "--requests", 14)
+    assert said.strip().splitlines()[-1] == "22 of 22 equal"
+
+
+def test_differences_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import same_answers
+    from benchmarks.__main__ import app
+
+    outputs: Iterator[Any] = iter(['{"request": "a 1", "text": "x"}\n', '{"request": "a 1", "text": "y"}\n'])
+    monkeypatch.setattr(same_answers.subprocess, "check_output", lambda *_, **__: next(outputs))
+    done = CliRunner().invoke(app, ["same-answers", "--against", str(tmp_path), "--model", "demo"])
+    assert done.exit_code == 1
+    assert done.stdout == "a 1: text: x here, y there\n0 of 1 equal\n"
