@@ -18,6 +18,7 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
+_NEXT = 2  # chunks that a document's first one is captured behind
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
@@ -194,6 +195,16 @@ class Primer:
             run.append(segment)
         if len(run) > known:
             yield run, known
+        yield from self._first_behind_next(segments)
+
+    def _first_behind_next(self, segments: Sequence[Segment]) -> Iterator[tuple[list[Segment], int]]:
+        """The first chunk once more, behind the next ones: captured alone it serves well at a prompt's front only."""
+        if len(segments) > 1:
+            run = [*segments[1 : 1 + _NEXT], segments[0]]
+            while _tokens(run) > self._room([]):
+                del run[0]
+            if len(run) > 1:
+                yield run, len(run) - 1
 
 
 def _tokens(run: Sequence[Segment]) -> int:
