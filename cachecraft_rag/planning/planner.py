@@ -202,11 +202,12 @@ def _scored(outcome: Outcome, variant: Variant) -> SegmentPlan:
 
 
 def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
-    """Sort key, lower is better: variants worth fixing, those that need no fixing, then CFO, less for a primed variant,
-    then the more exact capture.
+    """Sort key, lower is better: variants worth fixing, those that need no fixing, then CFO, less for a primed variant
+    and more for one captured alone, then the more exact capture.
 
     A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
-    what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
+    what it looked at was its own document: reused at another place it loses less on most questions. One captured alone
+    looked at nothing, so its CCI is the lowest there is, and yet it loses most (docs/fidelity.md).
     """
     variant, cfo = plan.variant, plan.cfo or 0.0
     assert variant is not None, "only variants are ranked"
