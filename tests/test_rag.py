@@ -107,10 +107,10 @@ def test_reuse_of_exact_caches_gives_the_answer_of_full_prefill_in_fp32(
 
 
 def test_priming_captures_every_chunk_once_and_resumes(fresh: CacheCraft) -> None:
-    chunks = fresh.index.stats().chunks
+    stats = fresh.index.stats()
     seen: list[Progress] = []
     captured = fresh.prime(progress=seen.append)
-    assert captured == chunks + 1  # the chunks and the system segment
+    assert captured == stats.chunks + stats.documents + 1  # each document's first chunk twice, and the system segment
     assert (seen[0].done, seen[0].total) == (0, captured)  # before the first pass: minutes would be silent otherwise
     assert (seen[-1].done, seen[-1].total) == (captured, captured)
     assert [step.done for step in seen] == sorted({step.done for step in seen})
@@ -138,7 +138,7 @@ def test_the_chunk_caches_of_a_removed_document_go_with_it(tiny: CacheCraft, doc
         rag.add_documents(folder, prime=True, progress=steps.append)
         assert [step.what.split()[0] for step in steps[:3]] == ["reading"] * 3
         assert [step.what.split()[0] for step in steps[-3:]] == ["priming"] * 3
-        assert steps[-1].done == steps[-1].total == rag.index.stats().chunks + 1
+        assert steps[-1].done == steps[-1].total == rag.index.stats().chunks + 3 + 1  # first chunks twice, instruction
         before = rag.engine.store.stats().chunks
         (folder / "warranty.md").unlink()
         report = rag.add_documents(folder)

@@ -1,4 +1,6 @@
-"""Priming: capture a document's chunks ahead of the first question, each behind the chunks before it in the document.
+"""Priming: capture a document's chunks ahead of the first question, each behind its neighbours in the document.
+
+These are the chunks before it. The first chunk has none, so it is captured behind the next ones, too.
 
 A chunk captured behind neighbours from its own document loses less, on most questions, than one captured behind
 unrelated chunks (median KL 0.67 of it), and one pass over a document captures all its chunks. How other origin prefixes
@@ -19,6 +21,7 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
+_NEXT = 2  # chunks that a document's first one is captured behind
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
@@ -202,6 +205,16 @@ class Primer:
             run.append(segment)
         if len(run) > known:
             yield run, known
+        yield from self._first_behind_next(segments)
+
+    def _first_behind_next(self, segments: Sequence[Segment]) -> Iterator[tuple[list[Segment], int]]:
+        """The first chunk once more, behind the next ones: captured alone it serves well at a prompt's front only."""
+        if len(segments) > 1:
+            run = [*segments[1 : 1 + _NEXT], segments[0]]
+            while _tokens(run) > self._room([]):
+                del run[0]
+            if len(run) > 1:
+                yield run, len(run) - 1
 
 
 def _tokens(run: Sequence[Segment]) -> int:

@@ -54,14 +54,28 @@ def prefixes(engine: Engine, chunk: Chunk) -> list[tuple[int, ...]]:
 
 
 def test_each_chunk_is_born_behind_the_chunks_before_it(engine: Engine) -> None:
-    assert primer(engine).prime(DOCUMENT) == 7  # and the system segment
-    assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[tuple(range(place))] for place in range(6)]
+    assert primer(engine).prime(DOCUMENT) == 8  # and the system segment
+    assert [prefixes(engine, chunk) for chunk in DOCUMENT[1:]] == [[tuple(range(place))] for place in range(1, 6)]
     assert {row.variant.exact_share for row in engine.store.rows()} == {1.0}
     assert {row.variant.primed for row in engine.store.rows()} == {True}
 
 
+def test_the_first_chunk_is_captured_behind_the_next_ones_too(engine: Engine) -> None:
+    primer(engine).prime(DOCUMENT)
+    assert prefixes(engine, DOCUMENT[0]) == [(), (1, 2)]
+    answer = engine.stream("Why?", [DOCUMENT[0], DOCUMENT[5]], sampling=SamplingParams(max_new_tokens=1))
+    "".join(answer)  # laid out with the best one last: it is not at the front
+    engine.store.flush()
+    assert [chunk.outcome for chunk in answer.stats.chunks] == ["reused", "reused"]
+    [alone, behind] = sorted(
+        engine.store.rows(RowFilter(chunk_ids=(DOCUMENT[0].chunk_id,))),
+        key=lambda row: len(row.variant.key.origin_prefix),
+    )
+    assert behind.variant.reuse_frequency > 0 == alone.variant.reuse_frequency
+
+
 def test_a_second_run_bears_nothing_and_an_interrupted_one_goes_on(engine: Engine) -> None:
-    assert primer(engine).prime(DOCUMENT[:4]) == 5
+    assert primer(engine).prime(DOCUMENT[:4]) == 6
     assert primer(engine).prime(DOCUMENT) == 2
     assert primer(engine).prime(DOCUMENT) == 0
     engine.store.evict(RowFilter(chunk_ids=(DOCUMENT[2].chunk_id,)))
@@ -70,8 +84,15 @@ def test_a_second_run_bears_nothing_and_an_interrupted_one_goes_on(engine: Engin
 
 
 def test_a_long_document_is_cut_into_windows_that_overlap_by_a_quarter(engine: Engine) -> None:
-    assert primer(engine, chunks_per_pass=4).prime(DOCUMENT) == 7
-    assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[()], [(0,)], [(0, 1)], [(0, 1, 2)], [(3,)], [(3, 4)]]
+    assert primer(engine, chunks_per_pass=4).prime(DOCUMENT) == 8
+    assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [
+        [(), (1, 2)],
+        [(0,)],
+        [(0, 1)],
+        [(0, 1, 2)],
+        [(3,)],
+        [(3, 4)],
+    ]
 
 
 def test_a_pass_of_one_chunk_bears_each_alone(engine: Engine) -> None:
@@ -101,7 +122,7 @@ def test_whether_a_chunk_fits_a_pass_can_be_asked(engine: Engine) -> None:
 
 def test_nothing_and_repeats(engine: Engine) -> None:
     assert primer(engine).prime([]) == 0
-    assert primer(engine).prime([DOCUMENT[0], DOCUMENT[1], DOCUMENT[0]]) == 3
+    assert primer(engine).prime([DOCUMENT[0], DOCUMENT[1], DOCUMENT[0]]) == 4
 
 
 def test_primed_chunks_serve_the_first_question_exactly(engine: Engine) -> None:

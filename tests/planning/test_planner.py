@@ -126,6 +126,13 @@ def test_a_primed_variant_wins_unless_another_really_overlaps() -> None:
     assert plan_last(prompt_of("a", "c"), primed).cfo == pytest.approx(0.5 * 0.7)  # it is recomputed like any other
 
 
+def test_a_variant_captured_alone_wins_at_the_front_only() -> None:
+    alone, behind = variant("c", cci=0.5, primed=True), variant("c", "x", "y", cci=0.6)
+    assert plan_last(prompt_of("a", "c"), alone, behind).variant == behind
+    assert plan_last(prompt_of("c"), alone, behind).outcome == "exact"
+    assert plan_last(prompt_of("a", "c"), alone).variant == alone
+
+
 def test_a_primed_variant_that_cannot_be_fixed_does_not_win() -> None:
     primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y")
     found = plan_last(prompt_of("a", "c"), primed, other, config=ReuseConfig(alpha=1.5))  # CFO 1 and 0.9
