@@ -29,7 +29,6 @@ COMMANDS = {
     "serve": "Throughput and time to the first token under load",
     "simulate": "Eviction policies and budgets, replayed over drawn or given traffic",
     "stream": "Recomputation and divergence over a stream of repeated questions",
-    "ttft": "Time to the first token, with other engines' prefill in turn",
 }
 _MODULES = {"eval": "evaluate"}  # where the module has another name
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ from cachecraft_rag.cli.options import numbers, out, print_json, print_table, pr
 
 if TYPE_CHECKING:
     from cachecraft_rag.compute.timing import Part
-    from cachecraft_rag.engine.decoder import Decoder
-    from cachecraft_rag.evaluation.ttft import Peer, TtftReport
+    from cachecraft_rag.evaluation.ttft import TtftReport
 
 _LEAST_S = 1e-3  # a part that takes less has no ratio worth reading
 
@@ -33,6 +32,7 @@ class TtftOptions:
     pairs            runs of each side, alternating
     seed             seed of torch; the prompt is always the same
     profile          show where the time goes, part by part
+    peers            other engines, prefilling in turn, comma-separated: openvino (pip install openvino-genai)
     """
 
     model: str = "demo"
@@ -45,20 +45,23 @@ class TtftOptions:
     threads: options.Threads = None
     seed: int | None = None
     profile: bool = False
+    peers: str | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers; raises ConfigError."""
         check_whole("--chunk-tokens", self.chunk_tokens, least=16, most=1 << 20)
         check_whole("--seed", self.seed, least=-MOST - 1, optional=True)
 
-    def run(self, peers: Mapping[str, Callable[[Decoder], Peer]] | None = None) -> list[TtftReport]:
-        """Measure each length; `peers` are other engines by name, see `evaluation.ttft.run`."""
+    def run(self) -> list[TtftReport]:
+        """Measure each length."""
         options.set_threads(self.threads)
         with progress_bar("Benchmark") as show:
             import torch
 
+            from cachecraft_rag.evaluation.peers import maker_of
             from cachecraft_rag.evaluation.ttft import Shape, run
 
+            others = {name: maker_of(name) for name in self.peers.split(",")} if self.peers else {}
             shapes = [Shape(self.chunks, self.chunk_tokens)]
             if self.tokens is not None:
                 shapes = [Shape.of_prompt(int(one), longest=self.chunk_tokens) for one in numbers(self.tokens)]
@@ -66,7 +69,7 @@ class TtftOptions:
                 torch.manual_seed(self.seed)
             options.quiet_libraries()
             how: dict[str, Any] = {"ratio": self.recompute_ratio, "pairs": self.pairs, "profile": self.profile}
-            return run(self.model, shapes, dtype=self.dtype, peers=peers or {}, progress=show, **how)
+            return run(self.model, shapes, dtype=self.dtype, peers=others, progress=show, **how)
 
 
 @app.command()
@@ -76,11 +79,7 @@ def ttft(as_json: options.Json = False, *, chosen: TtftOptions) -> None:
 
     With --dtype auto both sides use the dtype in which the model's own prefill is fastest on this machine.
     """
-    show_reports(chosen.run(), as_json=as_json)
-
-
-def show_reports(reports: list[TtftReport], *, as_json: bool) -> None:
-    """Print what was measured, a report for each length."""
+    reports = chosen.run()
     if as_json:
         alone = asdict(reports[0]) if len(reports) == 1 else {}
         print_json(alone | {"lengths": [asdict(report) for report in reports]})

@@ -63,15 +63,6 @@ def test_each_chunk_is_born_behind_the_chunks_before_it(engine: Engine) -> None:
 def test_the_first_chunk_is_captured_behind_the_next_ones_too(engine: Engine) -> None:
     primer(engine).prime(DOCUMENT)
     assert prefixes(engine, DOCUMENT[0]) == [(), (1, 2)]
-    answer = engine.stream("Why?", [DOCUMENT[0], DOCUMENT[5]], sampling=SamplingParams(max_new_tokens=1))
-    "".join(answer)  # laid out with the best one last: it is not at the front
-    engine.store.flush()
-    assert [chunk.outcome for chunk in answer.stats.chunks] == ["reused", "reused"]
-    [alone, behind] = sorted(
-        engine.store.rows(RowFilter(chunk_ids=(DOCUMENT[0].chunk_id,))),
-        key=lambda row: len(row.variant.key.origin_prefix),
-    )
-    assert behind.variant.reuse_frequency > 0 == alone.variant.reuse_frequency
 
 
 def test_a_second_run_bears_nothing_and_an_interrupted_one_goes_on(engine: Engine) -> None:

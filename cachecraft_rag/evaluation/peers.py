@@ -9,16 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from torch import Tensor
 
-from cachecraft_rag.cli import options
-from cachecraft_rag.cli.benchmarks import TtftOptions, show_reports
-from cachecraft_rag.cli.options import takes
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.fused_layers import KNOWN
 from cachecraft_rag.errors import ConfigError
@@ -188,16 +184,3 @@ class _Graph:
 def _ints(*numbers: int) -> Any:
     """A constant of a graph; a list of one number, not a scalar, for one number."""
     return np.array(numbers, dtype=np.int64)
-
-
-@takes(chosen=TtftOptions)
-def main(
-    peers: Annotated[
-        str, typer.Option("--peers", help="Other engines, comma-separated: openvino (pip install openvino-genai).")
-    ] = "openvino",
-    as_json: options.Json = False,
-    *,
-    chosen: TtftOptions,
-) -> None:
-    """Time to the first token: reuse against the model's own prefill and other engines, side by side."""
-    show_reports(chosen.run({name: maker_of(name) for name in peers.split(",")}), as_json=as_json)

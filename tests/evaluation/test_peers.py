@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import ttft
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation import peers
 from cachecraft_rag.evaluation.ttft import Shape, run
 
 
@@ -44,10 +44,10 @@ def test_a_peer_that_is_not_there_is_refused_with_what_to_do(
 ) -> None:
     decoder = tiny_decoder("Llama")
     with pytest.raises(ConfigError, match="choose among openvino"):
-        ttft.maker_of("closedvino")
-    monkeypatch.setitem(ttft.PEERS, "absent", (_Absent, "pip install absent"))
+        peers.maker_of("closedvino")
+    monkeypatch.setitem(peers.PEERS, "absent", (_Absent, "pip install absent"))
     with pytest.raises(ConfigError, match=r"absent is not installed .*; run: pip install absent"):
-        ttft.maker_of("absent")(decoder)
+        peers.maker_of("absent")(decoder)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -55,7 +55,7 @@ def test_openvinos_graph_gives_the_models_own_logits(family: str, tiny_decoder: 
     openvino = pytest.importorskip("openvino")
     decoder, ids = tiny_decoder(family), list(range(5, 45))
     properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    request = openvino.Core().compile_model(ttft._Graph(decoder).model(), "CPU", properties).create_infer_request()
+    request = openvino.Core().compile_model(peers._Graph(decoder).model(), "CPU", properties).create_infer_request()
     for first, last in ((0, 39), (39, 40)):  # a prompt, and a token behind it
         found = request.infer(
             {
@@ -72,4 +72,4 @@ def test_openvinos_graph_gives_the_models_own_logits(family: str, tiny_decoder: 
 def test_openvino_refuses_layers_that_it_does_not_take(tiny_decoder: Callable[..., Decoder]) -> None:
     pytest.importorskip("openvino")
     with pytest.raises(ConfigError, match="not Gemma2DecoderLayer"):
-        ttft._Graph(tiny_decoder("Gemma2"))
+        peers._Graph(tiny_decoder("Gemma2"))
