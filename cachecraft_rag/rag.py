@@ -270,7 +270,7 @@ class CacheCraft(Retriever, Closeable):
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Compute and store the missing chunk-caches, each chunk behind the preceding chunks of its document.
+        """Compute and store the missing chunk-caches, each chunk behind its neighbours in its document.
 
         Args:
             alone: each chunk behind the instruction alone, see `Primer`.
