@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cachecraft_rag.checks import check_whole
+from cachecraft_rag.checks import MOST, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes, waiting
 from cachecraft_rag.errors import ConfigError
@@ -47,6 +47,7 @@ class Questions:
         """Check the numbers that nothing else checks; raises ConfigError."""
         check_whole("--chunk-tokens", self.chunk_tokens, least=16, most=1 << 20, optional=True)
         check_whole("--answer-tokens", self.answer_tokens, least=1)
+        check_whole("--seed", self.seed, least=-MOST - 1)
 
     def load(self, read: Callable[[Path, str | None], Source] | None = None) -> Dataset:
         """The questions of a file, or those of the sample handbook if there is no file.

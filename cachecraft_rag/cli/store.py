@@ -181,7 +181,7 @@ class EvictOptions:
         """Check what is asked for; raises ConfigError."""
         check_number("--older-than-days", self.older_than_days, optional=True)
         check_number("--down-to-mb", self.down_to_mb, optional=True)
-        if self == EvictOptions():
+        if all(getattr(self, one.name) == one.default for one in fields(self)):
             flags = [f"--{one.name.replace('_', '-')}" for one in fields(self)]
             raise ConfigError(f"say what to evict: {', '.join(flags[:-1])} or {flags[-1]}")
 

@@ -23,7 +23,6 @@ from cachecraft_rag.compute.timing import Part, PartTimer, untimed
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.demo_model import handbook_folder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.engine.stats import RequestStats
@@ -31,7 +30,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.cpu.library import description
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Progress
+from cachecraft_rag.types import Chunk, Progress, Prompt
 
 QUESTION = "Which of these parts wear out, and how often should each be replaced?"
 _DECODED = 25  # tokens of the answer that a decode step is timed on
@@ -174,8 +173,9 @@ class _Bench:
         self.ids = prompt.token_ids
         self.store = ChunkCacheStore.open(folder / "caches")
         self.engine = Engine(decoder, self.store, config=self.config, best_last=False, new_variants="off")
-        primer = Primer(self.engine, window=decoder.context_length)
-        primer.prime([*self.chunks[1:], self.chunks[0]])  # in another order, so no chunk keeps its prefix
+        moved = [self.engine.prompts.chunk_segment(chunk) for chunk in (*self.chunks[1:], self.chunks[0])]
+        other = Prompt((self.engine.prompts.system, *moved))  # in another order, so no chunk keeps its prefix
+        self.engine.capture(other, range(len(other.segments)), primed=True)
         self.store.flush()
 
     def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
