@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.table import Table
 
+from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -39,6 +40,12 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 
+_SERIES = (  # field, label, colour, line
+    ("compute_only_s", "computing only", GREY, "--"),
+    ("load_only_s", "loading only", BLUE, "--"),
+    ("best_split_s", "best split", BLACK, ":"),
+    ("cake_s", "overlapped (Cake)", RED, "-"),
+)
 CHUNK_TOKENS = 256
 _COMPUTE = ReuseConfig(reuse=False, capture=False)
 _SAMPLING = SamplingParams(max_new_tokens=8)  # the tokens after the first show whether the loaded cache is right
@@ -234,6 +241,47 @@ def _spent(ask: Callable[[], tuple[str, RequestStats]]) -> tuple[tuple[str, Requ
     return ask(), time.perf_counter() - wall, time.process_time() - cpu
 
 
+def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
+    """Time to the first token over bandwidth, one panel per context and share of the compute (Cake, Fig. 5 and 6).
+
+    The suffix of `path` decides the format. Raises ConfigError if matplotlib is missing or cannot write there.
+    """
+    contexts = sorted({cell.tokens for cell in cells})
+    shares = sorted({cell.compute_share for cell in cells}, reverse=True)
+    figure, axes = pyplot().subplots(
+        len(shares), len(contexts), figsize=(3.4 * len(contexts), 2.8 * len(shares)), squeeze=False, sharex=True
+    )
+    for row, share in enumerate(shares):
+        for column, tokens in enumerate(contexts):
+            chosen = [cell for cell in cells if (cell.tokens, cell.compute_share) == (tokens, share)]
+            _panel(axes[row][column], chosen)
+            axes[row][column].set_title(f"{tokens} tokens, {share:.0%} of the compute", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("bandwidth / rate of computing KV")
+    for line in axes:
+        line[0].set_ylabel("seconds to the first token")
+    axes[0][0].legend(fontsize=7, frameon=False)
+    save(figure, path)
+
+
+def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
+    for codec in dict.fromkeys(cell.codec for cell in cells):
+        chosen = sorted((cell for cell in cells if cell.codec == codec), key=lambda cell: cell.bandwidth_ratio)
+        where = [cell.bandwidth_ratio for cell in chosen]
+        raw = codec == cells[0].codec
+        for name, label, colour, line in _SERIES if raw else _SERIES[-1:]:
+            values = [getattr(cell, name) for cell in chosen]
+            shown = label if raw else f"{label}, {codec}"
+            axis.plot(where, values, line, color=colour if raw else YELLOW, marker=".", label=shown, linewidth=1.3)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    bandwidths = sorted({cell.bandwidth_ratio for cell in cells})
+    axis.set_xticks(bandwidths, [f"{bandwidth:g}" for bandwidth in bandwidths])
+    for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        ticks(lambda seconds, _: f"{seconds:g}" if f"{seconds:e}"[0] in "125" else "")
+    axis.grid(alpha=0.2, which="both")
+
+
 def main(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
@@ -264,8 +312,6 @@ def main(
         )
         cells = list(run(model, grid, dtype=dtype, progress=show))
     if plot is not None:
-        from benchmarks.figures import draw_cake
-
         draw_cake(cells, plot)
     if as_json:
         print_json({"cells": [asdict(cell) for cell in cells]})

@@ -1,4 +1,4 @@
-"""Figures of the experiments, drawn with matplotlib (the extra `bench`)."""
+"""Figures of `python -m benchmarks eval`, drawn with matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -23,64 +23,12 @@ from benchmarks.plotting import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.cake import CakeCell
     from cachecraft_rag.evaluation.intervals import Interval
     from cachecraft_rag.evaluation.report import Report
-
-_SERIES = (  # field, label, colour, line
-    ("compute_only_s", "computing only", GREY, "--"),
-    ("load_only_s", "loading only", BLUE, "--"),
-    ("best_split_s", "best split", BLACK, ":"),
-    ("cake_s", "overlapped (Cake)", RED, "-"),
-)
-
-
-def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
-    """Time to the first token over bandwidth, one panel per context and share of the compute (Cake, Fig. 5 and 6).
-
-    The suffix of `path` decides the format. Raises ConfigError if matplotlib is missing or cannot write there.
-    """
-    contexts = sorted({cell.tokens for cell in cells})
-    shares = sorted({cell.compute_share for cell in cells}, reverse=True)
-    figure, axes = pyplot().subplots(
-        len(shares), len(contexts), figsize=(3.4 * len(contexts), 2.8 * len(shares)), squeeze=False, sharex=True
-    )
-    for row, share in enumerate(shares):
-        for column, tokens in enumerate(contexts):
-            chosen = [cell for cell in cells if (cell.tokens, cell.compute_share) == (tokens, share)]
-            _panel(axes[row][column], chosen)
-            axes[row][column].set_title(f"{tokens} tokens, {share:.0%} of the compute", fontsize=9)
-    for axis in axes[-1]:
-        axis.set_xlabel("bandwidth / rate of computing KV")
-    for line in axes:
-        line[0].set_ylabel("seconds to the first token")
-    axes[0][0].legend(fontsize=7, frameon=False)
-    save(figure, path)
-
-
-def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
-    for codec in dict.fromkeys(cell.codec for cell in cells):
-        chosen = sorted((cell for cell in cells if cell.codec == codec), key=lambda cell: cell.bandwidth_ratio)
-        where = [cell.bandwidth_ratio for cell in chosen]
-        raw = codec == cells[0].codec
-        for name, label, colour, line in _SERIES if raw else _SERIES[-1:]:
-            values = [getattr(cell, name) for cell in chosen]
-            shown = label if raw else f"{label}, {codec}"
-            axis.plot(where, values, line, color=colour if raw else YELLOW, marker=".", label=shown, linewidth=1.3)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    bandwidths = sorted({cell.bandwidth_ratio for cell in cells})
-    axis.set_xticks(bandwidths, [f"{bandwidth:g}" for bandwidth in bandwidths])
-    for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        ticks(lambda seconds, _: f"{seconds:g}" if f"{seconds:e}"[0] in "125" else "")
-    axis.grid(alpha=0.2, which="both")
-
 
 _OURS = {"default": RED, "craft": BLUE, "random": GREY, "full_cache": BLACK}
 _OTHERS = (YELLOW, GREEN, VIOLET, BROWN, TEAL, PINK)
 _EXACT_KL = 1e-4  # below it a method counts as exact and is not drawn on a logarithmic axis
-
-
 _METRICS = (("kl", "KL to full prefill (nats)"), ("rouge_l", "ROUGE-L to full prefill"))
 
 
