@@ -17,7 +17,7 @@ from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
 
 _PRIMED = 0.8  # what CFO counts when a primed variant is compared with others
-_UNKNOWN_CCI = 0.9  # of a chunk captured alone; eq. 11 gives it 0.5, the lowest there is, and yet it loses most
+_UNKNOWN_CCI = 0.75  # of a chunk captured alone; eq. 11 gives it 0.5, the lowest there is, and yet it loses most
 # The exact share of context that a lossy codec has kept: below 1, so that nothing computed behind it is called exact;
 # little below, because what a codec loses is far less than what other neighbours change (0.2 % and 6 % of its KL,
 # docs/benchmarks.md), and nothing would be won by fixing it.
