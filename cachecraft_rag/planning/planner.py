@@ -16,8 +16,8 @@ from cachecraft_rag.planning.scoring import adjusted_overlap, fix_overhead, orde
 from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
 
-_PRIMED = 0.8  # what CFO counts when a primed variant is compared with others
-_UNKNOWN_CCI = 0.75  # of a chunk captured alone; eq. 11 gives it 0.5, the lowest there is, and yet it loses most
+# What CFO counts when variants are compared: one that was primed behind neighbours, and one captured alone.
+_PRIMED, _ALONE = 0.8, 1.25
 # The exact share of context that a lossy codec has kept: below 1, so that nothing computed behind it is called exact;
 # little below, because what a codec loses is far less than what other neighbours change (0.2 % and 6 % of its KL,
 # docs/benchmarks.md), and nothing would be won by fixing it.
@@ -202,15 +202,17 @@ def _scored(outcome: Outcome, variant: Variant) -> SegmentPlan:
 
 
 def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
-    """Sort key, lower is better: variants worth fixing, those that need no fixing, then CFO, less for a primed variant,
-    then the more exact capture.
+    """Sort key, lower is better: variants worth fixing, those that need no fixing, then CFO, less for a primed variant
+    and more for one captured alone, then the more exact capture.
 
     A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
-    what it looked at was its own document: reused at another place it loses less on most questions (docs/fidelity.md).
+    what it looked at was its own document: reused at another place it loses less on most questions. One captured alone
+    looked at nothing, so its CCI is the lowest there is, and yet it loses most (docs/fidelity.md).
     """
     variant, cfo = plan.variant, plan.cfo or 0.0
     assert variant is not None, "only variants are ranked"
-    return cfo >= 1.0, not plan.at_origin, cfo * (_PRIMED if variant.primed else 1.0), -variant.exact_share
+    weight = _ALONE if len(variant.key.origin_prefix) == 1 else _PRIMED if variant.primed else 1.0
+    return cfo >= 1.0, not plan.at_origin, cfo * weight, -variant.exact_share
 
 
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
@@ -226,8 +228,7 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
     adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
     fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
     alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
-    cci = variant.cci if len(origin) > 1 else _UNKNOWN_CCI
-    cfo = fix_overhead(alpha=alpha, cci=cci, adjusted=adjusted)
+    cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan("reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo)
 
 
