@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cachecraft_rag.checks import MOST, check_whole
+from cachecraft_rag.checks import MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes
 
@@ -50,6 +50,7 @@ class TtftOptions:
     def __post_init__(self) -> None:
         """Check the numbers; raises ConfigError."""
         check_whole("--chunk-tokens", self.chunk_tokens, least=16, most=1 << 20)
+        check_number("--recompute-ratio", self.recompute_ratio, most=1)
         check_whole("--seed", self.seed, least=-MOST - 1, optional=True)
 
     def run(self) -> list[TtftReport]:
