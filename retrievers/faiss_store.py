@@ -1,8 +1,8 @@
 """The vector store: chunks of documents in SQLite, found by FAISS, returned by chunk id.
 
-SQLite is the truth, the vectors included. The FAISS index is derived from it: each search compares the index's
-generation with the database's and brings in what has changed, whichever process changed it. A process killed at any
-moment, a lost or damaged index file and a write by another process are all mended by the next search.
+SQLite is the truth, the vectors included. The FAISS index is derived from it: each search compares the index's stamp
+with the database's and brings in what has changed, whichever process changed it. A process killed at any moment, a lost
+or damaged index file and a write by another process are all mended by the next search.
 
 A chunk has one row and one vector, and an owner for each place in a document where it stands. It goes with its last
 owner.
@@ -266,7 +266,7 @@ class FaissStore(Closeable):
 
         Nothing is lost without it: every change is on the disk when the method that makes it returns.
         """
-        if self._db.read_only:
+        if self._db.read_only or not self.folder.is_dir():  # deleted meanwhile: nothing of it comes back
             return
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
@@ -325,7 +325,6 @@ class FaissStore(Closeable):
         keys: Sequence[str] | None = None,
     ) -> list[str]:
         """Put chunks behind those the document has; the ids of those that are new to the store."""
-        generation = int(_setting(db, "generation")) + 1
         behind = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
         first = db.execute(behind, (doc_id,)).fetchone()[0]
         added = []
@@ -336,8 +335,8 @@ class FaissStore(Closeable):
                 raise ConfigError(f"chunk {chunk_id}: this is not the id of its text; make the chunk with Chunk(text)")
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             if row is None:
-                insert = "INSERT INTO chunks (chunk_id, generation, text, vector) VALUES (?, ?, ?, ?) RETURNING number"
-                row = db.execute(insert, (chunk_id, generation, chunk.text, vector.tobytes())).fetchone()
+                insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?) RETURNING number"
+                row = db.execute(insert, (chunk_id, chunk.text, vector.tobytes())).fetchone()
                 added.append(chunk_id)
             owner = (doc_id, ordinal, row[0], encoded(chunk.metadata), key)
             db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
@@ -363,29 +362,24 @@ class FaissStore(Closeable):
         return Change(tuple(added), tuple(removed))
 
     def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
-        """The index, brought to the generation of the transaction's snapshot."""
+        """The index, brought to the state of the transaction's snapshot."""
         if self._index is None:
             self._index = VectorIndex.load(self.folder / INDEX_FILE, dim=self.dim, store=self._store)
             self._saved_stamp = "" if self._index is None else self._index.stamp
-        generation, stamp = int(_setting(db, "generation")), _setting(db, "stamp")
-        if self._index is not None and self._index.stamp == stamp:
-            return self._index
-        # Another stamp without a later generation: the database was restored from an older copy.
-        if self._index is None or self._index.generation >= generation:
-            self._index = VectorIndex(self.dim)
-        index = self._index
-        present = _numbers(db.execute("SELECT number FROM chunks ORDER BY number"))
-        rewritten = _numbers(db.execute("SELECT number FROM chunks WHERE generation > ?", (index.generation,)))
-        held = index.numbers()
-        # A number may have passed from a deleted chunk to a new one: then it is removed here and added below.
-        index.remove(held[~np.isin(held, present) | np.isin(held, rewritten)])
-        wanted = np.setdiff1d(present, index.numbers())
+            if self._index is None:
+                self._index = VectorIndex(self.dim)
+        index, stamp = self._index, _setting(db, "stamp")
+        if index.stamp == stamp:
+            return index
+        present, held = _numbers(db.execute("SELECT number FROM chunks")), index.numbers()
+        index.remove(np.setdiff1d(held, present))
+        wanted = np.setdiff1d(present, held)
         for start in range(0, len(wanted), _BATCH):
             batch = wanted[start : start + _BATCH].tolist()
             rows = _by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch)
             vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(len(rows), self.dim)
             index.add(np.array([row[0] for row in rows], dtype=np.int64), vectors)
-        index.generation, index.stamp = generation, stamp
+        index.stamp = stamp
         return index
 
 

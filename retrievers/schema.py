@@ -23,7 +23,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
             content_digest TEXT NOT NULL,
             root TEXT NOT NULL
         ) WITHOUT ROWID""",
-        # `number` is the chunk's id in FAISS; `generation` is the one in which the row was written
+        # `number` is the chunk's id in FAISS, drawn: a database restored from a copy never gives one to another chunk
         """CREATE TABLE chunks (
             number INTEGER PRIMARY KEY,
             chunk_id TEXT NOT NULL UNIQUE,
@@ -46,6 +46,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE owners ADD COLUMN key TEXT",
         "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
     ),
+    ("DROP INDEX chunks_by_generation", "ALTER TABLE chunks DROP COLUMN generation"),
 )
 
 

@@ -39,8 +39,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.vector_index")
 class VectorIndex:
     """Vectors under int64 numbers. Not thread safe.
 
-    `generation` is the state of the database that they mirror, and `stamp` its random name: a database restored from an
-    older copy comes to the same generation again, but not to the same stamp.
+    `stamp` is the random name of the state of the database that they mirror.
     """
 
     def __init__(self, dim: int) -> None:
@@ -51,7 +50,6 @@ class VectorIndex:
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
         self._coarse: Any = None
         self._trained_on = 0
-        self.generation = 0
         self.stamp = ""
 
     def numbers(self) -> NDArray[np.int64]:
@@ -151,7 +149,7 @@ class VectorIndex:
                 if time.time() - leftover.stat().st_mtime > _LEFTOVER_AFTER_S:
                     leftover.unlink()
         parts = [self._faiss.serialize_index(index).tobytes() for index in self._both()]
-        meta = {"store": store, "dim": self._dim, "generation": self.generation, "stamp": self.stamp}
+        meta = {"store": store, "dim": self._dim, "stamp": self.stamp}
         header = json.dumps(meta | {"exact_bytes": len(parts[0]), "trained_on": self._trained_on}).encode() + b"\n"
         replace_file(path, b"".join((_MAGIC, _checksum(header, *parts), header, *parts)))
 
@@ -181,7 +179,7 @@ class VectorIndex:
         if exact < len(payload):
             loaded._coarse = read(np.frombuffer(payload[exact:], dtype=np.uint8))
         loaded._trained_on = int(meta["trained_on"])
-        loaded.generation, loaded.stamp = int(meta["generation"]), str(meta["stamp"])
+        loaded.stamp = str(meta["stamp"])
         return loaded
 
 
