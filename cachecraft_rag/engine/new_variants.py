@@ -11,9 +11,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.compute.job import PrefillResult
@@ -69,10 +68,6 @@ class NewVariantStats:
     tokens: int
     waiting: int
     dropped: dict[str, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 class WantedVariants:

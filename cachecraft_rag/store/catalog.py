@@ -35,8 +35,8 @@ from cachecraft_rag.store.catalog_rows import (
     CatalogRow,
     packed,
     row_of,
-    scores_of_row,
     sum_of_scores,
+    unpacked,
     variant_of_row,
 )
 from cachecraft_rag.store.database import Database, Kind, fetched
@@ -45,7 +45,6 @@ from cachecraft_rag.store.row_checks import unsound, unsound_scores
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, EvictionReason, Payload, TokenScores, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
-_MOST_TOKENS = 1 << 24  # of a chunk; no context is so long
 _LEAST_REMEMBERED = 1000
 _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
 
@@ -105,7 +104,7 @@ _SCORE, _FREQUENCY, _SAVED, _SHARE = (
     for name in ("score", "reuse_frequency", "saved", "exact_share")
 )
 _FILE = f"variant_id, created, {_BYTES}"
-_ROW = f"SELECT {_FILE}, {_SCORE}, scope, chunk_id, {_FREQUENCY}, {_SAVED} FROM variants"
+_ROW = f"SELECT {_FILE}, {_SCORE}, scope, CAST(chunk_id AS BLOB), {_FREQUENCY}, {_SAVED} FROM variants"
 # A damaged row may name another chunk than its own.
 _BESIDE = f"{_ROW} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
 _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'integer', tokens, 0), {_BYTES}, {_SHARE},
@@ -114,7 +113,7 @@ _USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
     WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
 _STATE = """SELECT iif(typeof(clock) = 'real', clock, 0.0), variants,
     file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM eviction, totals"""
-_REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,?,?,?)"
+_REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,CAST(? AS TEXT),?,?)"
 
 
 class OtherVersionError(StoreError):
@@ -133,7 +132,7 @@ class _Candidate(NamedTuple):
     file_bytes: int
     score: float
     scope: int
-    chunk_id: str
+    chunk_id: bytes
     reuse_frequency: float
     saved: float
 
@@ -546,7 +545,9 @@ def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:
     if tokens is None:
         return TokenScores()
     try:
-        scores = scores_of_row(checksum=checksum, inter=inter, most=_MOST_TOKENS)
+        if checksum != sum_of_scores(inter):
+            return "their checksum is wrong"
+        scores = TokenScores(unpacked(inter))
         return "they do not fit its tokens" if unsound_scores(scores, tokens) else scores
     except (ValueError, TypeError) as error:
         return str(error)

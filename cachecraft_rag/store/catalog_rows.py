@@ -138,12 +138,3 @@ def unpacked(scores: bytes | None) -> np.ndarray | None:
 def packed(scores: np.ndarray | None) -> bytes | None:
     """The inverse of `unpacked`."""
     return None if scores is None else np.ascontiguousarray(scores, dtype="<f4").tobytes()
-
-
-def scores_of_row(*, checksum: Any, inter: Any, most: int) -> TokenScores:
-    """Token scores from their columns. Raises ValueError or TypeError if they are damaged, or more than `most`."""
-    if checksum != sum_of_scores(inter):
-        raise ValueError("their checksum is wrong")
-    if inter is not None and len(inter) > 4 * most:
-        raise ValueError("there are too many")
-    return TokenScores(unpacked(inter))

@@ -187,6 +187,16 @@ def test_text_that_is_no_text_hides_one_row_only(catalog: Catalog) -> None:
     assert (len(found["other"]), len(damaged)) == (1, 1)
 
 
+def test_a_row_whose_chunk_id_is_no_text_can_be_evicted(catalog: Catalog) -> None:
+    old, new = make("chunk", created=1.0), make("other", created=2.0)
+    add(catalog, old)
+    with closing(sqlite3.connect(catalog.path)) as connection, connection:
+        connection.execute("UPDATE variants SET chunk_id = CAST(x'ff' AS TEXT)")
+    assert [file.variant_id for file in catalog.chosen(RowFilter())] == [old.variant_id]
+    gone = catalog.reserve(new, file_bytes=1, writer="me", limits=replace(ROOMY, disk_bytes=1))
+    assert [file.variant_id for file in gone or ()] == [old.variant_id]
+
+
 @pytest.mark.parametrize("scores", [b"abc", b"\0" * 4, b"\xff" * 28, np.full(7, 3e38, "<f4").tobytes(), "text", 7])
 def test_token_scores_that_were_changed_are_unknown(catalog: Catalog, scores: object) -> None:
     variant, numbers = make(), np.ones(7, dtype=np.float32)
