@@ -631,8 +631,11 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     def one(selector: str) -> Any:
         return wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, selector))
 
+    def type_here(*keys: str) -> None:
+        one('[data-testid="stChatInputTextArea"]').send_keys(*keys)
+
     def ask_here(question: str) -> None:
-        one('[data-testid="stChatInputTextArea"]').send_keys(question, Keys.ENTER)
+        type_here(question, Keys.ENTER)
 
     def timed(count: int) -> None:
         wait_for(lambda: len([chip for chip in all_of(".cc-chip") if "without reuse" in chip.text]) == count)
@@ -673,9 +676,11 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     wait_for(lambda: "tokens reused from memory" in tip())
 
     wait_for(lambda: chrome.find_element(By.CSS_SELECTOR, ".st-key-brief label").click() or True)
+    wait_for(lambda: not one(".st-key-brief input").is_selected())
     ask_here("Tell me everything about the Wren K2")
+    type_here("How long is its warranty?")
     wait_for(lambda: "▌" in one("body").text)
-    ask_here("How long is its warranty?")  # before that answer has ended
+    type_here(Keys.ENTER)  # before that answer has ended
     timed(3)
     assert "interrupted" in one("body").text
     assert one(".st-key-again-3 button").text.endswith("Ask again")
