@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types import Payload, TokenScores, Variant, VariantKey
+from cachecraft_rag.types import Payload, Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
 NOTHING = Payload()
