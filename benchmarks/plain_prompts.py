@@ -71,7 +71,7 @@ def prompt_of(question: Question, template: str) -> str:
 def measure(
     engine: Engine, question: Question, template: str | None, config: ReuseConfig, *, answer_tokens: int
 ) -> Measured:
-    """Answer one question in full, and from chunk-caches captured alone.
+    """Answer one question in full, and from chunk-caches captured behind the passage that stands in for neighbours.
 
     Args:
         template: of the prompt; None: the passages are documents.
@@ -83,7 +83,8 @@ def measure(
     engine.capture(Prompt((engine.prompts.system,)), [0], primed=False)
     for segment in prompt.segments:
         if segment.kind == "chunk":
-            engine.capture(Prompt((engine.prompts.system, replace(segment, found=False))), [1], primed=False)
+            before = (engine.prompts.system, engine.prompts.stand_in)
+            engine.capture(Prompt((*before, replace(segment, found=False))), [2], primed=False)
     found = engine.score_answer(text, chunks, target=full.tokens, max_new_tokens=answer_tokens, config=config)
     passages = sum(len(engine.prompts.chunk_segment(one).token_ids) for one in question.passages)
     kl, _ = divergence(full.logits, found.logits)

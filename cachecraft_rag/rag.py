@@ -273,7 +273,7 @@ class CacheCraft(Retriever, Closeable):
         """Compute and store the missing chunk-caches, each chunk behind its neighbours in its document.
 
         Args:
-            alone: each chunk behind the instruction alone, see `Primer`.
+            alone: each chunk behind a fixed passage instead, see `Primer`.
             progress: called before the first pass and after each one; `done` and `total` count chunk-caches.
             skipped: called with a sentence about each document that has chunks too long for the model; by default
                 it is logged.

@@ -59,7 +59,7 @@ class IndexOptions:
     """Options of `index`.
 
     prime         also compute all chunk-caches now, so that the first question is fast too
-    alone         with --prime, each chunk without its neighbours: it holds no words of others, and loses more
+    alone         with --prime, each chunk behind a fixed passage instead of its neighbours: no words of others shape it
     follow_links  also index files outside the folder that links in it point to
     """
 

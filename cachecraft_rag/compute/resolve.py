@@ -24,8 +24,6 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
 
-_WITHOUT_SCORES = 0.75  # of the rows that a probe needs, where eq. 14 has no scores for any chunk (docs/fidelity.md)
-
 
 @dataclass(frozen=True)
 class Resolved:
@@ -167,10 +165,7 @@ def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str,
     fixed = sum(len(planned.recompute) for planned in plan.segments)
     lengths = [len(segment.token_ids) for segment in prompt.segments]
     new = sum(n for n, planned in zip(lengths, plan.segments, strict=True) if planned.variant is None)
-    reused = [planned.variant for planned in plan.segments if planned.to_fix and planned.variant is not None]
-    alone = all(scores.get(variant.variant_id, TokenScores()).inter is None for variant in reused)
-    least = config.probe_min_rows * (_WITHOUT_SCORES if alone else 1.0)
-    if not selector_named(config.selector).probes or not fixed or fixed + new < least:
+    if not selector_named(config.selector).probes or not fixed or fixed + new < config.probe_min_rows:
         return None
     bounds = prompt.bounds
     edge = _shared_until(prompt, plan, config)

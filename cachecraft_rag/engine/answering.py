@@ -37,6 +37,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.types import Segment
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -90,6 +91,7 @@ class Answering:
 
     look_up     finds what is stored
     namespace   of the engine
+    stand_in    the passage that text which nobody marked is captured behind
     noting      prompts whose text is being noted as seen
     """
 
@@ -102,6 +104,7 @@ class Answering:
     look_up: LookUp
     loader: Loader
     namespace: str
+    stand_in: Segment
     noting: int = 0
     _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, by their plans' order
     _changes: int = 0  # of what is stored, as far as this engine knows
@@ -330,7 +333,7 @@ class Answering:
     def _note(self, request: Request, plan: Plan) -> None:
         """Note the text of a prompt that nobody marked, and have captured what was seen before."""
         scope = (self.namespace, self.decoder.fingerprint)
-        candidates = candidates_of(request.prompt, plan, request.session, scope)
+        candidates = candidates_of(request.prompt, plan, request.session, scope, stand_in=self.stand_in)
 
         def noted() -> Work[set[str]]:
             seen: set[str] = yield self.loop.aside(self.store.seen_texts, list(candidates))

@@ -118,7 +118,12 @@ class Engine(StoreEngine):
         assert isinstance(own.new_variants, NewVariants), "EngineConfig makes one of a word"
         self.new_variants = VariantMaker(own.new_variants, stack=decoder, **shared)
         self._answering = Answering(
-            decoder, line=self._line, new_variants=self.new_variants, namespace=own.namespace, **shared
+            decoder,
+            line=self._line,
+            new_variants=self.new_variants,
+            namespace=own.namespace,
+            stand_in=self.prompts.stand_in,
+            **shared,
         )
         store.before_removal.append(self._before_removal)
 

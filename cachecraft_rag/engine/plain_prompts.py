@@ -4,10 +4,10 @@ The user's text is searched for what was captured before, word for word: documen
 content (`planning.found_text`). Such *found* segments take their chunk-caches like chunks. Whatever stands between and
 behind them is computed and private, and so are short prompts and the end of the last message.
 
-A found passage that comes a second time is captured in idle time, behind the instruction alone, so that nobody's text
-shapes what others are served; in a session, for that session only. A whole prompt that comes a second time is captured
-behind its own prefix, which makes it exact from then on. These captures are seen behind that very prefix only: they
-belong to a session that is named by it.
+A found passage that comes a second time is captured in idle time, behind the instruction and a fixed passage, so that
+nobody's text shapes what others are served; in a session, for that session only. A whole prompt that comes a second
+time is captured behind its own prefix, which makes it exact from then on. These captures are seen behind that very
+prefix only: they belong to a session that is named by it.
 """
 
 from __future__ import annotations
@@ -122,13 +122,20 @@ def _prefix(prompt: Prompt) -> str:
 
 
 def candidates_of(
-    prompt: Prompt, plan: Plan, session: str | None, scope: Sequence[str], *, shared: Segment | None = None
+    prompt: Prompt,
+    plan: Plan,
+    session: str | None,
+    scope: Sequence[str],
+    *,
+    stand_in: Segment,
+    shared: Segment | None = None,
 ) -> dict[str, Candidate]:
     """What to capture if it was seen before, each by the name under which that is remembered.
 
     Args:
         session: of the request, see `session_of`.
         scope: what keeps one's texts from another's, besides the session.
+        stand_in: the passage that passages are captured behind.
         shared: the instruction that passages are captured behind for everybody where the prompt's own is private.
     """
     system, *_ = prompt.segments
@@ -137,11 +144,13 @@ def candidates_of(
     new = [i for i, planned in texts.items() if planned.variant is None]
     first = frozenset(i for i in new if segments[i].segment_id == _name(segments[i].tokens_digest))
     for i in new:
-        alone = shared if shared is not None and system.private and not segments[i].private else system
-        owner = session if segments[i].private or alone.private else None
+        ours = shared if shared is not None and system.private and not segments[i].private else system
+        owner = session if segments[i].private or ours.private else None
         name = digest("text", *scope, owner or "", segments[i].segment_id)
-        tokens = len(segments[i].token_ids)
-        found[name] = Candidate((alone, segments[i]), {1: tokens}, owner, first=frozenset((1,) if i in first else ()))
+        chunks = {1: len(stand_in.token_ids), 2: len(segments[i].token_ids)}
+        found[name] = Candidate(
+            (ours, stand_in, segments[i]), chunks, owner, first=frozenset((1, 2) if i in first else (1,))
+        )
     fixed = {i: len(segments[i].token_ids) for i, planned in texts.items() if planned.outcome != "exact"}
     if fixed:
         name = digest("prefix", *scope, session or "", _prefix(prompt))

@@ -1,9 +1,10 @@
 """Priming: capture a document's chunks ahead of the first question, each behind its neighbours in the document.
 
-These are the chunks before it. The first chunk has none, so it is captured behind the next ones, too.
+These are the chunks before it. The first chunk has none, so it is captured behind the next ones, too. A document of one
+chunk is captured behind a fixed passage.
 
 A chunk captured behind neighbours from its own document loses less, on most questions, than one captured behind
-unrelated chunks (median KL 0.67 of it), and one pass over a document captures all its chunks. How other origin prefixes
+unrelated chunks (median KL 0.67 of it), and one pass over a document captures nearly all. How other origin prefixes
 compare: docs/fidelity.md.
 """
 
@@ -87,8 +88,8 @@ class Primer:
     Args:
         engine: whose questions are to find the chunk-caches.
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
-        alone: capture each chunk behind the instruction alone instead of behind its document's chunks. Such captures
-            hold nobody else's words and do not change with their neighbours; they lose more (docs/fidelity.md).
+        alone: capture each chunk behind a fixed passage (`prompt.STAND_IN`) instead of its document's chunks: nobody
+            else's words shape such captures, and they do not change with their neighbours.
     """
 
     def __init__(self, engine: PrimedEngine, *, window: int = 2048, alone: bool = False) -> None:
@@ -111,7 +112,7 @@ class Primer:
         self._require_shared()
         total = 0
         for window, known in self._windows(chunks):
-            count = self._prime_window(window, known, primed=not self._alone)
+            count = self._prime_window(window, known, primed=self.engine.prompts.stand_in not in window)
             captured(count)
             total += count
         return total
@@ -138,10 +139,7 @@ class Primer:
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
         before = [self.engine.prompts.chunk_segment(other) for other in behind if other.text != chunk.text]
-        run = [*dict.fromkeys(before), segment]
-        room = self._room([segment])
-        while _tokens(run) > room:
-            del run[0]
+        run = self._behind(list(dict.fromkeys(before)), segment)
         return self._prime_window(run, len(run) - 1, primed=False)
 
     def _require_shared(self) -> None:
@@ -189,8 +187,8 @@ class Primer:
         """
         segments = list(dict.fromkeys(self.engine.prompts.chunk_segment(chunk) for chunk in chunks))
         room = self._room(segments)
-        if self._alone:
-            yield from (([segment], 0) for segment in segments)
+        if self._alone or len(segments) < 2:
+            yield from ((self._behind([self.engine.prompts.stand_in], segment), 0) for segment in segments)
             return
         run: list[Segment] = []
         known = 0
@@ -205,16 +203,17 @@ class Primer:
             run.append(segment)
         if len(run) > known:
             yield run, known
-        yield from self._first_behind_next(segments)
+        # The first chunk once more: captured alone it serves well at a prompt's front only.
+        run = self._behind(segments[1 : 1 + _NEXT], segments[0])
+        if len(run) > 1:
+            yield run, len(run) - 1
 
-    def _first_behind_next(self, segments: Sequence[Segment]) -> Iterator[tuple[list[Segment], int]]:
-        """The first chunk once more, behind the next ones: captured alone it serves well at a prompt's front only."""
-        if len(segments) > 1:
-            run = [*segments[1 : 1 + _NEXT], segments[0]]
-            while _tokens(run) > self._room([]):
-                del run[0]
-            if len(run) > 1:
-                yield run, len(run) - 1
+    def _behind(self, before: Sequence[Segment], segment: Segment) -> list[Segment]:
+        """A segment behind as many of these as fit a pass with it."""
+        run = [*before, segment]
+        while _tokens(run) > self._room([segment]):
+            del run[0]
+        return run
 
 
 def _tokens(run: Sequence[Segment]) -> int:

@@ -32,6 +32,14 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.planning.found_text import TokenKinds
 from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
 
+# Chunks without neighbours are captured behind this passage: nobody's words, and better than none (docs/fidelity.md).
+STAND_IN = (
+    "Libraries lend more than books. Many of them keep tools, seeds and musical instruments on their shelves, and a "
+    "reader who has a card may take them home for three weeks. Whoever brings something back late pays a small fee "
+    "for each day, and whoever has lost it pays for a new one. Most branches open at ten in the morning and close at "
+    "seven; on Saturdays they close at two. A quiet room upstairs can be reserved for up to four people, and the staff "
+    "will help with forms, printers and old newspapers."
+)
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
 _LINE_END, _WORD = "\n", "The"  # the assumed neighbours of a segment in tokenisation
 _CONTEXT_MARK, _QUESTION_MARK = "\u27e6cachecraft-context\u27e7", "\u27e6cachecraft-question\u27e7"
@@ -105,6 +113,11 @@ class PromptBuilder:
         """How the model writes calls of tools."""
         template = getattr(self._tokenizer, "chat_template", None)
         return format_of(partial(_rendered, self._tokenizer), self._tokenizer) if template else CallFormat()
+
+    @cached_property
+    def stand_in(self) -> Segment:
+        """`STAND_IN` as the model sees it."""
+        return self.chunk_segment(Chunk(STAND_IN))
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """The chunk as the model sees it: its text and an empty line.

@@ -13,14 +13,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.engine.priming import Primer
+from cachecraft_rag.engine.prompt import STAND_IN
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Chunk
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.dataset import Dataset, Question
-    from cachecraft_rag.types import Chunk
 
 Behind = Callable[["Dataset", "Chunk", int], Sequence["Chunk"]]  # dataset, chunk, seed → what it is captured behind
 
@@ -30,8 +31,8 @@ class OriginCondition:
     """A rule for the origin prefixes of chunks.
 
     behind  the chunks that a chunk is captured behind: "unrelated", 1 or 2 chunks of other documents; "neighbours", the
-            chunks before it in its document; "alone", none. None if captures are left to the questions, as in
-            production ("stream")
+            chunks before it in its document; "alone", a fixed passage, as with `prime(alone=True)`. None if captures
+            are left to the questions, as in production ("stream")
     """
 
     name: str
@@ -54,7 +55,7 @@ _ALL = (
     OriginCondition("unrelated", _unrelated),
     # `Primer` drops the furthest neighbours if they do not fit into one pass.
     OriginCondition("neighbours", lambda dataset, chunk, _: dataset.neighbours(chunk.chunk_id)),
-    OriginCondition("alone", lambda *_: ()),
+    OriginCondition("alone", lambda *_: [Chunk(STAND_IN)]),
     OriginCondition("stream", None),
 )
 

@@ -31,8 +31,7 @@ class ReuseConfig:
     recompute_ratio  share of each moved chunk's tokens to recompute, 1 is exact; with a lossy codec too. None = CFO
                      decides. With a ratio, α is ignored: CFO at DEFAULT_ALPHA only ranks the variants of a chunk
     selector         which tokens are recomputed, a name of `selectors.SELECTORS`
-    probe_min_rows   a selector's probe runs only if at least this many rows will be computed, or three quarters as many
-                     where all chunks were captured alone and there is nothing else to choose by: it reads half of the
+    probe_min_rows   a selector's probe runs only if at least this many rows will be computed: it reads half of the
                      weights once more, which takes too large a share of a small pass
     budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added up and
                      go to the best tokens of the whole prompt

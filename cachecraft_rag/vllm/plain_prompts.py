@@ -202,7 +202,8 @@ class PlainPrompts:
         scope = (engine.namespace, engine.decoder.fingerprint)
         notes: Notes = dict
         if origin.config.capture and engine.new_variants.config.when != "off":
-            notes = partial(candidates_of, prompt, plan, session, scope, shared=engine.prompts.system)
+            ours = engine.prompts
+            notes = partial(candidates_of, prompt, plan, session, scope, stand_in=ours.stand_in, shared=ours.system)
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved

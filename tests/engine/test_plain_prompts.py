@@ -193,14 +193,14 @@ def test_sessions_keep_what_is_found_to_themselves(engine: Engine) -> None:
     assert reused(ask(engine, moved, session="ada")) > 0.9
 
 
-def test_what_is_captured_for_everybody_stands_behind_the_instruction_alone(engine: Engine) -> None:
+def test_what_is_captured_for_everybody_stands_behind_nobodys_text(engine: Engine) -> None:
     for order in ((0, 1, 2), (2, 0, 1), (2, 0, 1), (1, 2, 0)):
         ask(engine, prompt_of(*(PASSAGES[place] for place in order), question="My name is Canary-4711, who am I?"))
-    system = engine.prompts.system.segment_id
+    system, stand_in = engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id
     rows = [one.variant for one in engine.store.rows(RowFilter(), limit=1000)]
     shared = [one for one in rows if one.session is None]
-    assert {one.key.origin_prefix for one in shared} == {(), (system,)}
-    assert len(shared) == 4  # the instruction and three passages
+    assert {one.key.origin_prefix for one in shared} == {(), (system,), (system, stand_in)}
+    assert len(shared) == 5  # the instruction, what stands in for neighbours, and three passages
     assert all(one.session.startswith("prefix ") for one in rows if one.session is not None)
 
 

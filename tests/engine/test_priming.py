@@ -91,11 +91,13 @@ def test_a_pass_of_one_chunk_bears_each_alone(engine: Engine) -> None:
     assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[()]] * 6
 
 
-def test_chunks_may_be_captured_alone_in_passes_of_any_length(engine: Engine) -> None:
+def test_chunks_may_be_captured_without_their_document(engine: Engine) -> None:
     alone = Primer(engine, alone=True)
-    assert len(alone.missing(DOCUMENT)) == 7  # with the instruction
-    assert alone.prime(DOCUMENT) == 7
-    assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[()]] * 6
+    assert len(alone.missing(DOCUMENT)) == 8  # with the instruction and the passage that stands in for neighbours
+    assert alone.prime(DOCUMENT) == 8
+    behind = [row.variant.key.origin_prefix for row in engine.store.rows(RowFilter())]
+    system, stand_in = engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id
+    assert sorted(behind) == sorted([(), (system,), *[(system, stand_in)] * 6])
     assert not any(row.variant.primed for row in engine.store.rows(RowFilter()))  # not behind neighbours
     assert alone.prime(DOCUMENT) == 0
 

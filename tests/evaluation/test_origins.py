@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.prompt import STAND_IN
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.origins import CONDITIONS, Origins, condition_named
@@ -22,7 +23,7 @@ def unrelated(dataset: Dataset, chunk: Chunk, seed: int = 0) -> Sequence[Chunk]:
 
 def captured_behind(engine: Engine, dataset: Dataset, chunk: Chunk) -> list[list[Chunk]]:
     """Chunks between the instruction and this chunk, for each of its captures."""
-    known = {one.chunk_id: one for document in dataset.documents for one in document}
+    known = {one.chunk_id: one for document in (*dataset.documents, [Chunk(STAND_IN)]) for one in document}
     rows = engine.store.rows(RowFilter(chunk_ids=(chunk.chunk_id,)))
     return [[known[name] for name in row.variant.key.origin_prefix[1:]] for row in rows]
 
