@@ -163,7 +163,7 @@ class VLLMEngine(StoreEngine):
             return Captured(dropped=Dropped.REMOVED)  # or evicted; it had one
         # Blocks that vLLM has kept of an earlier try capture nothing, hence a salt of its own.
         salt = secrets.token_hex(8)
-        how: Any = {"captures": tuple(missing), "when_stored": True, "idle": True, "unmarked": bool(candidate.first)}
+        how: Any = {"captures": tuple(missing), "when_stored": True, "idle": True, "first": tuple(candidate.first)}
         ask = Ask(_asking(segments), EXACT, candidate.session, client_salt=salt, **how)
         report = self._filled(ask)
         if "segments" not in report:
