@@ -20,7 +20,7 @@ from cachecraft_rag.engine.new_variants import EXACT
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout
@@ -717,6 +717,17 @@ def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
         prefix = tuple(one.segment_id for one in ask.prompt.segments[:place])
         assert [one.exact_share for one in found[segment.segment_id] if one.key.origin_prefix == prefix] == [1.0]
     assert not used
+
+
+def test_a_removed_chunk_is_not_stored_beside_text_that_nobody_marked(
+    engine: Engine, scheduling: Scheduling, workers: Workers
+) -> None:
+    ask = replace(idle_ask(engine, [0, 2, 1]), first=(2,), when_stored=True)
+    names = [segment.segment_id for segment in ask.prompt.segments[1:-1]]
+    fill = fill_of(scheduling, ask)
+    engine.store.evict(RowFilter(chunk_ids=tuple(names)))
+    run(workers, [fill])
+    assert [row.variant.key.chunk_id for row in engine.store.rows(RowFilter(chunk_ids=tuple(names)))] == [names[1]]
 
 
 def test_what_an_answer_fixed_is_reported(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
