@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ class CaptureContext:
     exact_shares      per segment, see `planner.exact_shares`
     session           whose they are if something private stood before them
     primed            see `types.Variant`
-    another           see `types.Capture`
+    another           segments that are captured once more, see `types.Capture`
     removed           chunks that must not be stored any more
     """
 
@@ -54,7 +54,7 @@ class CaptureContext:
     exact_shares: Sequence[float]
     session: str | None
     primed: bool = False
-    another: bool = False
+    another: Collection[int] = ()
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
 
@@ -143,7 +143,7 @@ class WriteBackQueue:
                 exact_share=context.exact_shares[capture.segment],
                 session=context.session if _private(capture, context) else None,
                 primed=context.primed,
-                another=context.another,
+                another=capture.segment in context.another,
                 mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
                 **vars(describer.statistics()),
             )

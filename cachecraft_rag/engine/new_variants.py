@@ -76,7 +76,7 @@ class WantedVariants:
     def __init__(self, config: NewVariants) -> None:
         self.candidates = Candidates(config.waiting)
         self._share = config.share
-        self._allowance = 0.0  # tokens that may be computed; below zero by less than one prompt
+        self._allowance = 0.0  # tokens that may be computed; below zero by less than what is under way
         self._refusals = 0  # in a row
         self._captured = self._tokens = 0
         self._dropped: Counter[str] = Counter()
@@ -92,9 +92,9 @@ class WantedVariants:
         if candidate is not None and self.candidates.add(candidate) is not None:
             self._dropped[Dropped.FULL] += 1
 
-    def best(self) -> Candidate | None:
-        """The most valuable candidate; None while the budget is spent."""
-        return self.candidates.best() if self._allowance > 0.0 else None
+    def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
+        """The most valuable candidate among these, or all; None while the budget is spent."""
+        return self.candidates.best(among) if self._allowance > 0.0 else None
 
     def spend(self, tokens: int) -> None:
         """Count tokens that were computed; after refusals they count several times."""
@@ -132,7 +132,7 @@ def missing_of(candidate: Candidate, found: Found) -> list[int]:
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
 
-LookUp = Callable[..., Found]  # `AnswerEngine.look_up`
+LookUp = Callable[..., Found]  # `PrimedEngine.look_up`
 
 
 @dataclass(eq=False)
@@ -247,10 +247,11 @@ class VariantMaker:
         as_it_went(resolved, loads, result)
         self._wanted.spend(result.row_layers // self.stack.layout.layers)
         exact_shares = [1.0] * len(prompt.segments)
-        shared = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session)
+        another = candidate.fixed.keys() - candidate.first
+        context = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session, another=another)
         refused = None
         for capture in result.recorder.captures:
-            keys, context = result.buffer.kv[:, 0], replace(shared, another=capture.segment not in candidate.first)
+            keys = result.buffer.kv[:, 0]
             stored = yield from self.write_back.steps(capture, result.recorder, keys, context=context)
             if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
                 refused = refused or Dropped.REMOVED

@@ -1,11 +1,11 @@
 """Priming: capture a document's chunks ahead of the first question, each behind its neighbours in the document.
 
-These are the chunks before it. The first chunk has none, so it is captured behind the next ones, too. A document of one
-chunk is captured behind a fixed passage.
+These are the chunks before it. The first chunk has none, so it is captured behind the next ones too, in a pass of its
+own. A document of one chunk is captured behind a fixed passage.
 
 A chunk captured behind neighbours from its own document loses less, on most questions, than one captured behind
-unrelated chunks (median KL 0.67 of it), and one pass over a document captures nearly all. How other origin prefixes
-compare: docs/fidelity.md.
+unrelated chunks (median KL 0.67 of it), and one pass captures many of them. How other origin prefixes compare:
+docs/fidelity.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -99,9 +99,10 @@ class Candidates:
         self.remove(least)
         return least
 
-    def best(self) -> Candidate | None:
-        """The most valuable candidate, of equals the latest; it is not removed."""
-        return max(reversed(self._waiting.values()), key=self.value, default=None)
+    def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
+        """The most valuable candidate among these, or all, and of equals the latest; it is not removed."""
+        some = [one for one in reversed(self._waiting.values()) if among is None or among(one)]
+        return max(some, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
         """Remove a candidate, and the count of its captures unless another candidate has them too."""

@@ -249,7 +249,7 @@ def _closed(variant: Variant) -> Unavailable:
 def log_mistake(future: Future[T]) -> None:
     """Log an exception of a background job: its future may be dropped, and a mistake of our own must be seen."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("A background job of the store failed", exc_info=error)
+        logger.error("A background job failed", exc_info=error)
 
 
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:

@@ -301,7 +301,6 @@ async def evict(raw_request: Request) -> Any:
             check_text("each of chunk_ids", one)
         engine = endpoint.engine
         removed = engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids)))
-        engine.new_variants.forget(ids)
         return asdict(removed)
 
     return await endpoint.in_thread(act, slow=True)

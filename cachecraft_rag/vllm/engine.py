@@ -54,6 +54,7 @@ class VLLMEngine(StoreEngine):
         self._opened = ExitStack()  # closed by `close`, besides vLLM
         assert isinstance(config.new_variants, NewVariants), "EngineConfig makes one of a word"
         self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
+        store.before_removal.append(self.new_variants.forget)
 
     @classmethod
     def from_pretrained(
@@ -133,11 +134,11 @@ class VLLMEngine(StoreEngine):
         )
         return Predicted(dict(likeliest), taken, report.get("refused", ""))
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool, session: str | None = None) -> None:
-        """See `AnswerEngine.capture`; `session`: whose they are where something private stands before them."""
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """See `PrimedEngine.capture`."""
         asked = _asking(prompt.segments[: captures[-1] + 1])
         config = replace(self.config, reuse=False, capture=True)
-        self._filled(Ask(asked, config, session, primed=primed, captures=tuple(captures), when_stored=True))
+        self._filled(Ask(asked, config, primed=primed, captures=tuple(captures), when_stored=True))
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until new variants are captured, as far as the budget allows; returns whether they are."""
@@ -163,13 +164,16 @@ class VLLMEngine(StoreEngine):
             return Captured(dropped=Dropped.REMOVED)  # or evicted; it had one
         # Blocks that vLLM has kept of an earlier try capture nothing, hence a salt of its own.
         salt = secrets.token_hex(8)
-        how: Any = {"captures": tuple(missing), "when_stored": True, "idle": True, "unmarked": bool(candidate.first)}
+        how: Any = {"captures": tuple(missing), "when_stored": True, "idle": True, "first": tuple(candidate.first)}
         ask = Ask(_asking(segments), EXACT, candidate.session, client_salt=salt, **how)
         report = self._filled(ask)
         if "segments" not in report:
             given_up = "given_up" in report
             return Captured(again=given_up, dropped=None if given_up else Dropped.FAILED)
         left = missing_of(candidate, self.look_up(candidate.segments, session=candidate.session))
+        texts = {candidate.segments[index].segment_id for index in candidate.first}
+        if removed := texts & self.new_variants.removed(candidate):  # the workers have stored them all the same
+            self.store.evict(RowFilter(namespace=self.namespace, chunk_ids=tuple(removed)))
         return Captured(
             stored=len(missing) - len(left),
             refused=len(left),

@@ -38,8 +38,8 @@ class Ask:
     when_stored  the answer waits until its captures are stored
     client_salt  the `cache_salt` that a client gave, if any: part of this request's own
     idle         a new variant: computed while nothing else is under way, exactly, and given up where blocks are short
-    unmarked     an idle one for text that nobody marked: nothing of it may be stored yet, and nothing else would ever
-                 store it, so where the server never idles it is computed like any other after a while
+    first        segments of an idle one that nobody marked: nothing of them may be stored yet, and nothing else would
+                 store them, so where the server never idles it begins after a while, and goes on once it has begun
     name         under which the front end is sent its report as soon as it is filled; empty: only with its answer
     """
 
@@ -52,7 +52,7 @@ class Ask:
     when_stored: bool = False
     client_salt: str = ""
     idle: bool = False
-    unmarked: bool = False
+    first: tuple[int, ...] = ()
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -61,6 +61,11 @@ class Ask:
             raise ConfigError(
                 "refresh_rows needs the engine in this process: a decode step of vLLM carries rows of the answer only"
             )
+
+    @property
+    def waits(self) -> bool:
+        """True if it stands still while anything else is under way, even if it has begun."""
+        return self.idle and not self.first
 
     def message(self, key: str) -> dict[str, Any]:
         """Plain JSON values for `kv_transfer_params[FIELD]`, sealed with the server's key, see `read`."""
@@ -93,8 +98,8 @@ class Ask:
             raise ConfigError("it is not sealed with this server's key, or its prompt was changed on the way")
         try:
             config, prompt = ReuseConfig(**given.pop("config")), _prompt(given.pop("segments"), token_ids)
-            captures = given.pop("captures")
-            return cls(prompt, config, captures=None if captures is None else tuple(captures), **given)
+            captures, first = given.pop("captures"), tuple(given.pop("first"))
+            return cls(prompt, config, captures=None if captures is None else tuple(captures), first=first, **given)
         except (KeyError, TypeError, ValueError) as error:  # sealed by another version
             raise ConfigError(f"it cannot be read: {error!r}") from error
 

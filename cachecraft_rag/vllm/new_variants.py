@@ -2,15 +2,18 @@
 text that nobody marked where it was seen before.
 
 The scheduler holds these requests back while any other is under way, and the workers compute them in slices, so a
-request that comes waits for one slice. What is counted, and what may be spent, is as in `engine.new_variants`.
+request that comes waits for one slice. Text that nobody marked is held back for ten seconds at most, and not once it
+has begun. What is counted, and what may be spent, is as in `engine.new_variants`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from cachecraft_rag.engine.config import NewVariants
 from cachecraft_rag.engine.new_variants import Dropped, NewVariantStats, WantedVariants
@@ -34,18 +37,21 @@ class Captured:
 
 
 class IdleVariants:
-    """Has prompts captured one after the other, in a thread of its own. Any thread may call any method.
+    """Has prompts captured by two threads. Any thread may call any method.
+
+    One is for text that nobody marked: it would wait for ever behind what waits for an idle server.
 
     Args:
-        capture: computes and stores what is missing of one; raises only what ends this thread.
+        capture: computes and stores what is missing of one.
     """
 
     def __init__(self, config: NewVariants, capture: Callable[[Candidate], Captured]) -> None:
         self.config, self._capture = config, capture
         self._wanted = WantedVariants(config)
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._running = self._closed = False
+        # By identity: the chunks of each that were removed since it began.
+        self._running: dict[tuple[str | None, tuple[str, ...]], set[str]] = {}
+        self._started = self._closed = False
 
     @property
     def stats(self) -> NewVariantStats:
@@ -54,21 +60,30 @@ class IdleVariants:
             return self._wanted.stats()
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """See `WantedVariants.answered`; the thread begins with the first candidate."""
+        """See `WantedVariants.answered`; the threads begin with the first candidate."""
         with self._changed:
             if self.config.when == "off" or self._closed:
                 return
             self._wanted.answered(prompt_tokens, candidate)
-            if self._thread is None and candidate is not None:
-                self._thread = threading.Thread(target=self._run, name="cachecraft-variants", daemon=True)
-                self._thread.start()
+            if not self._started and candidate is not None:
+                self._started = True
+                for unmarked in (True, False):
+                    run = partial(self._run, unmarked=unmarked)
+                    threading.Thread(target=run, name="cachecraft-variants", daemon=True).start()
             self._changed.notify_all()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Capture none of these chunks any more; they were removed."""
+        """Capture none of these chunks any more; they are being removed. For those under way see `removed`."""
         with self._changed:
             for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
                 self._wanted.drop(candidate, Dropped.REMOVED)
+            for (_, names), removed in self._running.items():
+                removed.update(set(names).intersection(chunk_ids))
+
+    def removed(self, candidate: Candidate) -> frozenset[str]:
+        """Its chunks that were removed since it began; for one under way."""
+        with self._changed:
+            return frozenset(self._running[candidate.identity])
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is left that the budget allows; returns whether nothing is."""
@@ -85,28 +100,29 @@ class IdleVariants:
             self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
             self._changed.notify_all()
 
-    def _next(self) -> Candidate | None:
-        with self._changed:
-            self._running = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or self._wanted.best() is not None)
-            self._running = not self._closed
-            return self._wanted.best() if self._running else None
+    def _next(self, *, unmarked: bool) -> Candidate | None:
+        def waits(candidate: Candidate) -> bool:
+            return bool(candidate.first) == unmarked and candidate.identity not in self._running
 
-    def _run(self) -> None:
-        while (candidate := self._next()) is not None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._wanted.best(waits) is not None)
+            candidate = None if self._closed else self._wanted.best(waits)
+            if candidate is not None:
+                self._running[candidate.identity] = set()
+            return candidate
+
+    def _run(self, *, unmarked: bool) -> None:
+        while (candidate := self._next(unmarked=unmarked)) is not None:
             try:
                 found = self._capture(candidate)
-            except BaseException:  # vLLM has ended, or a mistake of ours: no more variants are made
-                with self._changed:
-                    if not self._closed:
-                        logger.exception("A new variant could not be computed; no more are made")
-                    self._wanted.drop(candidate, Dropped.CLOSED if self._closed else Dropped.FAILED)
-                    self._closed, self._running = True, False
-                    self._changed.notify_all()
-                return
+            except (Exception, CancelledError):  # such as vLLM's, of any kind; it may have room for the next one
+                if not self._closed:
+                    logger.exception("A new variant could not be computed")
+                found = Captured(dropped=Dropped.FAILED)
             with self._changed:
+                removed = self._running.pop(candidate.identity)
                 self._wanted.spend(found.tokens)
                 self._wanted.stored(found.stored, found.refused)
-                if not found.again:
+                if not (found.again or removed or self._closed):  # the latter two are dropped already
                     self._wanted.drop(candidate, found.dropped)
+                self._changed.notify_all()

@@ -30,6 +30,7 @@ from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
+from cachecraft_rag.store.background_writer import log_mistake
 from cachecraft_rag.types import Prompt, Segment, digest
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
@@ -231,27 +232,23 @@ class PlainPrompts:
 
     def note(self, notes: Notes) -> None:
         """Note the text of a prompt, behind its answer, and have captured what was seen before."""
-        self._threads.submit(self._note, notes)
+        self._threads.submit(self._note, notes).add_done_callback(log_mistake)
 
     def _note(self, notes: Notes) -> None:
-        try:
-            found = notes()
-            seen = self._engine.store.seen_texts(list(found)) if found else set()
-        except (CacheCraftError, OSError, RuntimeError):
-            logger.exception("Text of a prompt could not be noted")
-            return
-        for name in seen:
+        found = notes()
+        for name in self._engine.store.seen_texts(list(found)) if found else ():
             self._engine.new_variants.answered(0, found[name])
 
 
 def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
-    """What follows the first tokens, in pieces; those of the texts are searched.
+    """What follows the first tokens, in pieces; those of the texts are searched. A text that is not in the prompt, such
+    as a system message that the template leaves out, is empty.
 
-    >>> _pieces([5, 6, 7, 8, 9], [range(3, 4), range(1, 2)], 1)
+    >>> _pieces([5, 6, 7, 8, 9], [range(5, 5), range(3, 4), range(1, 2)], 1)
     [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
     """
     pieces: list[Piece] = []
-    for text in sorted(texts, key=attrgetter("start")):
+    for text in sorted(filter(len, texts), key=attrgetter("start")):
         begin, stop = max(start, text.start), max(start, text.stop)
         pieces += [(tuple(ids[start:begin]), False), (tuple(ids[begin:stop]), True)]
         start = stop

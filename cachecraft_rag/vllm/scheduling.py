@@ -44,8 +44,10 @@ class Pending:
     refused  why it is computed as any other
     looked   the look-up, perhaps under way
     lacks    chunk-caches that the look-up did not find
-    until    end of its wait for an idle server, or for chunks that others compute, once it has begun
+    until    end of its wait for chunks that others compute, once it has begun
     waited   it has waited, and looks up anew
+    patience end of its wait for an idle server, once it has begun
+    overdue  it has waited for that long enough, and counts as any other request
     began    when its filling began
     cached   tokens that vLLM's own prefix cache had, where it had all chunks
     report   of the workers
@@ -59,6 +61,8 @@ class Pending:
     lacks: list[FutureVariant] | None = None
     until: float | None = None
     waited: bool = False
+    patience: float | None = None
+    overdue: bool = False
     began: float = 0.0
     filling: bool = False
     filled: bool = False
@@ -100,7 +104,7 @@ class Scheduling:
         """Number of tokens behind the first `computed` that will be filled; None: ask again in the next step."""
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)
-        if known is None or known.ask is None or not known.ask.idle:
+        if known is None or known.ask is None or not known.ask.idle or known.overdue:
             self._busy.add(request.request_id)
             if tokens is not None:
                 self._short.add(request.request_id)
@@ -116,10 +120,10 @@ class Scheduling:
         if known.ask is None:
             return 0
         if known.ask.idle and self._busy:
-            known.until = known.until or time.monotonic() + _PATIENCE_S
-            if not known.ask.unmarked or time.monotonic() < known.until:
+            known.patience = known.patience or time.monotonic() + _PATIENCE_S
+            if known.ask.waits or time.monotonic() < known.patience:
                 return None
-            known.ask, known.until = replace(known.ask, idle=False), None
+            known.overdue = True
         known.looked = known.looked or self._look_up(known.ask)
         if not known.looked.done():
             return None
@@ -170,7 +174,7 @@ class Scheduling:
     def take_given_up(self) -> list[str]:
         """New variants under way that make room for requests without blocks: vLLM ends them with their next token."""
         short, self._short = self._short, set()
-        return [name for name, one in self._known.items() if short and one.filling and one.ask and one.ask.idle]
+        return [name for name, one in self._known.items() if short and one.filling and one.ask and one.ask.waits]
 
     def take_fills(self) -> list[Fill]:
         """Work that the workers begin in this step."""

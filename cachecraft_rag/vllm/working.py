@@ -264,7 +264,7 @@ class Workers:
         layers = {
             one: one.row_pass.layer
             for one in self._fillings.values()
-            if one.row_pass is not None and one.fill.ask.idle <= idle
+            if one.row_pass is not None and one.fill.ask.waits <= idle
         }
         return [one for one, layer in layers.items() if layer == next(iter(layers.values()))]
 
@@ -318,7 +318,7 @@ class Workers:
             return frozenset()
         ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-        another = ask.idle and not ask.unmarked
+        another = {one.segment for one in recorder.captures if ask.idle and one.segment not in ask.first}
         context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, another=another)
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[one.segment].segment_id for one in recorder.captures)

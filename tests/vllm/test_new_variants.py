@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -16,9 +20,15 @@ from cachecraft_rag.engine.new_variants import Dropped
 from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Chunk, Segment
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.types import Capture, Chunk, Segment, TokenScores, Variant, VariantKey
 from cachecraft_rag.vllm.engine import VLLMEngine
+from cachecraft_rag.vllm.messages import FIELD
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
+from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.server_engine import ServerEngine
+from cachecraft_rag.vllm.serving import Step
+from cachecraft_rag.vllm.settings import ConnectorSettings
 from tests.vllm.conftest import TEXTS
 
 SHORT = SamplingParams(max_new_tokens=4)
@@ -62,17 +72,90 @@ def test_the_most_wanted_first_within_the_budget() -> None:
     assert (made.stats.waiting, len(order)) == (0, 4)
 
 
-def test_a_mistake_ends_them_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(_wanted: Candidate) -> Captured:
-        raise RuntimeError("of this test")
+def test_text_that_nobody_marked_does_not_wait_behind_what_waits_for_an_idle_server() -> None:
+    go_on, came = threading.Event(), threading.Event()
+
+    def capture(wanted: Candidate) -> Captured:
+        came.set() if wanted.first else go_on.wait(60)
+        return Captured(stored=1, tokens=1)
+
+    made = IdleVariants(NewVariants(), capture)
+    made.answered(100, candidate("often", tokens=100))
+    made.answered(0, replace(candidate("text"), first=frozenset({1})))
+    assert came.wait(60)
+    assert not made.settle(0.01)
+    go_on.set()
+    assert made.settle(60)
+    assert (made.stats.captured, made.stats.waiting, made.stats.dropped) == (2, 0, {})
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of this test"), KeyError("of this test"), asyncio.CancelledError()])
+def test_one_that_fails_costs_no_other_and_no_answer(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(wanted: Candidate) -> Captured:
+        if wanted.segments[-1].segment_id == "first":
+            raise error
+        return Captured(stored=1, tokens=1)
 
     made = IdleVariants(NewVariants(), broken)
     made.answered(100, candidate("first"))
     assert made.settle(60)
     assert made.stats.dropped == {"failed": 1}
+    assert "could not be computed" in caplog.text
     made.answered(100, candidate("second"))
     assert made.settle(60)
-    assert "could not be computed" in caplog.text
+    assert (made.stats.captured, made.stats.dropped) == (1, {"failed": 1})
+
+
+def test_the_running_one_is_counted_once_and_knows_what_was_removed() -> None:
+    begun, go_on, removed = threading.Event(), threading.Event(), list[Set[str]]()
+
+    def capture(wanted: Candidate) -> Captured:
+        begun.set()
+        assert go_on.wait(60)
+        removed.append(made.removed(wanted))
+        return Captured(dropped=Dropped.REFUSED)
+
+    made = IdleVariants(NewVariants(), capture)
+    made.answered(100, candidate("a"))
+    assert begun.wait(60)
+    made.forget(["a", "another"])
+    go_on.set()
+    assert made.settle(60)
+    assert (removed, made.stats.dropped) == ([{"a"}], {"removed": 1})
+    begun.clear()
+    go_on.clear()
+    made.answered(100, candidate("b"))
+    assert begun.wait(60)
+    made.close()
+    go_on.set()
+    assert made.stats.dropped == {"removed": 1, "closed": 1}
+
+
+def test_a_text_that_is_removed_while_it_waits_is_not_stored(
+    tiny_decoder: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    decoder = tiny_decoder("Llama")
+    model = ServedModel("tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, 4096, frozenset())
+    text = replace(candidate("text"), first=frozenset({1}))
+
+    def stored(*_prompt: Any) -> Iterator[Step]:
+        """What vLLM does; meanwhile somebody removes the text."""
+        store.evict(RowFilter(chunk_ids=("text",)))
+        system, chunk = text.segments
+        kv = torch.zeros(decoder.layout.shape(3), dtype=getattr(torch, decoder.layout.dtype))
+        key = VariantKey(engine.namespace, decoder.fingerprint, "text", (system.segment_id,))
+        how: Any = {"inter": (0.1,), "intra": 0.3, "cci": 0.6, "exact_share": 1.0}
+        made = store.put(Capture(key, decoder.layout, chunk.tokens_digest, kv, TokenScores(), **how)).result()
+        assert isinstance(made, Variant)
+        yield Step((1,), True, {FIELD: {"segments": [], "row_layers": 0}})
+
+    calls: Any = SimpleNamespace(close=lambda: None, generate=stored)
+    with ChunkCacheStore.open(tmp_path) as store:
+        engine = ServerEngine(model, store, ConnectorSettings(str(tmp_path), model.identity), calls=calls)
+        engine._params = lambda *_ask, **_sampling: None  # type: ignore[method-assign]
+        engine.new_variants.answered(100, text)
+        assert engine.settle(60)
+        assert (store.rows(), engine.new_variants.stats.dropped) == ([], {"removed": 1})
 
 
 @pytest.fixture

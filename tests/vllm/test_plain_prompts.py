@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,12 +14,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.catalog_records import Listed
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask
-from cachecraft_rag.vllm.plain_prompts import Origin, ServedPrompts, marked
+from cachecraft_rag.vllm.plain_prompts import Origin, PlainPrompts, ServedPrompts, marked
+from cachecraft_rag.vllm.records import Records
 from tests.engine.test_plain_prompts import passage, prompt_of
 from tests.vllm.http_server import START_S, ServerProcess
 
@@ -75,6 +78,17 @@ def test_no_more_is_remembered_than_the_prefix_cache_holds() -> None:
     without = ServedPrompts(0)
     without.note(range(80), HERE, None)
     assert without.longest(range(80), HERE) == (0, None)
+
+
+def test_a_mistake_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def notes() -> dict[str, Candidate]:
+        raise KeyError("of this test")
+
+    engine: Any = SimpleNamespace()
+    prompts = PlainPrompts(engine, Records(lambda _: None), cached_tokens=0)
+    prompts.note(notes)
+    prompts._threads.shutdown()
+    assert "of this test" in caplog.text
 
 
 def test_the_last_message_of_a_role_is_marked() -> None:

@@ -20,8 +20,9 @@ from cachecraft_rag.engine.new_variants import EXACT
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout
 from cachecraft_rag.vllm import filling, working
 from cachecraft_rag.vllm import scheduling as scheduling_module
@@ -638,15 +639,66 @@ def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(
 def test_text_that_nobody_marked_does_not_wait_for_ever(
     engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Then it goes before those that wait, and is captured as exactly as in an idle moment."""
     now = [100.0]
     monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     ask = idle_ask(engine, [2, 1, 0])
-    variant, text = request_of(ask, "variant"), request_of(replace(ask, unmarked=True), "text")
-    assert scheduling.matched(request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None), 0) == 0
+    variant, text = request_of(ask, "variant"), request_of(replace(ask, first=(1,)), "text")
+    find = engine.store.find
+
+    def approximated(*what: Any, **how: Any) -> Found:
+        found = find(*what, **how)
+        some = {name: [replace(one, exact_share=0.5) for one in ones] for name, ones in found.variants.items()}
+        return replace(found, variants=some)
+
+    monkeypatch.setattr(engine.store, "find", approximated)
+    plain = request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None)
+    assert scheduling.matched(plain, 0) == 0
     for seconds, waits in ((0.0, True), (9.9, True), (0.2, False)):
         now[0] += seconds
         assert scheduling.matched(variant, 0) is None
         assert (scheduling.matched(text, 0) is None) == waits
+    scheduling.finished(plain)
+    assert scheduling.matched(variant, 0) is None
+    scheduling.allocated(text, blocks_of(ask), ask.prompt.bounds[-1] - 1)
+    (fill,) = scheduling.take_fills()
+    assert not any(fill.found.variants.values())
+    scheduling.matched(request_of(ask_of(engine, [0]), "late"), 0)  # and vLLM has no blocks for it
+    assert scheduling.take_given_up() == []
+
+
+def test_text_that_nobody_marked_goes_on_once_it_has_begun(
+    engine: Engine, scheduling: Scheduling, workers: Workers
+) -> None:
+    begun = fill_of(scheduling, replace(idle_ask(engine, [2, 1, 0]), first=(1,)), "text")
+    assert scheduling.idle
+    workers.step([begun], [], rows=1, idle=True)
+    assert not workers.finished()
+    assert scheduling.matched(request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None), 0) == 0
+    assert not scheduling.idle
+    for _ in range(1000):
+        workers.step([], [], rows=10_000, idle=False)
+        if workers.finished():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it stands still")
+
+
+def test_a_new_variant_that_waited_for_an_idle_server_waits_for_captures_too(
+    engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ask = idle_ask(engine, [0, 2, 1])
+    variant, plain = request_of(ask, "variant"), request_of(ask, "plain", kv_transfer_params=None)
+    assert scheduling.matched(plain, 0) == 0
+    assert scheduling.matched(variant, 0) is None
+    now[0] += 11.0
+    scheduling.finished(plain)
+    scheduling.take_news(News({}, frozenset({ask.prompt.segments[1].segment_id})))
+    assert scheduling.matched(variant, 0) is None  # it is being described
+    now[0] += 11.0
+    assert scheduling.matched(variant, 0)
 
 
 def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
@@ -665,6 +717,17 @@ def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
         prefix = tuple(one.segment_id for one in ask.prompt.segments[:place])
         assert [one.exact_share for one in found[segment.segment_id] if one.key.origin_prefix == prefix] == [1.0]
     assert not used
+
+
+def test_a_removed_chunk_is_not_stored_beside_text_that_nobody_marked(
+    engine: Engine, scheduling: Scheduling, workers: Workers
+) -> None:
+    ask = replace(idle_ask(engine, [0, 2, 1]), first=(2,), when_stored=True)
+    names = [segment.segment_id for segment in ask.prompt.segments[1:-1]]
+    fill = fill_of(scheduling, ask)
+    engine.store.evict(RowFilter(chunk_ids=tuple(names)))
+    run(workers, [fill])
+    assert [row.variant.key.chunk_id for row in engine.store.rows(RowFilter(chunk_ids=tuple(names)))] == [names[1]]
 
 
 def test_what_an_answer_fixed_is_reported(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
