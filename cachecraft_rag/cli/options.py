@@ -28,7 +28,7 @@ from cachecraft_rag.types import Metadata, Progress
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
 _SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
-_METAVARS = {"int": "INTEGER", "float": "FLOAT"}
+_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "bool": None}
 
 
 def option_of(key: str, **more: Any) -> Any:
@@ -36,7 +36,7 @@ def option_of(key: str, **more: Any) -> Any:
     known, names = known_settings()[key], _names(key)
     if known.kind == "bool":
         names = [f"{names[0]}/--no-{names[0][2:]}"]
-    metavar = None if known.kind == "bool" else "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
+    metavar = "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
     return typer.Option(*names, help=sentence(known.help), **({"metavar": metavar} | more))
 
 
@@ -122,15 +122,17 @@ def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Paramete
 
 def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
     """The fields of a dataclass as options."""
-    hints, texts = get_type_hints(group, include_extras=True), descriptions(group)
+    hints = get_type_hints(group, include_extras=True)
+    texts = {name: text for kind in reversed(group.__mro__) for name, text in descriptions(kind).items()}
     found = {}
     for one in fields(group):
         kind, default = hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
         if one.default_factory is not MISSING:
             default = one.default_factory()
         if not hasattr(kind, "__metadata__"):
-            described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")))
-            kind = Annotated[kind, described if one.name in texts else option_of(one.name)]
+            metavar = _METAVARS.get(str(one.type).removesuffix(" | None"), "TEXT")
+            described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")), metavar=metavar)
+            kind = Annotated[kind, described if one.name in texts else option_of(one.name, metavar=metavar)]
         default = defaults.get(one.name, default)
         found[one.name] = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
     return found

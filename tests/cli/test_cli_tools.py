@@ -57,6 +57,25 @@ def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch
     assert result("store", "stats", "-s", home / "small")["disk_bytes"] <= 1_000_000
 
 
+@pytest.mark.parametrize("wrong", ["--port 0", "--port 70000", "-tp 0"])
+def test_a_server_refuses_numbers_that_mean_nothing(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="it must be a whole number, at least 1"):
+        CliRunner().invoke(app, ["serve", "demo", *wrong.split()], catch_exceptions=False)
+
+
+def test_help_describes_each_commands_own_questions() -> None:
+    wide = {"COLUMNS": "400", "TERM": "dumb"}
+    calibrate, evaluate = (CliRunner().invoke(app, [name, "--help"], env=wide).output for name in ("calibrate", "eval"))
+    assert "with --check, of both halves together" in calibrate
+    assert "halves" not in evaluate
+    for text in ("warm-up", "order of methods"):
+        assert text in evaluate
+        assert text not in calibrate
+    for text in (calibrate, evaluate):
+        assert "Longest answer" in text
+        assert "PATH" in text
+
+
 def test_sizes_come_from_the_config_alone(home: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shutil.copy(home / "model" / "config.json", tmp_path / "model")  # no weights, no tokenizer
