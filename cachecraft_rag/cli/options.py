@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import sys
 import time
@@ -204,13 +205,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars of libraries; the commands show their own."""
+    """Switch off the progress bars and warnings of libraries; the commands show their own."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
 
 
 @contextmanager
