@@ -29,7 +29,7 @@ from cachecraft_rag.types import Metadata, Progress
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
 _SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
-_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "bool": None}
+_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "str": "TEXT", "list[str]": "TEXT", "bool": None}
 
 
 def option_of(key: str, **more: Any) -> Any:
@@ -131,7 +131,7 @@ def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, 
         if one.default_factory is not MISSING:
             default = one.default_factory()
         if not hasattr(kind, "__metadata__"):
-            metavar = _METAVARS.get(str(one.type).removesuffix(" | None"), "TEXT")
+            metavar = _METAVARS.get(str(one.type).removesuffix(" | None"))
             described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")), metavar=metavar)
             kind = Annotated[kind, described if one.name in texts else option_of(one.name, metavar=metavar)]
         default = defaults.get(one.name, default)
