@@ -20,10 +20,11 @@ def where_of(
 ) -> Where | None:
     """LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id in LlamaIndex."""
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
-    if node_ids:
-        parts.append(lambda metadata: _node(metadata).get("id_") in node_ids)
-    if doc_ids:
-        parts.append(lambda metadata: metadata.get("ref_doc_id", metadata.get("source")) in doc_ids)
+    nodes, documents = frozenset(node_ids or ()), frozenset(doc_ids or ())
+    if nodes:
+        parts.append(lambda metadata: _node(metadata).get("id_") in nodes)
+    if documents:
+        parts.append(lambda metadata: metadata.get("ref_doc_id", metadata.get("source")) in documents)
     return {"$and": parts} if parts else None
 
 
@@ -32,7 +33,8 @@ def _group(filters: MetadataFilters) -> Where:
     parts = [_group(one) if isinstance(one, MetadataFilters) else _condition(one) for one in filters.filters]
     if filters.condition == FilterCondition.NOT:
         return lambda metadata: not any(accepts(part, metadata) for part in parts)
-    return {"$or" if filters.condition == FilterCondition.OR else "$and": parts}
+    group = "$or" if filters.condition == FilterCondition.OR else "$and"
+    return {group: parts} if parts else lambda _: group == "$and"
 
 
 def _condition(one: MetadataFilter) -> Where:

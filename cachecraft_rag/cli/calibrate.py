@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Questions, require_packages
 from cachecraft_rag.cli.options import out, print_json, print_table, progress_bar, takes, waiting
-from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.calibrate import Calibrated, CalibrationSettings, Point
@@ -19,6 +18,20 @@ if TYPE_CHECKING:
 
 UNFINISHED = ".calibrating"  # in the store: the work of a stopped calibration, from which the next one resumes
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
+
+
+@dataclass(frozen=True)
+class ValidationQuestions(Questions):
+    """Options: the questions to calibrate on.
+
+    data   file of questions like those you expect
+    limit  questions; with --check, of both halves together
+    seed   seed of questions, passages, origin prefixes and halves
+    """
+
+    data: Path = field()
+    limit: int = 50
+    passages: int = 3
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,8 @@ class CalibrationOptions:
     threads: options.Threads = None
 
 
-@takes(questions=Questions, chosen=CalibrationOptions, defaults={"limit": 50, "passages": 3})
-def calibrate(as_json: options.Json = False, *, questions: Questions, chosen: CalibrationOptions) -> None:
+@takes(questions=ValidationQuestions, chosen=CalibrationOptions)
+def calibrate(as_json: options.Json = False, *, questions: ValidationQuestions, chosen: CalibrationOptions) -> None:
     """Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.
 
     Every engine opened on that store with that model then uses what was found. Nothing else in the store changes.
@@ -55,8 +68,6 @@ def calibrate(as_json: options.Json = False, *, questions: Questions, chosen: Ca
     from cachecraft_rag.planning.calibration import CALIBRATION_FILE
 
     require_packages()
-    if questions.data is None:
-        raise ConfigError("calibration needs a file of questions like those you expect: name it with --data")
     dataset = questions.load()
     settings = CalibrationSettings(
         chosen.quality, chosen.metric, chosen.origin, questions.answer_tokens, questions.seed

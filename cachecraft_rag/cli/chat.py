@@ -118,4 +118,4 @@ class Conversation:
 def print_searched(stats: RequestStats) -> None:
     """One line about what a follow-up was searched with."""
     if len(stats.searched) > 1:
-        out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim", markup=False)
+        out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim")

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Questions:
     """Options: the questions to ask, and their passages.
 
-    data           file of questions; eval without it asks the sample handbook's own
+    data           file of questions; without it the sample handbook's own
     format         format of the file, squad or jsonl; without it recognised from the first record
-    limit          questions, including those of a warm-up
+    limit          questions, including those of the warm-up
     passages       chunks in each prompt
     chunk_tokens   approximate length limit of a chunk, at least 16; needs --data
     answer_tokens  longest answer
@@ -117,7 +117,7 @@ class Measuring:
 class MethodOptions:
     """Options: the methods to compare.
 
-    methods  comma-separated; all without it: full_recompute,prefix_cache,full_cache,default
+    methods  comma-separated; all without it: full_recompute, prefix_cache, full_cache, default
     """
 
     methods: str | None = None

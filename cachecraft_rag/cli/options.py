@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import sys
 import time
@@ -28,7 +29,7 @@ from cachecraft_rag.types import Metadata, Progress
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
 _SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
-_METAVARS = {"int": "INTEGER", "float": "FLOAT"}
+_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "str": "TEXT", "list[str]": "TEXT", "bool": None}
 
 
 def option_of(key: str, **more: Any) -> Any:
@@ -36,7 +37,7 @@ def option_of(key: str, **more: Any) -> Any:
     known, names = known_settings()[key], _names(key)
     if known.kind == "bool":
         names = [f"{names[0]}/--no-{names[0][2:]}"]
-    metavar = None if known.kind == "bool" else "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
+    metavar = "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
     return typer.Option(*names, help=sentence(known.help), **({"metavar": metavar} | more))
 
 
@@ -122,15 +123,17 @@ def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Paramete
 
 def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
     """The fields of a dataclass as options."""
-    hints, texts = get_type_hints(group, include_extras=True), descriptions(group)
+    hints = get_type_hints(group, include_extras=True)
+    texts = {name: text for kind in reversed(group.__mro__) for name, text in descriptions(kind).items()}
     found = {}
     for one in fields(group):
         kind, default = hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
         if one.default_factory is not MISSING:
             default = one.default_factory()
         if not hasattr(kind, "__metadata__"):
-            described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")))
-            kind = Annotated[kind, described if one.name in texts else option_of(one.name)]
+            metavar = _METAVARS.get(str(one.type).removesuffix(" | None"))
+            described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")), metavar=metavar)
+            kind = Annotated[kind, described if one.name in texts else option_of(one.name, metavar=metavar)]
         default = defaults.get(one.name, default)
         found[one.name] = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
     return found
@@ -202,13 +205,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars of libraries; the commands show their own."""
+    """Switch off the progress bars and warnings of libraries; the commands show their own."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from cachecraft_rag.checks import check_whole
 from cachecraft_rag.cli.options import ENGINE_KEYS, takes
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError
@@ -52,6 +53,11 @@ class ServerOptions:
     reuse_plain_prompts: bool = False
     search_system: bool = False
     admin_key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers that vLLM is not the first to use; raises ConfigError."""
+        check_whole("--port", self.port, least=1, most=65535)
+        check_whole("--tensor-parallel-size", self.tensor_parallel_size, least=1)
 
     def for_vllm(self) -> list[str]:
         """Arguments of vLLM's own server."""

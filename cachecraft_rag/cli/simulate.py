@@ -25,7 +25,7 @@ class ReplayOptions:
     """Options of a replay.
 
     budgets             disk budgets, comma-separated shares of the working set
-    max_variants        N×M to try, comma-separated, at the first budget
+    max_variants        most variants in all (N×M), comma-separated, each tried at the first budget
     variants_per_chunk  most variants of one chunk, likewise
     new_variants        capture what is computed; with "always" also what would have to be fixed
     bytes_per_token     bytes of a token in a chunk-cache; 46080 is the demo model's

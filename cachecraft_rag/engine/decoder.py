@@ -276,6 +276,8 @@ def config_of(name: str) -> Any:
 def _loading(name: str) -> Iterator[str]:
     """Where a model's files are: its folder, or its name on the hub. Errors of its loader are ModelNotFoundError."""
     try:
+        if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+            raise FileNotFoundError("there is no such folder")
         yield str(demo_model_folder()) if name == "demo" else name
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(

@@ -133,7 +133,7 @@ def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
 
 def findings(facts: Facts) -> Iterator[Finding]:
     """Judge the facts: "ok", "advice" for what could be better, "error" for what is broken."""
-    speed = f"{facts.model}: {facts.compute_speed:.0f} tokens/s computed in {facts.dtype} on {facts.device}"
+    speed = f"{facts.model}: {facts.compute_speed:,.0f} tokens/s computed in {facts.dtype} on {facts.device}"
     yield Finding("model", "ok", f"{speed}, {facts.threads} threads")
     if facts.dtype == "float32" and facts.fast_bfloat16:
         change = "--dtype auto or bfloat16: faster, and chunk-caches of half the size; what is stored is computed again"
@@ -151,7 +151,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _of_store(facts)
     if facts.load_speed is not None and facts.disk_bytes_per_s is not None:
         times = f"{facts.load_speed / facts.compute_speed:.1f} times as fast as computing"
-        what = f"{facts.disk_bytes_per_s / 1e6:.0f} MB/s read: {facts.load_speed:.0f} tokens/s loaded, {times}"
+        what = f"{facts.disk_bytes_per_s / 1e6:.0f} MB/s read: {facts.load_speed:,.0f} tokens/s loaded, {times}"
         change = "a smaller --codec (int8, entropy), more --host-bytes, or a faster disk; until then much is computed"
         slow = facts.load_speed < facts.compute_speed
         yield Finding("disk", "advice" if slow else "ok", what, change if slow else "")

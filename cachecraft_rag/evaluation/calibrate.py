@@ -184,6 +184,7 @@ def calibrate(
     with Validation(engine, dataset, settings, passes=tries, folder=folder, progress=progress) as validation:
         chosen = smallest_that_holds(ALPHAS, lambda alpha: validation.at(alpha).quality.low >= settings.quality)
         found = validation.at(chosen)
+        validation.finish()
     config = engine.config
     calibration = Calibration(
         alpha=chosen,
@@ -213,7 +214,9 @@ def check(
 ) -> Point:
     """Measure an α on questions it was not calibrated on; arguments and errors as `calibrate`."""
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
-        return validation.at(alpha)
+        found = validation.at(alpha)
+        validation.finish()
+    return found
 
 
 class Validation(Closeable):
@@ -248,9 +251,7 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Report to `progress` that no further α will be tried, and close the file of measurements."""
-        self._run.total = len(self._questions) * len(self._points)
-        self._run.show("")
+        """Close the file of measurements."""
         if self._log is not None:
             self._log.close()
 
@@ -273,6 +274,11 @@ class Validation(Closeable):
             recomputed = sum(record.recomputed for record in records) / len(records)
             self._points[alpha] = Point(alpha, recomputed, METRICS[self._metric](records))
         return self._points[alpha]
+
+    def finish(self) -> None:
+        """Report to `progress` that no further α will be tried."""
+        self._run.total = len(self._questions) * len(self._points)
+        self._run.show("")
 
     def _trial(self, alpha: float) -> Trial:
         # Not "cake": it computes more where the disk is slow, and the quality would hold for this disk only.

@@ -62,7 +62,6 @@ class Peer(Protocol):
 
     def answer(self, ids: Sequence[int], tokens: int) -> tuple[float, float]:
         """Seconds to the first and to the last of `tokens` tokens behind a prompt; no prefix is reused."""
-        ...
 
 
 @dataclass(frozen=True)

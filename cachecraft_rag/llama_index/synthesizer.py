@@ -153,7 +153,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = self.llm.begin(question, **asked)
-            answer = _deltas(observed(self.llm, query_str, generation, asked), generation, _new_statistics())
+            answer = _deltas(observed(self.llm, question, generation, asked), generation, _new_statistics())
         else:
             answer = self._whole(self.llm.complete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
@@ -167,7 +167,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = await asyncio.to_thread(self.llm.begin, question, **asked)
-            answer = _adeltas(await aobserved(self.llm, query_str, generation, asked), generation, _new_statistics())
+            answer = _adeltas(await aobserved(self.llm, question, generation, asked), generation, _new_statistics())
         else:
             answer = self._whole(await self.llm.acomplete(question, **asked))
         dispatcher.event(GetResponseEndEvent())

@@ -85,7 +85,6 @@ class Caches(Protocol):
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; returns how many, and the bytes they took on disk."""
-        ...
 
 
 class DurableVariants:

@@ -67,11 +67,9 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """Name in the catalog, which computes scores of another policy anew when it is opened."""
-        ...
 
     def score(self, standing: VariantFacts, clock: float) -> float:
         """The score from now on; `clock` is 0 at first and moves as `ticked` and `ticked_by_return` say."""
-        ...
 
 
 def worth(*, saved: float, exact_share: float) -> float:

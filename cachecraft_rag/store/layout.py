@@ -234,15 +234,12 @@ class ByteSource(Protocol):
     @property
     def nbytes(self) -> int:
         """Number of bytes. Raises OSError."""
-        ...
 
     def read(self, buffer: memoryview, at: int) -> None:
         """Fill `buffer` from offset `at` on; any thread may call it. Raises OSError, also when the bytes end before."""
-        ...
 
     def close(self) -> None:
         """Release them; a read under way in another thread ends soon, with OSError or with its bytes."""
-        ...
 
 
 class StoredVariant:

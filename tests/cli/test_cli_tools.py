@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from cachecraft_rag.cli import ask, options
 from cachecraft_rag.cli.app import app
-from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError
+from cachecraft_rag.errors import CacheCraftError, ConfigError, DocumentError, IndexStoreError
 
 QUESTION = "How many days?"
 PAGES = {"returns.md": "You have 30 days to return an appliance.", "warranty.md": "The warranty lasts 3 years."}
@@ -55,6 +55,30 @@ def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch
     assert report["estimate"]["nbytes"] > 1_000_000
     assert "That is more than fits" in printed.getvalue()
     assert result("store", "stats", "-s", home / "small")["disk_bytes"] <= 1_000_000
+
+
+@pytest.mark.parametrize("wrong", ["--port 0", "--port 70000", "-tp 0"])
+def test_a_server_refuses_numbers_that_mean_nothing(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="it must be a whole number, at least 1"):
+        CliRunner().invoke(app, ["serve", "demo", *wrong.split()], catch_exceptions=False)
+
+
+def test_a_folder_that_is_not_there_is_named_as_such(home: Path) -> None:
+    with pytest.raises(CacheCraftError, match=r"'\./nowhere': there is no such folder"):
+        run("sizes", "./nowhere")
+
+
+def test_help_describes_each_commands_own_questions() -> None:
+    wide = {"COLUMNS": "400", "TERM": "dumb"}
+    calibrate, evaluate = (CliRunner().invoke(app, [name, "--help"], env=wide).output for name in ("calibrate", "eval"))
+    assert "with --check, of both halves together" in calibrate
+    assert "halves" not in evaluate
+    for text in ("warm-up", "order of methods"):
+        assert text in evaluate
+        assert text not in calibrate
+    for text in (calibrate, evaluate):
+        assert "Longest answer" in text
+        assert "PATH" in text
 
 
 def test_sizes_come_from_the_config_alone(home: Path, tmp_path: Path) -> None:

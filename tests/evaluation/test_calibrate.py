@@ -220,12 +220,17 @@ def test_a_stopped_calibration_resumes_and_finds_the_same(
     whole = calibrate(evaluation_engine, town_dataset, settings)
     measured = 6 * len(whole.curve)
 
+    stopped: list[Progress] = []
+
     def stop(step: Progress) -> None:
+        assert not stopped or stopped[-1].done < measured - 2
+        stopped.append(step)
         if step.done == measured - 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=stop)
+    assert stopped[-1].done == measured - 2  # nothing is reported behind the interruption, as if all were done
     steps: list[Progress] = []
     assert calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=steps.append) == whole
     assert steps[0].done == measured - 2

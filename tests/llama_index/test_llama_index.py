@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+from pydantic import BaseModel
 
 from cachecraft_rag import Engine, SamplingParams
 from cachecraft_rag.engine.config import EngineConfig
@@ -58,6 +60,10 @@ TEXTS = {
     "toaster": "The toaster has a crumb tray; pull it out to the left.",
     "fridge": "Set the fridge to four degrees.",
 }
+
+
+class Page(BaseModel):
+    found: bool
 
 
 @pytest.fixture
@@ -350,7 +356,7 @@ def stock_events(index: VectorStoreIndex, ask: Callable[[Any], None], *, streami
 
 def ask_sync(query_engine: Any) -> None:
     response = query_engine.query(QUESTION)
-    for _ in getattr(response, "response_gen", ()):
+    for _ in getattr(response, "response_gen", None) or ():
         pass
 
 
@@ -387,6 +393,24 @@ def test_events_come_as_from_llama_index_itself(
     completed = recorder.events[names.index("LLMCompletionEndEvent")]
     assert completed.response.raw["usage"]["prompt_tokens"] > 100
     assert recorder.events[names.index("CacheCraftAnswerStatsEvent")].stats["finish"] == "length"
+
+
+@pytest.mark.parametrize("ask", [ask_sync, ask_async])
+@pytest.mark.parametrize("options", [{"streaming": False}, {"streaming": True}, {"output_cls": Page}])
+def test_events_of_the_model_name_what_it_was_asked_and_can_be_written_as_json(
+    index: VectorStoreIndex, engine: Engine, ask: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    template = PromptTemplate("{context_str}\nAnswer briefly: {query_str}")
+    longer = SamplingParams(max_new_tokens=200)
+    with recorded() as recorder:
+        ask(query_engine_of(index, engine, text_qa_template=template, sampling=longer, **options))
+    events = [one for one in recorder.events if one.class_name().startswith(("LLM", "CacheCraft"))]
+    assert events[0].prompt.startswith(f"Answer briefly: {QUESTION}")
+    assert ("JSON" in events[0].prompt) is ("output_cls" in options)
+    assert events[-2].prompt == events[0].prompt
+    assert set(events[0].additional_kwargs["documents"]) == {f"page: {name}\n\n{text}" for name, text in TEXTS.items()}
+    for event in events:
+        assert json.loads(event.model_dump_json())
 
 
 def test_callbacks_of_the_older_kind_come_in_pairs_and_count_tokens(index: VectorStoreIndex, engine: Engine) -> None:

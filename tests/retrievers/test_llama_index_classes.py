@@ -239,6 +239,33 @@ def test_filters_may_be_nested_and_joined_with_ids(store: CacheCraftVectorStore,
     assert len(found(store, "text 1", 20, node_ids=[])) == 12  # how an index without nodes of its own asks for all
 
 
+@pytest.mark.parametrize(
+    ("condition", "passes"), [(FilterCondition.AND, True), (FilterCondition.OR, False), (FilterCondition.NOT, True)]
+)
+def test_a_nested_group_without_filters_is_all_or_any_of_nothing(
+    store: CacheCraftVectorStore, condition: FilterCondition, passes: bool
+) -> None:
+    store.add([node_of("n1", "kettle", page=1)])
+    nested = MetadataFilters(filters=[MetadataFilters(filters=[], condition=condition)])
+    assert found(store, "kettle", filters=nested) == (["n1"] if passes else [])
+
+
+def test_every_id_may_be_given_without_comparing_all_with_all(store: CacheCraftVectorStore) -> None:
+    class Counted(str):
+        compared = 0
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return str.__eq__(self, other)
+
+    store.add([node_of(f"n{at}", f"text {at}") for at in range(30)])
+    every = [Counted(f"n{at}") for at in range(30)]
+    assert len(found(store, "text 1", 30, node_ids=every)) == 30
+    assert Counted.compared < 100
+
+
 def test_what_cannot_be_searched_is_refused(store: CacheCraftVectorStore) -> None:
     with pytest.raises(ConfigError, match="default and mmr"):
         store.query(VectorStoreQuery(query_embedding=vector_of(""), mode=VectorStoreQueryMode.SVM))

@@ -31,7 +31,6 @@ class KVSink(Protocol):
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Take over one layer `[2, tokens, kv_heads, head_dim]`, raw keys and values, at position `start`."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

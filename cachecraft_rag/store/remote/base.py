@@ -79,35 +79,27 @@ class Backend(Protocol):
         Of a place with more than `MOST_VARIANTS` or `LONGEST_ROWS` bytes of them, not all: no engine of ours has
         written that many.
         """
-        ...
 
     async def names(self, place: str) -> list[str]:
         """Names of the entries in a place."""
-        ...
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """Payload of an entry in order, in pieces of about PIECE_BYTES.
 
         Ends at once when it is not there.
         """
-        ...
 
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row; a row is seen only once its payload is there. False where there is no room."""
-        ...
 
     async def remove(self, name: str) -> None:
         """Remove an entry, if it is there."""
-        ...
 
     async def usage(self) -> Usage:
         """Count what lies there now."""
-        ...
 
     async def probe(self) -> None:
         """Ask the cheapest question that has an answer. Raises OSError."""
-        ...
 
     async def close(self) -> None:
         """Let go of every connection."""
-        ...

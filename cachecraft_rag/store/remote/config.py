@@ -75,8 +75,8 @@ class RemoteConfig:
     """Settings of a remote.
 
     url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
-                        s3://, gs://, az:// or file:// (object stores, memory:// within one process). Credentials are
-                        in it or in the environment, as the libraries know them
+                        s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
+                        are in it or in the environment, as the libraries know them
     budget_bytes        of a folder (file://), 20 GiB unless given: what was read least recently gives way. Redis keeps
                         to its `maxmemory`, a bucket to its life-cycle rules
     variants_per_chunk  of one chunk; beyond that the oldest give way
