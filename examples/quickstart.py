@@ -12,7 +12,7 @@ from pathlib import Path
 from cachecraft_rag import CacheCraft, SamplingParams
 
 HANDBOOK = Path(__file__).parent / "handbook"
-QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "How large a room can the Willow A3 clean?"]
+QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "Can the filter of the Willow A3 be washed?"]
 SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))  # a small model would go on after its first sentence
 
 

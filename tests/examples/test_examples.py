@@ -54,7 +54,7 @@ def test_quickstart_reuses_the_captures_of_the_first_question(demo_model: Path, 
     assert reused[0] == 0 < reused[1]
     assert "handbook/purifier-willow-a3.md" in printed
     assert "9 months" in printed
-    assert "52 square metres" in printed
+    assert "The answer is: No" in printed
 
 
 @pytest.mark.slow
