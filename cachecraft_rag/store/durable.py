@@ -350,11 +350,10 @@ class DurableVariants:
 
 def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
     """Open the catalog at `path`; one of another version is set aside with its files, and a new one made."""
-    with suppress(OtherVersionError):
-        return open_it()
-    with _locked(path.parent):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):  # SQLite must not open files while another process sets them aside
         try:
-            return open_it()  # another process was quicker
+            return open_it()
         except OtherVersionError:
             aside = path.parent / "set-aside"
             shutil.rmtree(aside, ignore_errors=True)
