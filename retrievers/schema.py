@@ -46,6 +46,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE owners ADD COLUMN key TEXT",
         "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
     ),
+    # a row's number says all: nothing asks any more when it was written
     ("DROP INDEX chunks_by_generation", "ALTER TABLE chunks DROP COLUMN generation"),
 )
 

@@ -138,8 +138,8 @@ class Primer:
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
-        before = [self.engine.prompts.chunk_segment(other) for other in behind if other.text != chunk.text]
-        run = self._behind(list(dict.fromkeys(before)), segment)
+        before = dict.fromkeys(self.engine.prompts.chunk_segment(other) for other in behind)
+        run = self._behind(list(before), segment)
         return self._prime_window(run, len(run) - 1, primed=False)
 
     def _require_shared(self) -> None:
@@ -209,8 +209,8 @@ class Primer:
             yield run, len(run) - 1
 
     def _behind(self, before: Sequence[Segment], segment: Segment) -> list[Segment]:
-        """A segment behind as many of these as fit a pass with it."""
-        run = [*before, segment]
+        """A segment behind as many of the others as fit a pass with it."""
+        run = [*(other for other in before if other != segment), segment]
         while _tokens(run) > self._room([segment]):
             del run[0]
         return run

@@ -25,7 +25,8 @@ class Candidate:
     segments  the instruction and the chunks, up to the last one that was fixed
     fixed     segment → tokens that its variant behind this prefix would save each time
     session   whose private text stands in it; None where nothing is private
-    first     segments of text that nobody marked, of which nothing may be stored yet
+    first     segments of text that nobody marked, and what stands in for their neighbours: nothing of them may be
+              stored yet
     """
 
     segments: tuple[Segment, ...]

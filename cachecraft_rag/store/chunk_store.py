@@ -201,12 +201,10 @@ class ChunkCacheStore(Closeable):
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; returns those that had been seen before."""
-        seen: set[str] = self._asked(
-            "Texts cannot be counted",
-            lambda catalog: set() if self._durable.read_only else catalog.texts.seen(names),
-            instead=set(),
-        )
-        return seen
+        self._check_open()
+        if self._durable.read_only:
+            return set()
+        return self._asked("Texts cannot be counted", lambda catalog: catalog.texts.seen(names), instead=set())
 
     def marked_texts(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None = None

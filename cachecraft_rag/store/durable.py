@@ -351,9 +351,11 @@ class DurableVariants:
 def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
     """Open the catalog at `path`; one of another version is set aside with its files, and a new one made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent):  # SQLite must not open files while another process sets them aside
+    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):  # nobody sets its files aside meanwhile
+        return open_it()
+    with _locked(path.parent, fcntl.LOCK_EX):
         try:
-            return open_it()
+            return open_it()  # another process was quicker
         except OtherVersionError:
             aside = path.parent / "set-aside"
             shutil.rmtree(aside, ignore_errors=True)
@@ -373,11 +375,11 @@ def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the folder, across processes."""
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """Hold a lock on the folder, across processes; `how` is `fcntl.LOCK_SH` or `LOCK_EX`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, how)
         yield
     finally:
         os.close(descriptor)

@@ -636,12 +636,18 @@ def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(
     assert scheduling.take_given_up() == []
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The scheduler's clock."""
+    seconds = [100.0]
+    monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    return seconds
+
+
 def test_text_that_nobody_marked_does_not_wait_for_ever(
-    engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, scheduling: Scheduling, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it goes before those that wait, and is captured as exactly as in an idle moment."""
-    now = [100.0]
-    monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     ask = idle_ask(engine, [2, 1, 0])
     variant, text = request_of(ask, "variant"), request_of(replace(ask, first=(1,)), "text")
     find = engine.store.find
@@ -685,10 +691,8 @@ def test_text_that_nobody_marked_goes_on_once_it_has_begun(
 
 
 def test_a_new_variant_that_waited_for_an_idle_server_waits_for_captures_too(
-    engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, scheduling: Scheduling, now: list[float]
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     ask = idle_ask(engine, [0, 2, 1])
     variant, plain = request_of(ask, "variant"), request_of(ask, "plain", kv_transfer_params=None)
     assert scheduling.matched(plain, 0) == 0
