@@ -5,7 +5,8 @@ Three things make a machine lose by computing a front, and each is counted here:
 * A pass has a fixed part. The front is computed in few pieces, each half of what is left of it, and the last pass takes
   the rest along. Where a pass over everything would not take clearly longer, there is that pass.
 * The first reads of a request come slower than the rest. As long as the rate is not settled, the front takes in a pass
-  of its own what would pay with loading twice as fast; if nothing would, it is better to wait until more is known.
+  of its own what would pay with loading twice as fast; if nothing would, the last pass begins, and takes over what is
+  late in its first layers, where catching up costs least.
 * Readers use the cores that compute, and threads that compute together wait for the one that was interrupted. What a
   front spares must be worth it, see `_LEAST_SHARE`; and a pass beside readers that keep as many cores busy as loading
   takes time ends no sooner than one that begins when they are done.
@@ -27,11 +28,12 @@ from cachecraft_rag.planning.config import Loading
 
 _PIECE = 256  # tokens that the last pass takes along; of a longer front, half is computed in a piece of its own
 _FIRST_PIECE = 64  # on a machine that has measured nothing yet
-_FIRST_LOOK_S = 0.02  # how long to wait for what may come at once, when nothing is known of how fast it comes
-_SETTLE_S = 0.1  # and how long where that would change what is done
+_FIRST_LOOK_S = 0.02  # at most, to wait for what may come at once, when nothing is known of how fast it comes
+_FIRST_LOOK = 0.02  # and of the time that computing everything takes
+_SETTLE_S = 0.1  # to wait where nothing is known of computing either
 _SOON_S = 0.5  # what is loaded by then is not worth a piece that nothing is known of: it costs a pass
 _SLOW_START = 2.0  # a rate that is not settled may be this many times as high: most first reads gave half of it or more
-_ONE_PASS = 1.25  # one pass over everything may take this many times as long as one that readers disturb
+_ONE_PASS = 1.15  # one pass over everything may take this many times as long as one that readers disturb
 _LEAST_SHARE = 0.25  # of loading, that computing a front must spare
 _BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
 
@@ -71,12 +73,14 @@ class BothEnds:
 
     waiting      positions that are still to be loaded, ascending
     bytes_left   of them
-    bytes_per_s  at which they come just now; 0 = nothing has come yet
+    bytes_per_s  at which they come just now; 0 = nothing was asked for yet
     settled      the rate can be relied on
     rows         what the last pass computes in any case, see `ComputeSpeed.rows`
     own          positions of those; where they are waited for as well, a front takes them at no cost
     cores        that readers keep busy and computing lacks
     tokens       of the whole prompt
+    borders      how many of `waiting` stand before the end of each extent: what is left of one is loaded as a whole
+    came         something has come; else the rate is the highest that is possible
     """
 
     waiting: Sequence[int]
@@ -88,6 +92,8 @@ class BothEnds:
     own: Sequence[int] | NDArray[np.int64] = ()
     cores: float = 0.0
     tokens: int = 0
+    borders: Sequence[int] = ()
+    came: bool = True
 
     def next_piece(self) -> tuple[float, bool]:
         """Number of tokens that the front takes next; True if the last pass takes them along."""
@@ -95,10 +101,10 @@ class BothEnds:
             return 0.0, True
         if not self.speed.known:
             return (0.0, True) if self.comes_soon else (_FIRST_PIECE, False)
-        if not self.settled and self.bytes_per_s <= 0.0:
+        if self.bytes_per_s <= 0.0:
             return min(_FIRST_PIECE, len(self.waiting)), False
-        possible = self if self.settled else self._faster()
-        if self.bytes_per_s > 0.0 and self._rest_s() <= min(possible.load_s, _ONE_PASS * self._front_s()):
+        possible, likely = self.possible(), self if self.came else self._at(1.0 / _SLOW_START)
+        if self.rest_s() <= min(possible.load_s, _ONE_PASS * likely._front_s()):
             return float(len(self.waiting)), True
         share = possible.share()
         if not self.settled:
@@ -114,12 +120,6 @@ class BothEnds:
     def untouched(self) -> bool:
         """True if nothing of the prompt is computed or loaded yet."""
         return len(np.union1d(self.own, self.waiting)) == self.tokens
-
-    def worth_waiting(self) -> bool:
-        """True if a front pays at the rate measured so far, but not at one that is still possible."""
-        if self.settled or not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
-            return False
-        return self.share() > 0.0 and self._faster().share() == 0.0
 
     def load_first(self) -> bool:
         """True if everything should be there before the last pass: running it beside the readers would win nothing."""
@@ -145,21 +145,38 @@ class BothEnds:
         if share > _PIECE:  # later tokens attend to more keys
             share = self._meeting(layers_left, _PIECE * round(share / _PIECE))
         # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
-        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared.
-        return share if share >= _LEAST_SHARE * count else 0.0
+        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared. Once a pass is
+        # under way, it shows what is late.
+        least = _LEAST_SHARE if layers_left == 1.0 else 0.0
+        return self._whole_extents(share) if share >= least * count else 0.0
+
+    def _whole_extents(self, share: float) -> float:
+        """The border of an extent before or behind `share`, whichever loses less time."""
+        before = max((float(one) for one in self.borders if one <= share), default=0.0)
+        behind = min((float(one) for one in self.borders if one > share), default=share)
+        computed_s, loaded_s = (behind - share) * self._token_s(_PIECE), (share - before) * self._load_token_s
+        return behind if computed_s <= loaded_s else before
 
     def _meeting(self, layers_left: float, ahead: int) -> float:
         """Tokens, where computing one takes as long as one of the next `ahead` does on average."""
-        count, speed, front = len(self.waiting), self.speed, self.waiting[:ahead]
         share = tokens_to_compute(
             load_s=self.load_s,
-            compute_s=speed.seconds(self.rows),
-            load_token_s=self.load_s / count * layers_left,
-            compute_token_s=speed.seconds(self._more(front), passes=0) / len(front),
+            compute_s=self.speed.seconds(self.rows),
+            load_token_s=self._load_token_s * layers_left,
+            compute_token_s=self._token_s(ahead),
         )
-        return min(max(share, 0.0), float(count))
+        return min(max(share, 0.0), float(len(self.waiting)))
 
-    def _rest_s(self) -> float:
+    @property
+    def _load_token_s(self) -> float:
+        return self.load_s / len(self.waiting)
+
+    def _token_s(self, ahead: int) -> float:
+        """Seconds of computing one of the next `ahead` tokens, on average."""
+        front = self.waiting[:ahead]
+        return self.speed.seconds(self._more(front), passes=0) / len(front)
+
+    def rest_s(self) -> float:
         """Seconds for computing all that is left in one pass."""
         rows = self.rows + self._more(self.waiting)
         return self.speed.whole_s(rows) if self.untouched else self.speed.seconds(rows)
@@ -172,21 +189,24 @@ class BothEnds:
         """Rows that computing these positions adds to those of the last pass."""
         return self.speed.rows(np.setdiff1d(np.asarray(front, dtype=np.int64), self.own, assume_unique=True))
 
-    def _faster(self) -> BothEnds:
-        return replace(self, bytes_per_s=self.bytes_per_s * _SLOW_START)
+    def possible(self) -> BothEnds:
+        """The same at the highest rate that is possible."""
+        return self if self.settled or not self.came else self._at(_SLOW_START)
+
+    def _at(self, factor: float) -> BothEnds:
+        return replace(self, bytes_per_s=self.bytes_per_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Condition to wait for before the next pass.
 
-    enough       "nothing"; "all" that is to be loaded; "rate": all, or until its rate is settled; "all soon": until all
-                 will be there soon; or a number of layers
+    enough       "nothing"; "all" that is to be loaded; "all soon": until all will be there soon; or a number of layers
     timeout_s    None = no limit
     layer_first  load layer by layer from now on
     """
 
-    enough: Literal["nothing", "all", "rate", "all soon"] | int
+    enough: Literal["nothing", "all", "all soon"] | int
     timeout_s: float | None = None
     layer_first: bool = False
 
@@ -230,14 +250,15 @@ class Cake(LayerWise):
 
     def first_look(self, ends: BothEnds) -> Ahead:
         """Condition to wait for before anything is decided: where the rate is unknown, everything may come at once."""
-        return Ahead("nothing") if ends.settled else Ahead("all", _FIRST_LOOK_S)
+        if ends.settled:
+            return Ahead("nothing")
+        everything_s = ends.rest_s() if ends.speed.known else math.inf
+        return Ahead("all", min(_FIRST_LOOK_S, _FIRST_LOOK * everything_s))
 
     def ahead(self, ends: BothEnds, layers: int) -> Ahead:
         """Condition to wait for before the next pass."""
         if not (ends.speed.known or ends.settled):
             return Ahead("all soon", _SETTLE_S)
-        if ends.worth_waiting():
-            return Ahead("rate", _SETTLE_S)
         if ends.load_first():
             return Ahead("all", 2.0 * ends.load_s, layer_first=True)
         return Ahead("nothing")

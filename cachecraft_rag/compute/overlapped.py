@@ -141,7 +141,6 @@ class OverlappedPrefill:
         ready: dict[str, Callable[[], bool]] = {
             "nothing": lambda: True,
             "all": lambda: not loads.incomplete(),
-            "rate": lambda: loads.meter.warm or not loads.incomplete(),
             "all soon": lambda: self._ends().comes_soon,
         }
         return Wait(loads, ready[enough], ahead.timeout_s)
@@ -152,6 +151,8 @@ class OverlappedPrefill:
         own = self._rows.open()
         return BothEnds(
             waiting=loads.incomplete(),
+            borders=loads.borders(),
+            came=loads.reads > 0 or loads.meter.warm,
             bytes_left=loads.bytes_left(),
             bytes_per_s=loads.meter.bytes_per_s,
             settled=loads.meter.warm,
@@ -170,7 +171,7 @@ class OverlappedPrefill:
         left = 1.0 - layer / self._layers
         rows = left * speed.rows(self._rows.open()) + speed.rows(late)
         ends = self._ends(rows)
-        share = ends.share(layers_left=left)  # with what is left of this pass, and catching up
+        share = ends.possible().share(layers_left=left)  # with what is left of this pass, and catching up
         rate = ends.bytes_per_s
         saved = share * ends.bytes_left / max(len(ends.waiting), 1) / rate if rate > 0.0 else 1.0
         return loads.take(share) if saved > _LEAST_SAVING_S else []

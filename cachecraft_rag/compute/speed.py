@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW_ROWS = 48  # a pass of fewer is mostly fixed cost
+_FEW_ROWS = 96  # a pass of fewer is mostly fixed cost
 _WEIGHT = 0.5  # of the newest pass in the average
 _MOST_APART = 2.0  # a piece's row may take this many times as long as one of a whole prompt's pass
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.compute.meeting import BothEnds
+from cachecraft_rag.compute.meeting import RULES, Ahead, BothEnds
 from cachecraft_rag.compute.speed import ComputeSpeed
 
 TOKENS, QUESTION = 2048, 40
@@ -58,7 +58,7 @@ def test_the_first_tokens_of_a_long_prompt_attend_to_less_and_so_more_of_them_ar
 
 
 def test_where_a_front_would_take_as_long_as_one_pass_over_everything_there_is_that_pass() -> None:
-    assert ends_of(0.2, fixed_s=0.3).next_piece() == (TOKENS, True)
+    assert ends_of(0.1, fixed_s=0.3).next_piece() == (TOKENS, True)
 
 
 def test_where_a_whole_pass_attends_faster_than_others_do_there_is_that_pass() -> None:
@@ -97,22 +97,43 @@ def test_where_loading_is_quick_no_front_is_computed() -> None:
 
 
 def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -> None:
-    """Loading is three times as fast as computing, and its first reads gave half of that."""
+    """Loading is three times as fast as computing, and its first reads gave half of that.
+
+    The last pass begins, and looks again while little would have to catch up.
+    """
     first_reads = ends_of(3.0 / 2.0, settled=False)
     assert first_reads.share() > TOKENS / 4
-    assert first_reads.worth_waiting()
     assert first_reads.next_piece() == (0.0, True)
-    assert not replace(first_reads, settled=True).worth_waiting()
+    assert first_reads.possible().share(layers_left=0.97) > 0.0
     assert replace(first_reads, settled=True).next_piece() == (first_reads.share() / 2, False)
 
 
-def test_a_front_that_pays_at_any_rate_that_is_possible_is_not_waited_for() -> None:
-    slow = ends_of(0.5, settled=False)
-    assert not slow.worth_waiting()
-    assert slow.next_piece() == (replace(slow, bytes_per_s=1000.0).share(), False)
-    nothing_yet = ends_of(0.0, settled=False)
-    assert not nothing_yet.worth_waiting()
-    assert nothing_yet.next_piece() == (64, False)
+def test_before_anything_has_come_the_rate_is_at_most_what_was_asked_for() -> None:
+    slow = replace(ends_of(0.4, settled=False), came=False)
+    assert slow.next_piece() == (slow.share(), False)
+    slower = replace(slow, bytes_per_s=200.0, tokens=TOKENS)
+    assert slower.next_piece() == (TOKENS, True)  # at half of it a front would hardly be sooner than one pass
+    assert replace(slower, came=True).next_piece()[1] is False
+    assert ends_of(0.0, settled=False).next_piece() == (64, False)
+
+
+def test_a_front_ends_with_an_extent_because_what_is_left_of_one_is_loaded_as_a_whole() -> None:
+    ends = ends_of(0.25)
+    share = ends.share()
+    assert share == pytest.approx((4 * TOKENS - QUESTION - 30) / 5)
+    near = [round(share) - 40, round(share) + 60]
+    assert replace(ends, borders=[*near, TOKENS]).share() == near[1]  # loading 40 tokens takes longer
+    assert replace(ends, borders=[near[0], round(share) + 200, TOKENS]).share() == near[0]
+
+
+def test_the_first_look_is_a_small_part_of_computing_everything() -> None:
+    look = RULES["cake"].first_look
+    assert look(ends_of(1.0)) == Ahead("nothing")
+    unsettled = ends_of(1.0, settled=False)
+    assert look(unsettled) == Ahead("all", 0.02)
+    short = replace(unsettled, waiting=range(160), bytes_left=160, tokens=200)
+    assert look(short).timeout_s == pytest.approx(0.02 * (0.03 + 0.2))
+    assert look(replace(short, speed=ComputeSpeed(keys_per_row=1e12))).timeout_s == 0.02
 
 
 def test_the_last_pass_waits_for_readers_that_would_take_its_cores() -> None:
@@ -126,7 +147,6 @@ def test_on_a_machine_of_which_nothing_is_known_a_little_is_computed_unless_all_
     ends = replace(ends_of(1.0), speed=ComputeSpeed(keys_per_row=1e12))
     assert ends.next_piece() == (64, False)
     assert replace(ends, bytes_per_s=1e6).next_piece() == (0.0, True)
-    assert not ends.worth_waiting()
     assert not ends.load_first()
 
 

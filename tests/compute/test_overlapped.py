@@ -663,11 +663,13 @@ def test_a_layer_that_comes_after_its_tokens_were_taken_is_not_placed(decoder: D
     disk.kept = False
     loads, placed = disk.loads([1], readers=0), Placed()
     loads.send_to(placed)
+    loads.reads = 1
     job = loads._next()
     assert job is not None
     assert job.own is None  # into the reader's own memory
+    assert (job.extents[0].first, job.extents[-1].last) == (64, 150)
     assert loads.take(100) == list(range(20, 120))
-    out = torch.zeros(decoder.layout.shape(150)[1:])
+    out = torch.zeros(decoder.layout.shape(86)[1:])
     loads._note(job, None, out)
     assert sorted(placed.positions) == list(range(120, 170))
     loads.close()
@@ -716,7 +718,7 @@ def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(
 
 def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
     loads = disk.loads(readers=0)
-    loads.layer_first = False
+    loads.layer_first, loads.reads = False, 1
     jobs = [(job.extents[0].first, job.extents[-1].last) for job in iter(loads._next, None)]
     assert jobs[:2] == [(64, 150), (0, 64)]  # of the last chunk: a quarter of what is left at most
     assert [last - first for first, last in jobs[-3:]] == [64, 64, 20]  # near the front one by one
@@ -727,13 +729,22 @@ def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_
     assert loads.bytes_left() == 0.0
 
 
-def test_layer_first_reads_what_adjoins_at_once(disk: Disk) -> None:
+def reads_of(loads: PendingLoads, count: int) -> list[tuple[int, int, int]]:
+    """The next reads: layer, first token, token behind the last."""
+    jobs = [job for _ in range(count) if (job := loads._next())]
+    return [(job.layer, job.extents[0].first, job.extents[-1].last) for job in jobs]
+
+
+def test_layer_first_reads_what_adjoins_at_once_from_the_back(disk: Disk) -> None:
     loads = disk.loads(readers=0)
-    jobs = [loads._next() for _ in range(4)]
-    assert [(job.layer, job.extents[0].first, job.extents[-1].last) for job in jobs if job] == [
-        (0, 0, 20),
-        *[(0, 0, 150)] * 3,
-    ]
+    loads.reads = 1
+    assert reads_of(loads, 4) == [*[(0, 0, 150)] * 3, (0, 0, 20)]
+
+
+def test_the_first_reads_are_small_and_of_few_extents_each_reader_takes_half(disk: Disk) -> None:
+    assert reads_of(disk.loads(readers=0), 2) == [(0, 128, 150), (0, 64, 128)]
+    assert reads_of(disk.loads(readers=0, expected=1e6), 1) == [(0, 0, 150)]  # how fast it comes is known
+    assert reads_of(disk.loads([3], readers=0, expected=1e6), 2) == [(0, 64, 150), (0, 0, 64)]
 
 
 def test_what_failed_is_told_once(disk: Disk) -> None:
@@ -799,6 +810,24 @@ def test_a_meter_forgets_an_old_rate_and_counts_silence(monkeypatch: pytest.Monk
     rate = meter.bytes_per_s
     clock.now += 0.05
     assert meter.bytes_per_s == rate
+
+
+def test_what_is_in_flight_never_raises_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(rate_module, "time", clock)
+    known, new = Meter(10e6), Meter(None)
+    for meter in (known, new):
+        meter.begin(1e6)
+        meter.begin(1e6)
+    clock.now += 0.01
+    assert known.bytes_per_s == pytest.approx(10e6)
+    assert new.bytes_per_s == pytest.approx(200e6, rel=0.02)  # nothing has come: so much at most
+    clock.now += 0.09
+    assert new.bytes_per_s == pytest.approx(20e6, rel=0.1)
+    new.end(1e6, came=True)
+    assert new.bytes_per_s == pytest.approx(15e6, rel=0.1)  # the other one is half-way
+    new.begin(1e6)
+    assert new.bytes_per_s == pytest.approx(15e6, rel=0.1)
 
 
 def test_a_meter_tells_how_many_cores_reading_keeps_busy(monkeypatch: pytest.MonkeyPatch) -> None:

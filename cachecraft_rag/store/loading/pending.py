@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol, Self
 
 import torch
@@ -187,11 +188,14 @@ class PendingLoads:
             if self._closed or not free:
                 return None
             if self.layer_first:
-                first = min(free, key=lambda extent: extent.layers)
-                chosen = next(_runs(free[free.index(first) :]))
+                first = min(extent.layers for extent in free)  # from the back: a front may still be computed
+                chosen = next(_runs(one for one in reversed(free) if one.layers == first))[::-1]
             else:
                 most = max(1, min(_RUN, len(free) // _PARTS))
                 chosen = next(_runs(free[: -most - 1 : -1]))[::-1]
+            chosen = chosen[-((len(left) + 1) // 2) :]  # by both readers, so that no layer is left behind
+            if not (self.reads or self.meter.warm):
+                chosen = chosen[-1:]  # the less is asked for, the sooner it is known how fast it comes
             for extent in chosen:
                 extent.busy = True
             layer, stored = chosen[0].layers, chosen[0].stored
@@ -246,6 +250,11 @@ class PendingLoads:
         """Positions that are not complete and are not computed."""
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
+
+    def borders(self) -> list[int]:
+        """How many positions of `incomplete` end with each extent."""
+        with self._lock:
+            return list(accumulate(len(extent.positions) for extent in self._incomplete()))
 
     def bytes_left(self) -> float:
         """Bytes still to be read."""

@@ -23,7 +23,8 @@ class Meter:
         self._seconds = _PRIOR_S if expected is not None else 0.0
         self._bytes = (expected or 0.0) * self._seconds
         self._at = time.perf_counter()
-        self._credit = 0.0  # for what is in flight
+        self._in_flight = 0.0
+        self._rate = expected or 0.0  # as it was when something came last
         self._stopped, self._known = False, expected is not None
         self._expected_cpu, self._read_bytes, self._cpu_s = cpu_s_per_byte, 0.0, 0.0
 
@@ -44,14 +45,15 @@ class Meter:
         """Record that this many bytes were asked for."""
         with self._lock:
             self._advance()
-            self._credit += nbytes / 2
+            self._in_flight += nbytes
 
     def end(self, nbytes: float, *, came: bool, cpu_s: float = 0.0) -> None:
         """Record that they came, or will not come; `cpu_s` is the CPU time of reading, verifying and decoding."""
         with self._lock:
             self._advance()
-            self._credit = max(0.0, self._credit - nbytes / 2)
+            self._in_flight = max(0.0, self._in_flight - nbytes)
             self._bytes += nbytes * came
+            self._rate = (self._bytes + self._in_flight / 2) / self._seconds if self._seconds else 0.0
             self._read_bytes += nbytes
             self._cpu_s += cpu_s
 
@@ -68,13 +70,14 @@ class Meter:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate; 0 when nothing is known or nothing was asked for.
+        """The rate when something came last, unless it would be lower if all in flight came now; but not for ever.
 
-        What is in flight counts half, so that a large piece is not mistaken for a pause; but not for ever.
+        Before anything has come it is the highest that is possible; 0 when nothing is known or was asked for.
         """
         with self._lock:
             self._advance()
-            return (self._bytes + self._credit) / self._seconds if self._seconds else 0.0
+            most = (self._bytes + self._in_flight) / self._seconds if self._seconds else 0.0
+            return min(self._rate or most, most)
 
     def _advance(self) -> None:
         if self._stopped:
@@ -82,6 +85,6 @@ class Meter:
         now = time.perf_counter()
         kept = math.exp((self._at - now) / _MEMORY_S)
         self._bytes *= kept
-        self._credit *= kept
+        self._in_flight *= kept
         self._seconds = self._seconds * kept + _MEMORY_S * (1.0 - kept)
         self._at = now
