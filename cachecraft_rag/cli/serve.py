@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from cachecraft_rag.checks import check_whole
-from cachecraft_rag.cli.options import ENGINE_KEYS, takes
+from cachecraft_rag.cli.options import ENGINE_KEYS, takes, warn
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
@@ -83,12 +83,16 @@ def serve(
     Requests without `documents` are vLLM's own (but see --reuse-plain-prompts).
     Example: cachecraft serve demo --port 8000 -- --enforce-eager
     """
+    from cachecraft_rag.engine.sampling import SamplingParams
     from cachecraft_rag.vllm.server import serve as run
     from cachecraft_rag.vllm.settings import EndpointSettings
 
     for key, advice in _NOT_HERE.items():
         if settings[key] is not None:
             raise ConfigError(f"{settings.entries[key].origin}: {key} has no effect here: {advice}")
+    of_clients = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
+    for key in sorted(of_clients & settings.given().keys()):  # no error: one file may be the clients', too
+        warn(f"{settings.entries[key].origin}: {key} has no effect here: clients decide it")
     plain = server.reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"
     run(
         model,

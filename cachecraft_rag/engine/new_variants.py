@@ -52,6 +52,7 @@ class Dropped(StrEnum):
     FAILED = "failed"
     CLOSED = "closed"
     REMOVED = "removed"  # one of its chunks, with its document
+    TOO_LONG = "too_long"  # for the model's context
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,8 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
 
 
 def _chunk_stats(request: Request, progress: RequestProgress, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
-    failed = progress.finish in ("failed", "closed") and not progress.first_token_s  # or closed while it waited
+    # Or closed while it waited; but where another process has filled it, that is known.
+    failed = progress.finish in ("failed", "closed") and not progress.first_token_s and not progress.reports
     for segment, one in zip_longest(request.prompt.segments, reports):
         if segment.kind != "chunk" or (one is None and progress.finish is None):
             continue

@@ -47,9 +47,10 @@ class RequestCounts:
         for chunk in stats.chunks:
             self._chunks.labels(chunk.outcome, str(chunk.reason_code)).inc()
         self._total.observe(stats.total_s)
-        if not stats.ttft_s:  # it failed before: nothing is known of what was computed
+        if stats.ttft_s:
+            self._ttft.observe(stats.ttft_s)
+        elif stats.finish == "failed":  # nothing is known of what was computed
             return
-        self._ttft.observe(stats.ttft_s)
         for kind in TOKENS:
             self._tokens.labels(kind).inc(getattr(stats, f"tokens_{kind}"))
 

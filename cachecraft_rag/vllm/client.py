@@ -22,6 +22,7 @@ from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.engine.request import Request, RequestProgress, answer_text
 from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.engine.tools import Tool
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.planning.config import ReuseConfig
@@ -62,6 +63,7 @@ class HTTPEngine(AnswerEngine):
             model, ServerCaches(link), EngineConfig(namespace=facts["namespace"], system=system, reuse=reuse)
         )
         self._link, self._model, self._facts, self._system = link, model, facts, system
+        self._unreported: dict[str, Callable[[], None]] = {}  # take the report of an answer that has ended, by its id
 
     @classmethod
     def connect(
@@ -186,8 +188,17 @@ class HTTPEngine(AnswerEngine):
                 yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
         finally:
             progress.end(request, "closed")
-            if names and progress.finish in ("end", "length"):
-                take_report(progress, self._link.report(names[-1], headers=headers))
+            if names:
+                self._unreported[request.request_id] = lambda: take_report(
+                    progress, self._link.report(names[-1], headers=headers)
+                )
+
+    def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
+        # Here, because neither the reader who closes an answer nor a finaliser should wait for the server.
+        report = self._unreported.pop(stats().request_id, None)
+        if report is not None and error is None:
+            report()
+        super()._ended(stats, error)
 
 
 class ServerPrimer(Primer):
@@ -302,7 +313,7 @@ class Link:
         """The report of a request; empty where the server has none."""
         try:
             found = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
-        except ServerError as error:  # the answer itself is complete
+        except (ServerError, RuntimeError) as error:  # or this client is closed; the answer itself is complete
             logger.warning("The statistics of request %s did not come: %s", name, error)
             return {}
         return found.get("report") or {}

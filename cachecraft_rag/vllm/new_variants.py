@@ -112,13 +112,15 @@ class IdleVariants:
             return candidate
 
     def _run(self, *, unmarked: bool) -> None:
+        failed = False
         while (candidate := self._next(unmarked=unmarked)) is not None:
             try:
-                found = self._capture(candidate)
+                found, failed = self._capture(candidate), False
             except (Exception, CancelledError):  # such as vLLM's, of any kind; it may have room for the next one
-                if not self._closed:
-                    logger.exception("A new variant could not be computed")
-                found = Captured(dropped=Dropped.FAILED)
+                if not self._closed:  # of several in a row, as where vLLM has ended, the first is enough
+                    level = logging.DEBUG if failed else logging.ERROR
+                    logger.log(level, "A new variant could not be computed", exc_info=True)
+                found, failed = Captured(dropped=Dropped.FAILED), True
             with self._changed:
                 removed = self._running.pop(candidate.identity)
                 self._wanted.spend(found.tokens)

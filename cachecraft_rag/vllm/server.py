@@ -21,6 +21,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Set here, so they cannot be given as further arguments.
 _OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
+_NEVER_S = 1e9
 
 
 def serve(
@@ -85,6 +86,8 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
     fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)
     args = parser.parse_args([*fixed, *names, *arguments])
     served.require_ranks(args.tensor_parallel_size)
+    if args.disable_log_stats:  # reports of requests that are filled travel with vLLM's statistics: only their log ends
+        args.disable_log_stats, os.environ["VLLM_LOG_STATS_INTERVAL"] = False, str(_NEVER_S)
     # As an object, not on a command line: the key that seals requests would show in the list of processes.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)

@@ -24,7 +24,7 @@ OFF: Mapping[str, Any] = {"plain_prompts": "off"}
 _VLLM_DECIDES = {
     "device": "vLLM chooses the device",
     "decode_rows": "vLLM batches answers itself; its max_num_seqs limits a batch",
-    "max_waiting": "vLLM has a queue of its own; limit requests where they come in, in a router",
+    "max_waiting": "vLLM has a queue of its own, with a limit of its own: max_num_queued_reqs",
     "wait_timeout_s": "vLLM has a queue of its own; limit the wait where requests come in, in a router",
 }
 _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device tier's place"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -147,6 +148,19 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
         assert bodies[0]["documents"] == [{"text": "vinegar", "id": Chunk("vinegar").chunk_id}]
         assert bodies[0]["messages"][0] == {"role": "system", "content": "Mine."}
         assert "cachecraft" not in bodies[0]
+        stopped = engine.stream(
+            "fine", [Chunk("vinegar")], sampling=SamplingParams(stop=(byte_tokenizer.decode([41]),))
+        )
+        assert ("".join(stopped), stopped.stats.finish) == (byte_tokenizer.decode([40]), "stop")
+        assert stopped.stats.tokens_reused == stats.tokens_reused
+        closed = engine.stream("fine", [Chunk("vinegar")])
+        next(closed)
+        closed.close()
+        deadline = time.monotonic() + 60
+        while not closed.stats.tokens_reused:  # its reader does not wait for the server
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert (closed.stats.finish, closed.stats.tokens_reused) == ("closed", stats.tokens_reused)
         with pytest.raises(ConfigError, match="not the id of its text"):
             engine.stream("fine", [Chunk("vinegar, changed", known_id=Chunk("vinegar").chunk_id)])
         with pytest.raises(ServerError, match="ended the answer halfway"):

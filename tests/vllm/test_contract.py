@@ -238,7 +238,9 @@ def test_the_engine_s_front_end() -> None:
 
 
 def test_settings_that_are_refused_have_these_names() -> None:
+    from vllm import envs
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
     wanted = {"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel",
@@ -252,6 +254,8 @@ def test_settings_that_are_refused_have_these_names() -> None:
     assert "self.hf_text_config" in source("config.model")
     assert "kv_cache_groups" in KVCacheConfig.__dataclass_fields__
     assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {"FullAttentionSpec", "SlidingWindowSpec"}
+    assert "VLLM_LOG_STATS_INTERVAL" in envs.environment_variables
+    assert {"disable_log_stats", "max_num_queued_reqs"} <= AsyncEngineArgs.__dataclass_fields__.keys()
 
 
 def test_the_api_server_has_what_the_endpoint_uses() -> None:

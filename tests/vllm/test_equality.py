@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from cachecraft_rag.engine.line import FutureCaptures
 from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.engine.request import RequestProgress
 from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Prompt
@@ -28,6 +30,7 @@ from tests.vllm.conftest import TEXTS, Server
 
 KETTLE, GUARANTEE = "How is the kettle descaled?", "What does the guarantee cover?"
 BASE = ReuseConfig(probe_min_rows=0, alpha=0.5, capture=False, loading="whole")
+EARLY: dict[str, Any] = {"early_termination": True, "recompute_ratio": 0.5}
 CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {  # best last: these stand in the prompt from last to first
     "all exact": (KETTLE, [2, 1, 0], {}),
     "moved, three chunks": (KETTLE, [0, 1, 2], {}),
@@ -37,6 +40,9 @@ CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {  # best last: these 
     "drift without probe": (GUARANTEE, [4, 0, 3, 1, 5], {"selector": "cache_craft"}),
     "nothing reused": (GUARANTEE, [4, 0, 3, 1, 5], {"reuse": False}),
     "nothing recomputed": (GUARANTEE, [4, 0, 3, 1, 5], {"recompute_ratio": 0.0}),
+    "early termination": (GUARANTEE, [4, 0, 3, 1, 5], EARLY | {"early_termination_window": 1}),
+    "early termination, three layers": (GUARANTEE, [4, 0, 3, 1, 5], EARLY),
+    "another variant": (KETTLE, [1, 0, 5], {}),
 }
 TOKENS = 16
 
@@ -46,8 +52,10 @@ class Expected:
     prompt: Prompt
     config: ReuseConfig
     outcomes: list[str]
+    variants: list[str | None]
     recomputed: list[list[int]]
     row_layers: int
+    focus_layer: int | None
     tokens: list[int]
     logprobs: list[float]
 
@@ -74,8 +82,10 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
         request.prompt,
         config,
         [one.outcome for one in segments],
+        [None if one.variant is None else one.variant.variant_id for one in segments],
         [list(one.recompute) for one in segments],
         progress.row_layers,
+        progress.focus_layer,
         tokens,
         logprobs,
     )
@@ -87,6 +97,7 @@ def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]
     with ChunkCacheStore.open(store) as caches, Engine(Decoder.load(str(folder)), caches, config=BASE) as engine:
         Primer(engine).prime(chunks[:3])
         Primer(engine).prime(chunks[3:])
+        engine.capture(engine.prompts.build(KETTLE, [chunks[1], chunks[0], chunks[5]]), (2, 3), primed=False)
         cases = {
             name: greedy(engine, question, [chunks[i] for i in order], replace(BASE, **config))
             for name, (question, order, config) in CASES.items()
@@ -96,7 +107,9 @@ def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]
 
 def assert_equal(found: Any, one: Expected, layers: int) -> None:
     assert [segment["outcome"] for segment in found.report["segments"]] == one.outcomes, found.report["segments"]
+    assert [segment["variant_id"] for segment in found.report["segments"]] == one.variants
     assert found.report["recomputed"] == one.recomputed
+    assert found.report["focus_layer"] == one.focus_layer
     assert found.report["row_layers"] == one.row_layers - layers  # vLLM computes the last token itself
     assert found.tokens == one.tokens
     assert found.logprobs == pytest.approx(one.logprobs, abs=1e-3)
@@ -115,9 +128,18 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     primed_cases: PrimedCases,
     make_server: Callable[..., Server],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In buffers that hold NaN wherever nothing is written."""
+    fresh = Recycler.empty
+    monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(math.nan))
     folder = model_folder(family)
     cases, layers = primed_cases(family, tmp_path / "caches")
+    assert cases["early termination"].focus_layer is not None
+    assert cases["early termination, three layers"].focus_layer is not None or family not in ("Llama", "demo")
+    served = {(segment.segment_id, variant) for one in cases.values() for segment, variant in
+              zip(one.prompt.segments, one.variants, strict=True) if variant is not None}  # fmt: skip
+    assert len(served) > len({name for name, _ in served})  # there was a choice
     assert {outcome for one in cases.values() for outcome in one.outcomes} == {"exact", "reused", "computed"}
     assert any(any(one.recomputed) for one in cases.values())
     server = make_server(folder, tmp_path / "caches")

@@ -31,7 +31,9 @@ from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, ch
 
 # What a client says with each question, or does itself before it asks.
 OF_CLIENTS = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
-OTHERS: dict[str, Any] = {  # a value of each other setting that is not its default
+OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
+    "embeddings": "other", "top_k": 7, "max_new_tokens": 9, "temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x",
+    "json_schema": "{}",
     "store": "elsewhere", "threads": 2, "metrics_port": 9464, "dtype": "bfloat16", "device": "cuda",
     "namespace": "acme",
     "system": "Be brief.", "private_system": True, "best_last": False, "new_variants": "always", "decode_rows": 3,
@@ -78,13 +80,16 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Co
     return start
 
 
-OF_SERVERS = known_settings().keys() - OF_CLIENTS - {"model"}  # the model is an argument
+SETTINGS = known_settings().keys() - {"model"}  # the model is an argument
 
 
-@pytest.mark.parametrize("key", sorted(key for key in OF_SERVERS if not key.startswith("remote.")))
-def test_each_setting_acts_or_is_refused(key: str, started: Callable[..., ConnectorSettings | str]) -> None:
+@pytest.mark.parametrize("key", sorted(key for key in SETTINGS if not key.startswith("remote.")))
+def test_each_setting_acts_or_is_refused(
+    key: str, started: Callable[..., ConnectorSettings | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the environment, as from a file; the settings of reuse are flags, too."""
-    given = OTHERS[key]
+    given, warned = OTHERS[key], list[str]()
+    monkeypatch.setattr("cachecraft_rag.cli.serve.warn", warned.append)
     text = str(given).lower() if isinstance(given, bool) else str(given)
     found = started(**{f"CACHECRAFT_{key.replace('.', '_').upper()}": text})
     if key in REFUSED:
@@ -92,6 +97,10 @@ def test_each_setting_acts_or_is_refused(key: str, started: Callable[..., Connec
         assert f"{key} has no effect" in found
         return
     assert isinstance(found, ConnectorSettings), found
+    assert bool(warned) == (key in OF_CLIENTS)
+    if key in OF_CLIENTS:
+        assert f"{key} has no effect here: clients decide it" in warned[0]
+        return
     if key == "reuse.plain_prompts":  # a flag of its own: off until it is asked for
         assert (found.endpoint.plain_prompts, found.config.reuse.plain_prompts) == ("off", "off")
         flag, variable = started("--reuse-plain-prompts"), started(CACHECRAFT_REUSE_PLAIN_PROMPTS="reuse")
@@ -115,11 +124,21 @@ def test_each_setting_acts_or_is_refused(key: str, started: Callable[..., Connec
 
 
 def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_path: Path) -> None:
-    table = {"URL": "redis://host:1/0", "LOOKUP_TIMEOUT_S": "3", "FAILURES": "9"}
-    found = started(**{f"CACHECRAFT_REMOTE_{name}": value for name, value in table.items()})
+    (tmp_path / "key").write_text("the only key of all remotes")
+    table: dict[str, Any] = {
+        "url": "file:///elsewhere", "budget_bytes": 10**9, "variants_per_chunk": 5, "ask_below": 3,
+        "lookup_timeout_s": 3, "connect_timeout_s": 2, "read_timeout_s": 4, "put_timeout_s": 5, "close_timeout_s": 6,
+        "queue_bytes": 10**8, "failures": 9, "cool_down_s": 7,
+    }  # fmt: skip
+    keys = {"remote.key", "remote.key_file"}  # from the environment they are read where the remote is opened
+    assert {f"remote.{name}" for name in table} | keys == {key for key in SETTINGS if key.startswith("remote.")}
+    found = started(**{f"CACHECRAFT_REMOTE_{name.upper()}": str(value) for name, value in table.items()})
     assert isinstance(found, ConnectorSettings), found
     remote: Any = found.config.store.remote
-    assert (remote.url, remote.lookup_timeout_s, remote.failures) == ("redis://host:1/0", 3, 9)
+    assert {name: getattr(remote, name) for name in table} == table
+    found = started("--remote", "file:///elsewhere", "--remote-key-file", "key")
+    assert isinstance(found, ConnectorSettings), found
+    assert found.config.store.remote.keys() == (b"the only key of all remotes",)  # type: ignore[union-attr]
     assert (found.endpoint.client_settings, found.endpoint.admin_keys) == ("safe", ())
     (tmp_path / "keys").write_text("the first key of all\nand the second\n")
     found = started("--admin-key-file", "keys", "--client-settings", "none")
