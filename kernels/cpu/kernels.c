@@ -149,6 +149,20 @@ typedef struct {
     float eps[4], scale, softcap; /* eps: norm, after_norm, q_norm, k_norm */
 } layer_t;
 
+#define PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#else
+#define TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define END_TARGET PRAGMA(GCC pop_options)
+#endif
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ < 22
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma,evex512" /* these take vectors of 512 bits for an extra */
+#else
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma"
+#endif
+
 #define ISA portable
 #define VL 4
 #define NV 2
@@ -158,12 +172,7 @@ typedef struct {
 #undef NV
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+TARGET("avx2,fma")
 #define ISA avx2
 #define VL 8
 #define NV 2
@@ -171,50 +180,28 @@ typedef struct {
 #undef ISA
 #undef VL
 #undef NV
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,evex512"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
-#endif
+END_TARGET
+
+TARGET(AVX512)
 #define ISA avx512
 #define VL 16
 #define NV 4
 #include "body.h"
 #undef ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
-#endif
+END_TARGET
+
+TARGET(AVX512 ",avx512bf16")
 #define ISA avx512_bf16
 #define PAIRS 1
 #include "body.h"
 #undef ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_TARGET
+
 #if defined(KNOWS_AMX)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,amx-tile,amx-bf16")
-#endif
+TARGET(AVX512 ",avx512bf16,amx-tile,amx-bf16")
 #define ISA amx
 #define TILES 1
 #include "body.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_TARGET
 #endif
 #endif
