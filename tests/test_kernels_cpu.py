@@ -80,6 +80,11 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 96": {"positions": [7, 90, 91], "keys": 99, "dim": 96},
     "heads of 128": {"positions": [7, 90, 91], "keys": 199, "dim": 128},
     "heads of 256": {"positions": [7, 90, 91], "keys": 199, "dim": 256},
+    "more rows, every head its own keys": {"positions": [*range(3, 140, 9)], "keys": 150, "heads": 2, "kv_heads": 2},
+    **{
+        f"more rows, heads of {dim}": {"positions": [*range(3, 140, 9)], "keys": 150, "dim": dim}
+        for dim in (2, 8, 34, 80, 96, 128, 256)
+    },
 }
 
 
@@ -207,6 +212,38 @@ def test_drift_moves_as_torch_does(
     assert not torch.equal(found[0], merged)
     assert near(found[0], found[1].double(), dtype)
     assert torch.equal(found[0][:, 160:], merged[:, 160:])
+
+
+@needs_build
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 64), (3, 37), (9, 130)])
+def test_norms_and_gates_of_any_width(rows: int, width: int, dtype: torch.dtype, instructions: str) -> None:
+    x, add, weight = noise(rows, width).to(dtype), noise(rows, width, seed=1).to(dtype), noise(width, seed=2).to(dtype)
+    run, changed, gate = kernels(), x.clone(), x.clone()
+    assert run is not None
+    for seen, found in (
+        (x, calls.norm(run, x, weight, 1e-3)),
+        (x + add, calls.norm(run, changed, weight, 1e-3, add)),
+    ):
+        root = (seen.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
+        assert near(found, seen.double() / root * weight.double(), dtype)
+    assert torch.equal(changed, x + add)
+    assert calls.gated(run, gate, add) is gate
+    assert near(gate, torch.nn.functional.silu(x.double()) * add.double(), dtype)
+
+
+@needs_build
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("width", "outs"), [(1, 1), (37, 33), (64, 64), (166, 70)])
+def test_products_of_few_rows(width: int, outs: int, dtype: torch.dtype, instructions: str) -> None:
+    weight, bias = noise(outs, width, seed=1).to(dtype), noise(outs, seed=2).to(dtype)
+    run = kernels()
+    assert run is not None
+    for rows in range(1, 9):
+        x = noise(rows, width).to(dtype)
+        right = x.double() @ weight.double().T
+        assert near(calls.linear(run, x, weight, None), right, dtype)
+        assert near(calls.linear(run, x, weight, bias), right + bias.double(), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

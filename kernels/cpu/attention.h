@@ -52,6 +52,42 @@ INLINE void NAME(product2)(const uint32_t *a, long lda, const uint32_t *b, long 
 }
 #endif
 
+#if defined(TILES)
+/* The same with tiles: c[32, wide], a[32, n]; wide is a multiple of 32, and a and b go on to a multiple of `deep`. */
+INLINE void NAME(product_tiles)(const uint32_t *a, long lda, const uint32_t *b, long ldb, float *c, long ldc, long n,
+                                long wide, long deep, int add) {
+    __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from memory */
+    for (long j = 0; j < wide; j += 32) {
+        float *top = c + j, *low = top + 16 * ldc;
+        if (add) {
+            _tile_loadd(0, top, 4 * ldc);
+            _tile_loadd(1, top + 16, 4 * ldc);
+            _tile_loadd(2, low, 4 * ldc);
+            _tile_loadd(3, low + 16, 4 * ldc);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (long k = 0; k < n; k += deep) {
+            _tile_loadd(4, a + k, 4 * lda);
+            _tile_loadd(6, b + k * ldb + j, 4 * ldb);
+            _tile_loadd(7, b + k * ldb + j + 16, 4 * ldb);
+            _tile_loadd(5, a + 16 * lda + k, 4 * lda);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, top, 4 * ldc);
+        _tile_stored(1, top + 16, 4 * ldc);
+        _tile_stored(2, low, 4 * ldc);
+        _tile_stored(3, low + 16, 4 * ldc);
+    }
+}
+#endif
+
 /* -- attention ----------------------------------------------------------------------------------------------------- */
 
 #if defined(PAIRS)
@@ -59,6 +95,58 @@ INLINE void NAME(product2)(const uint32_t *a, long lda, const uint32_t *b, long 
 #else
 #define PAIRED(c) 0
 #endif
+#if defined(TILES)
+#define MOST_ROWS 32
+#define ROWS(c) ((c)->bfloat ? MOST_ROWS : TILE)
+#else
+#define MOST_ROWS TILE
+#define ROWS(c) TILE
+#endif
+
+/* Tiles of this thread, before a job's products and after them; torch sets up its own. */
+INLINE long NAME(deep)(const attend_t *c) { /* pairs of a tile: all that divide the head and are a power of two */
+    long pairs = c->dim / 2, power = pairs & -pairs;
+    return power < 16 ? power : 16;
+}
+INLINE void NAME(open_tiles)(const attend_t *c) {
+#if defined(TILES)
+    uint8_t deep = (uint8_t)NAME(deep)(c);
+    struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {
+        .palette = 1,
+        .bytes = {64, 64, 64, 64, (uint16_t)(4 * deep), (uint16_t)(4 * deep), 64, 64},
+        .rows = {16, 16, 16, 16, 16, 16, deep, deep},
+    };
+    __asm__ volatile("" ::"r"(&shapes) : "memory"); /* gcc knows of its first 8 bytes only that they are read */
+    if (c->bfloat) _tile_loadconfig(&shapes);
+#endif
+}
+INLINE void NAME(close_tiles)(const attend_t *c) {
+#if defined(TILES)
+    if (c->bfloat) _tile_release();
+#endif
+}
+
+/* out[rows, wide] (+)= a[rows, n] · b[n, wide], a's rows `a_row` apart and so on; n counts pairs where c is PAIRED. */
+INLINE void NAME(products)(const attend_t *c, const void *a, long a_row, const uint32_t *b, long b_row, float *out,
+                           long out_row, long rows, long n, long wide, int add) {
+#if defined(TILES)
+    if (c->bfloat) {
+        NAME(product_tiles)(a, a_row, b, b_row, out, out_row, n, wide, NAME(deep)(c), add);
+        return;
+    }
+#endif
+    for (long i = 0; i < rows; i += 6)
+        for (long j = 0; j < wide; j += STEP) {
+            float *to = out + i * out_row + j;
+#if defined(PAIRS)
+            if (c->bfloat) {
+                NAME(product2)((const uint32_t *)a + i * a_row, a_row, b + j, b_row, to, out_row, n, add);
+                continue;
+            }
+#endif
+            NAME(product)((const float *)a + i * a_row, a_row, (const float *)b + j, b_row, to, out_row, n, add);
+        }
+}
 
 /* Packed, for each key/value head: keys [blocks][dim (pairs: / 2)][64], then values [blocks · 64 (/ 2)][padded dim]. */
 INLINE long NAME(padded)(const attend_t *c) { return (c->dim + BLOCK - 1) / BLOCK * BLOCK; }
@@ -128,10 +216,10 @@ static void NAME(pack_job)(const void *context, long job) {
 
 /* Folded rows of one key/value head: row · group + the query's number in its group. */
 typedef struct {
-    float q[TILE * MOST_DIM] __attribute__((aligned(64)));
-    float s[TILE * WIDE] __attribute__((aligned(64)));
-    long row[TILE]; /* of each folded row */
-    long head[TILE], count, first_row, last_row;
+    float q[MOST_ROWS * MOST_DIM] __attribute__((aligned(64)));
+    float s[MOST_ROWS * WIDE] __attribute__((aligned(64)));
+    long row[MOST_ROWS]; /* of each folded row */
+    long head[MOST_ROWS], count, first_row, last_row;
 } NAME(tile_t);
 #define tile_t NAME(tile_t)
 
@@ -140,7 +228,7 @@ INLINE void NAME(take)(const attend_t *c, tile_t *tile, long kv_head, long first
     tile->count = stop - first;
     tile->first_row = first / group;
     tile->last_row = (stop - 1) / group;
-    memset(tile->q, 0, (size_t)(TILE * c->dim) * (PAIRED(c) ? 2 : 4));
+    memset(tile->q, 0, (size_t)(MOST_ROWS * c->dim) * (PAIRED(c) ? 2 : 4));
     for (long i = 0; i < tile->count; i++) {
         long row = (first + i) / group, head = kv_head * group + (first + i) % group;
         const void *q = AT(c->q, row * c->q_row + head * c->q_head);
@@ -182,35 +270,25 @@ INLINE void NAME(finish)(const attend_t *c, tile_t *tile, float *scores, long ke
 /* Scores of a tile's rows with the keys from `key` on. */
 INLINE void NAME(scores)(const attend_t *c, tile_t *tile, long kv_head, long key) {
     const uint32_t *packed = NAME(keys_of)(c, kv_head) + key / BLOCK * NAME(key_words)(c);
+    long n = PAIRED(c) ? c->dim / 2 : c->dim;
     for (long b = 0; b < WIDE / BLOCK; b++, packed += NAME(key_words)(c))
-        for (long i = 0; i < tile->count; i += 6)
-            for (long j = 0; j < BLOCK; j += STEP) {
-                float *s = tile->s + i * WIDE + b * BLOCK + j;
-#if defined(PAIRS)
-                if (c->bfloat) {
-                    NAME(product2)((const uint32_t *)tile->q + i * c->dim / 2, c->dim / 2, packed + j, BLOCK, s, WIDE,
-                                   c->dim / 2, 0);
-                    continue;
-                }
-#endif
-                NAME(product)(tile->q + i * c->dim, c->dim, (const float *)packed + j, BLOCK, s, WIDE, c->dim, 0);
-            }
+        NAME(products)(c, tile->q, n, packed, BLOCK, tile->s + b * BLOCK, WIDE, tile->count, n, BLOCK, 0);
     NAME(finish)(c, tile, tile->s, key, WIDE);
 }
 
 INLINE void NAME(attend_tile)(const attend_t *c, long job, long bf) {
-    long size = bf ? 2 : 4, group = c->heads / c->kv_heads, folded = c->rows * group, tiles = (folded + TILE - 1) / TILE;
-    long kv_head = job % c->kv_heads, number = tiles - 1 - job / c->kv_heads; /* the longest first */
-    long first = number * TILE, stop = first + TILE < folded ? first + TILE : folded, padded = NAME(padded)(c);
+    long size = bf ? 2 : 4, group = c->heads / c->kv_heads, folded = c->rows * group, step = ROWS(c);
+    long kv_head = job % c->kv_heads, number = (folded - 1) / step - job / c->kv_heads; /* the longest first */
+    long first = number * step, stop = first + step < folded ? first + step : folded, padded = NAME(padded)(c);
     tile_t tile;
-    float o[TILE * MOST_DIM] __attribute__((aligned(64)));
-    half_t p[TILE * WIDE] __attribute__((aligned(64)));
-    float most[TILE], total[TILE];
+    float o[MOST_ROWS * MOST_DIM] __attribute__((aligned(64)));
+    half_t p[MOST_ROWS * WIDE] __attribute__((aligned(64)));
+    float most[MOST_ROWS], total[MOST_ROWS];
     NAME(take)(c, &tile, kv_head, first, stop, bf);
-    memset(o, 0, (size_t)(TILE * padded) * 4);
+    memset(o, 0, (size_t)(MOST_ROWS * padded) * 4);
     memset(p, 0, sizeof p);
-    for (long i = 0; i < TILE; i++) most[i] = -1e30f, total[i] = 0;
-    for (long i = tile.count * WIDE; i < TILE * WIDE; i++) tile.s[i] = 0;
+    for (long i = 0; i < MOST_ROWS; i++) most[i] = -1e30f, total[i] = 0;
+    for (long i = tile.count * WIDE; i < MOST_ROWS * WIDE; i++) tile.s[i] = 0;
     long end = c->positions[tile.last_row] + 1;
     for (long key = NAME(first_seen)(c, tile.first_row) / WIDE * WIDE; key < end; key += WIDE) {
         NAME(scores)(c, &tile, kv_head, key);
@@ -238,17 +316,8 @@ INLINE void NAME(attend_tile)(const attend_t *c, long job, long bf) {
         }
         long left = end - key < WIDE ? end - key : WIDE;
         const uint32_t *v = NAME(values_of)(c, kv_head) + key / BLOCK * NAME(value_words)(c);
-        for (long i = 0; i < tile.count; i += 6)
-            for (long d = 0; d < padded; d += STEP) {
-#if defined(PAIRS)
-                if (c->bfloat) {
-                    NAME(product2)((const uint32_t *)(p + i * WIDE), WIDE / 2, v + d, padded, o + i * padded + d, padded,
-                                   (left + 1) / 2, 1);
-                    continue;
-                }
-#endif
-                NAME(product)(tile.s + i * WIDE, WIDE, (const float *)v + d, padded, o + i * padded + d, padded, left, 1);
-            }
+        if (PAIRED(c)) NAME(products)(c, p, WIDE / 2, v, padded, o, padded, tile.count, (left + 1) / 2, padded, 1);
+        else NAME(products)(c, tile.s, WIDE, v, padded, o, padded, tile.count, left, padded, 1);
     }
     for (long i = 0; i < tile.count; i++) {
         void *out = AT(c->out, (tile.row[i] * c->heads + tile.head[i]) * c->dim);
@@ -260,8 +329,10 @@ INLINE void NAME(attend_tile)(const attend_t *c, long job, long bf) {
 }
 static void NAME(attend_job)(const void *context, long job) {
     const attend_t *c = context;
+    NAME(open_tiles)(c);
     if (c->bfloat) NAME(attend_tile)(c, job, 1);
     else NAME(attend_tile)(c, job, 0);
+    NAME(close_tiles)(c);
 }
 
 /* Few rows, such as a decode step's: keys and values are read as they lie, in parts of fixed length.
@@ -375,7 +446,7 @@ EXPORT void NAME(attend)(const attend_t *c) {
         return;
     }
     run(NAME(pack_job), c, c->kv_heads * NAME(blocks)(c), c->threads);
-    run(NAME(attend_job), c, c->kv_heads * ((folded + TILE - 1) / TILE), c->threads);
+    run(NAME(attend_job), c, c->kv_heads * ((folded + ROWS(c) - 1) / ROWS(c)), c->threads);
 }
 
 /* -- a whole layer ------------------------------------------------------------------------------------------------- */

@@ -1,5 +1,5 @@
 /* The kernels for one set of instructions: ISA names it, VL floats are a vector, NV vectors are a step of products.
-   With PAIRS, products of bfloat16 are taken two at a time, else in float32. */
+   With PAIRS, products of bfloat16 are taken two at a time, with TILES besides in tiles, else in float32. */
 
 #define F NAME(floats)
 #define FU NAME(loose_floats)
@@ -132,4 +132,6 @@ INLINE F NAME(power)(F x) {
 #undef STEP
 #undef AT
 #undef PAIRED
+#undef MOST_ROWS
+#undef ROWS
 #undef tile_t

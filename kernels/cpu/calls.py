@@ -234,8 +234,8 @@ def differs(run: Kernels) -> str:
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    positions, edges = torch.tensor([0, 3, 70, 71, 199]), torch.tensor([0, 90, 200])
-    q, k, v = noise(5, 4, 48), noise(200, 2, 48), noise(200, 2, 48)
+    positions, edges = torch.tensor([*range(0, 180, 10), 181, 199]), torch.tensor([0, 90, 200])
+    q, k, v = noise(20, 4, 48), noise(200, 2, 48), noise(200, 2, 48)
     angle = noise(200, 24).repeat(1, 2)
     scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(2, 1)) * 0.3
     scores = scores.masked_fill(torch.arange(200) > positions[:, None], -torch.inf)
@@ -243,7 +243,7 @@ def differs(run: Kernels) -> str:
     right = torch.einsum("hrk,khd->rhd", weights, v.repeat_interleave(2, 1))
     weights = weights.mean(0).scatter(1, positions[:, None], 0.0)
     turned = k * angle.cos()[:, None] + torch.cat((-k[..., 24:], k[..., :24]), -1) * angle.sin()[:, None]
-    visible = Visibility(positions)
+    visible, last = Visibility(positions), Visibility(positions[-3:])
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
         a, b, c, cos, sin = (x.to(dtype) for x in (q, k, v, angle.cos(), angle.sin()))
         out, merged = torch.empty_like(b), torch.empty(2, 200, 2, 48, dtype=dtype)
@@ -252,6 +252,7 @@ def differs(run: Kernels) -> str:
         found, received = mass(run, a, b, visible, edges, scale=0.3, softcap=None)
         pairs = {
             "attend": (attend(run, a, b, c, visible, scale=0.3, softcap=None), right),
+            "attend to few": (attend(run, a[-3:], b, c, last, scale=0.3, softcap=None), right[-3:]),
             "mass": (found, torch.stack((weights[:, :90].sum(1), weights[:, 90:].sum(1)), 1)),
             "received": (received, weights.sum(0)),
             "rotate": (out, turned),
@@ -277,7 +278,7 @@ def _attention(
     call.scale, call.softcap = scale, softcap or 0.0
     blocks = -(-keys // _WIDE) * (_WIDE // _BLOCK)
     padded = -(-dim // _BLOCK) * _BLOCK
-    size = 2 if run.instructions == "avx512_bf16" and call.bfloat else 4
+    size = 2 if run.instructions in ("avx512_bf16", "amx") and call.bfloat else 4
     packed = k.shape[1] * blocks * _BLOCK * (dim + padded) * size
     parts = 4 * FEW * k.shape[1] * -(-keys // _PART) * (dim + 2)  # of few rows, which are not packed
     call.packed = _scratch(max(packed, parts), "packed")

@@ -3,11 +3,18 @@
 `body.h` is compiled once for each set of instructions; `library.py` asks `cachecraft_runs` which of them this CPU has.
 Threads are those of the OpenMP library that the process has already (torch's own): a second pool would spin against it. */
 
+#define _GNU_SOURCE 1
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define KNOWS_AMX 1
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #if defined(_WIN32)
@@ -45,7 +52,17 @@ static void run(job_t job, const void *context, long jobs, long threads) {
 
 EXPORT void cachecraft_start(void *gomp_parallel) { parallel = (parallel_t)gomp_parallel; }
 
-/* The instructions that this CPU and its system have: bit 0 portable, 1 AVX2 and FMA, 2 AVX-512, 3 AVX-512 with bfloat16. */
+#if defined(KNOWS_AMX)
+/* True for a CPU with tiles of bfloat16 whose system lets this process use them. */
+static int has_tiles(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & d >> 24 & 1)) return 0;
+    return !syscall(SYS_arch_prctl, 0x1023, 18); /* ARCH_REQ_XCOMP_PERM for the tiles' data */
+}
+#endif
+
+/* The instructions that this CPU and its system have: bit 0 portable, 1 AVX2 and FMA, 2 AVX-512, 3 AVX-512 with bfloat16,
+   4 AMX with bfloat16. */
 EXPORT long cachecraft_runs(void) {
     long found = 1;
 #if defined(__x86_64__)
@@ -55,6 +72,9 @@ EXPORT long cachecraft_runs(void) {
         __builtin_cpu_supports("avx512dq")) {
         found |= 4;
         if (__builtin_cpu_supports("avx512bf16")) found |= 8;
+#if defined(KNOWS_AMX)
+        if (found & 8 && has_tiles()) found |= 16;
+#endif
     }
 #endif
     return found;
@@ -129,6 +149,20 @@ typedef struct {
     float eps[4], scale, softcap; /* eps: norm, after_norm, q_norm, k_norm */
 } layer_t;
 
+#define PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#else
+#define TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define END_TARGET PRAGMA(GCC pop_options)
+#endif
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ < 22
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma,evex512" /* these take vectors of 512 bits for an extra */
+#else
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma"
+#endif
+
 #define ISA portable
 #define VL 4
 #define NV 2
@@ -138,12 +172,7 @@ typedef struct {
 #undef NV
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+TARGET("avx2,fma")
 #define ISA avx2
 #define VL 8
 #define NV 2
@@ -151,33 +180,28 @@ typedef struct {
 #undef ISA
 #undef VL
 #undef NV
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,evex512"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
-#endif
+END_TARGET
+
+TARGET(AVX512)
 #define ISA avx512
 #define VL 16
 #define NV 4
 #include "body.h"
 #undef ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
-#endif
+END_TARGET
+
+TARGET(AVX512 ",avx512bf16")
 #define ISA avx512_bf16
 #define PAIRS 1
 #include "body.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
+#undef ISA
+END_TARGET
+
+#if defined(KNOWS_AMX)
+TARGET(AVX512 ",avx512bf16,amx-tile,amx-bf16")
+#define ISA amx
+#define TILES 1
+#include "body.h"
+END_TARGET
 #endif
 #endif

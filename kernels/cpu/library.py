@@ -19,7 +19,7 @@ from torch import Tensor
 logger = logging.getLogger("cachecraft_rag")
 
 SETTING = "CACHECRAFT_CPU_KERNELS"
-INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16")  # in the order of the bits of `cachecraft_runs`
+INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # in the order of the bits of `cachecraft_runs`
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 _FUNCTIONS = ("rotate", "place", "drift", "attend", "mass", "norm", "gated", "linear", "layer")
 

@@ -17,8 +17,8 @@ INLINE void NAME(mass_rows)(const attend_t *c, long job, long bf) {
         for (long key = NAME(first_seen)(c, first) / WIDE * WIDE; key < end; key += WIDE) {
             if (pass) memset(seen, 0, sizeof seen);
             for (long kv_head = 0; kv_head < c->kv_heads; kv_head++)
-                for (long f = first * group; f < stop * group; f += TILE) {
-                    long last = f + TILE < stop * group ? f + TILE : stop * group;
+                for (long f = first * group; f < stop * group; f += ROWS(c)) {
+                    long last = f + ROWS(c) < stop * group ? f + ROWS(c) : stop * group;
                     NAME(take)(c, &tile, kv_head, f, last, bf);
                     NAME(scores)(c, &tile, kv_head, key);
                     for (long i = 0; i < tile.count; i++) {
@@ -63,8 +63,10 @@ INLINE void NAME(mass_rows)(const attend_t *c, long job, long bf) {
 }
 static void NAME(mass_job)(const void *context, long job) {
     const attend_t *c = context;
+    NAME(open_tiles)(c);
     if (c->bfloat) NAME(mass_rows)(c, job, 1);
     else NAME(mass_rows)(c, job, 0);
+    NAME(close_tiles)(c);
 }
 /* `received` has a row of whole blocks for each 8 rows; they are added up into the first, in their order. */
 EXPORT void NAME(mass)(const attend_t *c) {
