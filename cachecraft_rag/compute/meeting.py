@@ -34,7 +34,7 @@ _SETTLE_S = 0.1  # to wait where nothing is known of computing either
 _SOON_S = 0.5  # what is loaded by then is not worth a piece that nothing is known of: it costs a pass
 _SLOW_START = 2.0  # a rate that is not settled may be this many times as high: most first reads gave half of it or more
 _ONE_PASS = 1.15  # one pass over everything may take this many times as long as one that readers disturb
-_LEAST_SHARE = 0.25  # of loading, that computing a front must spare
+_LEAST_SHARE, _LEAST_LATE = 0.25, 0.15  # of loading, that computing a front, or what is late in a pass, must spare
 _BUSY_CORES = 0.75  # taken by readers: the pass beside them loses so much of the time that loading takes
 
 
@@ -146,8 +146,8 @@ class BothEnds:
             share = self._meeting(layers_left, _PIECE * round(share / _PIECE))
         # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
         # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared. Once a pass is
-        # under way, it shows what is late.
-        least = _LEAST_SHARE if layers_left == 1.0 else 0.0
+        # under way, it shows what is late, and less is enough.
+        least = _LEAST_SHARE if layers_left == 1.0 else _LEAST_LATE
         return self._whole_extents(share) if share >= least * count else 0.0
 
     def _whole_extents(self, share: float) -> float:
