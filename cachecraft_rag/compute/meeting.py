@@ -5,8 +5,8 @@ Three things make a machine lose by computing a front, and each is counted here:
 * A pass has a fixed part. The front is computed in few pieces, each half of what is left of it, and the last pass takes
   the rest along. Where a pass over everything would not take clearly longer, there is that pass.
 * The first reads of a request come slower than the rest. As long as the rate is not settled, the front takes in a pass
-  of its own what would pay with loading twice as fast; if nothing would, the last pass begins, and takes over what is
-  late in its first layers, where catching up costs least.
+  of its own what would pay with loading twice as fast; if nothing would pay, the last pass begins, and takes over what
+  is late in its first layers, where catching up costs least.
 * Readers use the cores that compute, and threads that compute together wait for the one that was interrupted. What a
   front spares must be worth it, see `_LEAST_SHARE`; and a pass beside readers that keep as many cores busy as loading
   takes time ends no sooner than one that begins when they are done.
@@ -73,7 +73,7 @@ class BothEnds:
 
     waiting      positions that are still to be loaded, ascending
     bytes_left   of them
-    bytes_per_s  at which they come just now; 0 = nothing was asked for yet
+    bytes_per_s  at which they come just now, or can come at most; 0 = nothing was asked for yet
     settled      the rate can be relied on
     rows         what the last pass computes in any case, see `ComputeSpeed.rows`
     own          positions of those; where they are waited for as well, a front takes them at no cost
@@ -101,15 +101,15 @@ class BothEnds:
             return 0.0, True
         if not self.speed.known:
             return (0.0, True) if self.comes_soon else (_FIRST_PIECE, False)
-        if self.bytes_per_s <= 0.0:
+        if self.bytes_per_s <= 0.0 and not self.settled:
             return min(_FIRST_PIECE, len(self.waiting)), False
         possible, likely = self.possible(), self if self.came else self._at(1.0 / _SLOW_START)
-        if self.rest_s() <= min(possible.load_s, _ONE_PASS * likely._front_s()):
+        if self.bytes_per_s > 0.0 and self.rest_s() <= min(possible.load_s, _ONE_PASS * likely._front_s()):
             return float(len(self.waiting)), True
         share = possible.share()
         if not self.settled:
             return share, share == 0.0
-        return (share, True) if share <= _PIECE else (share / 2, False)
+        return (share, True) if share <= _PIECE else (self._whole_extents(share / 2) or share, False)
 
     @property
     def comes_soon(self) -> bool:
@@ -141,21 +141,25 @@ class BothEnds:
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
             return float(count)
+        if self.bytes_left <= 0.0:
+            return 0.0
         share = self._meeting(layers_left, _PIECE)
         if share > _PIECE:  # later tokens attend to more keys
             share = self._meeting(layers_left, _PIECE * round(share / _PIECE))
         # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
-        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared. Once a pass is
-        # under way, it shows what is late, and less is enough.
+        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared. Once layers of a
+        # pass have run, they show what is late, and less is enough.
         least = _LEAST_SHARE if layers_left == 1.0 else _LEAST_LATE
-        return self._whole_extents(share) if share >= least * count else 0.0
+        return self._whole_extents(share, layers_left) if share >= least * count else 0.0
 
-    def _whole_extents(self, share: float) -> float:
+    def _whole_extents(self, share: float, layers_left: float = 1.0) -> float:
         """The border of an extent before or behind `share`, whichever loses less time."""
+        if self.bytes_per_s <= 0.0:
+            return share
         before = max((float(one) for one in self.borders if one <= share), default=0.0)
         behind = min((float(one) for one in self.borders if one > share), default=share)
-        computed_s, loaded_s = (behind - share) * self._token_s(_PIECE), (share - before) * self._load_token_s
-        return behind if computed_s <= loaded_s else before
+        loaded_s = (share - before) * self._load_token_s * layers_left
+        return behind if (behind - share) * self._token_s(_PIECE) <= loaded_s else before
 
     def _meeting(self, layers_left: float, ahead: int) -> float:
         """Tokens, where computing one takes as long as one of the next `ahead` does on average."""

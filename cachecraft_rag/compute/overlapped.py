@@ -149,11 +149,12 @@ class OverlappedPrefill:
         """Both ends as they are now; `rows` are computed in any case, by default all open ones."""
         loads, speed = self._loads, self._speed
         own = self._rows.open()
+        waiting, borders, bytes_left = loads.left()
         return BothEnds(
-            waiting=loads.incomplete(),
-            borders=loads.borders(),
-            came=loads.reads > 0 or loads.meter.warm,
-            bytes_left=loads.bytes_left(),
+            waiting=waiting,
+            borders=borders,
+            came=loads.meter.came,
+            bytes_left=bytes_left,
             bytes_per_s=loads.meter.bytes_per_s,
             settled=loads.meter.warm,
             rows=speed.rows(own) if rows is None else rows,

@@ -196,8 +196,11 @@ class HTTPEngine(AnswerEngine):
     def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
         # Here, because neither the reader who closes an answer nor a finaliser should wait for the server.
         report = self._unreported.pop(stats().request_id, None)
-        if report is not None and error is None:
-            report()
+        try:
+            if report is not None and error is None:
+                report()
+        except (LookupError, TypeError, ValueError, AttributeError):  # the answer itself is complete
+            logger.warning("The server's statistics of a request make no sense", exc_info=True)
         super()._ended(stats, error)
 
 

@@ -95,12 +95,15 @@ class VLLMEngine(StoreEngine):
         engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine
 
+    @property
+    def _context_length(self) -> int:
+        """vLLM's own: that of the model's config may be longer."""
+        return min(self._model.context_length, int(self._serving.vllm_config.model_config.max_model_len))
+
     def check_reuse(self) -> None:
         """Run the `self_check` and remove its captures. A context too short for a check is logged."""
-        vllm_config = self._serving.vllm_config
-        # vLLM's own: that of the model's config may be longer.
-        context = min(self._model.context_length, int(vllm_config.model_config.max_model_len))
-        block_size = int(vllm_config.cache_config.block_size)
+        context = self._context_length
+        block_size = int(self._serving.vllm_config.cache_config.block_size)
         prompt = check_prompt(len(self._model.tokenizer), block_size=block_size, context_length=context)
         if prompt is None:
             logger.warning("Reuse is unchecked: a context of %d tokens is too short for the self-check", context)
@@ -160,7 +163,7 @@ class VLLMEngine(StoreEngine):
             return Captured(dropped=Dropped.STORED)
         segments = candidate.segments[: max(missing) + 1]
         asking = _asking(segments)
-        if asking.bounds[-1] >= self._model.context_length:  # vLLM would refuse it: a passage behind the stand-in
+        if asking.bounds[-1] >= self._context_length:  # vLLM would refuse it: a passage behind the stand-in
             return Captured(dropped=Dropped.TOO_LONG)
         had = [index for index in missing if index not in candidate.first]
         if not all(found.variants.get(segments[index].segment_id) for index in had):

@@ -126,6 +126,25 @@ def test_a_front_ends_with_an_extent_because_what_is_left_of_one_is_loaded_as_a_
     assert replace(ends, borders=[near[0], round(share) + 200, TOKENS]).share() == near[0]
 
 
+def test_half_a_front_ends_with_an_extent_too_and_one_large_extent_is_computed_whole_or_not_at_all() -> None:
+    ends = ends_of(1.0)
+    half = round(ends.share() / 2)
+    borders = [half + 20, round(ends.share()) + 5, TOKENS]
+    assert replace(ends, borders=borders).next_piece() == (half + 20, False)
+    assert replace(ends, bytes_per_s=800.0, borders=[TOKENS]).next_piece() == (TOKENS, False)
+    assert replace(ends, borders=[TOKENS]).next_piece() == (0.0, True)
+
+
+def test_while_readers_have_not_begun_half_of_what_is_left_is_computed_at_a_time() -> None:
+    assert ends_of(0.0).next_piece() == (TOKENS / 2, False)
+
+
+def test_what_came_just_now_asks_for_nothing_more() -> None:
+    ends = replace(ends_of(1.0), waiting=range(2), bytes_left=0.0, own=range(4), borders=[2])
+    assert ends.share() == 0.0
+    assert ends.next_piece()[1]
+
+
 def test_the_first_look_is_a_small_part_of_computing_everything() -> None:
     look = RULES["cake"].first_look
     assert look(ends_of(1.0)) == Ahead("nothing")

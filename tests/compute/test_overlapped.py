@@ -824,7 +824,10 @@ def test_what_is_in_flight_never_raises_a_rate(monkeypatch: pytest.MonkeyPatch) 
     assert new.bytes_per_s == pytest.approx(200e6, rel=0.02)  # nothing has come: so much at most
     clock.now += 0.09
     assert new.bytes_per_s == pytest.approx(20e6, rel=0.1)
+    new.end(0.0, came=False)
+    assert not new.came
     new.end(1e6, came=True)
+    assert new.came
     assert new.bytes_per_s == pytest.approx(15e6, rel=0.1)  # the other one is half-way
     new.begin(1e6)
     assert new.bytes_per_s == pytest.approx(15e6, rel=0.1)

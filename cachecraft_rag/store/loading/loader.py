@@ -50,7 +50,7 @@ class Loader:
         """Stop reading. Memory keeps what came whole; missing and damaged chunk-caches leave the store."""
         loads.close()
         tiers = {extent.stored.tier for extent in loads.extents}
-        if len(tiers) == 1 and loads.meter.bytes_per_s:  # of a mixture, it is not known whose the rate is
+        if len(tiers) == 1 and loads.meter.came:  # of a mixture, it is not known whose the rate is
             tier = tiers.pop()
             self._bytes_per_s[tier] = loads.meter.bytes_per_s
             self._cpu_s_per_byte[tier] = loads.meter.cpu_s_per_byte

@@ -88,7 +88,8 @@ class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
     meter        of what comes
-    layer_first  True: layer by layer, in few large reads; False: whole extents from the back, while a front is computed
+    layer_first  True: layer by layer, in few large reads; False: whole extents, while a front is computed. Both from
+                 the back.
     reads        how many have ended: while this stands still, nothing comes
     waited_s     seconds spent in `wait`
     on_change    called by readers whenever something has come, or will not come any more
@@ -193,7 +194,7 @@ class PendingLoads:
             else:
                 most = max(1, min(_RUN, len(free) // _PARTS))
                 chosen = next(_runs(free[: -most - 1 : -1]))[::-1]
-            chosen = chosen[-((len(left) + 1) // 2) :]  # by both readers, so that no layer is left behind
+            chosen = chosen[-((len(left) + 1) // 2) :]  # at most half of what is left: both readers share a layer
             if not (self.reads or self.meter.warm):
                 chosen = chosen[-1:]  # the less is asked for, the sooner it is known how fast it comes
             for extent in chosen:
@@ -251,15 +252,16 @@ class PendingLoads:
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
-    def borders(self) -> list[int]:
-        """How many positions of `incomplete` end with each extent."""
+    def left(self) -> tuple[list[int], list[int], float]:
+        """Of one moment: `incomplete`, how many of them stand before the end of each extent, and `bytes_left`."""
         with self._lock:
-            return list(accumulate(len(extent.positions) for extent in self._incomplete()))
+            borders = accumulate(len(extent.positions) for extent in self._incomplete())
+            return self.incomplete(), list(borders), self.bytes_left()
 
     def bytes_left(self) -> float:
-        """Bytes still to be read."""
+        """Bytes still to be read: an extent of which a part is computed is read as a whole."""
         with self._lock:
-            left = [(extent, len(extent.positions) * (self.layers - extent.layers)) for extent in self._incomplete()]
+            left = [(one, (one.last - one.first) * (self.layers - one.layers)) for one in self._incomplete()]
         return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
 
     def depth(self) -> int:

@@ -52,10 +52,16 @@ class Meter:
         with self._lock:
             self._advance()
             self._in_flight = max(0.0, self._in_flight - nbytes)
-            self._bytes += nbytes * came
-            self._rate = (self._bytes + self._in_flight / 2) / self._seconds if self._seconds else 0.0
+            if came and self._seconds:
+                self._bytes += nbytes
+                self._rate = (self._bytes + self._in_flight / 2) / self._seconds
             self._read_bytes += nbytes
             self._cpu_s += cpu_s
+
+    @property
+    def came(self) -> bool:
+        """True if the rate was measured, now or by an earlier request; else it is the highest that is possible."""
+        return self._rate > 0.0
 
     @property
     def cpu_s_per_byte(self) -> float:
