@@ -131,7 +131,7 @@ def test_half_a_front_ends_with_an_extent_too_and_one_large_extent_is_computed_w
     half = round(ends.share() / 2)
     borders = [half + 20, round(ends.share()) + 5, TOKENS]
     assert replace(ends, borders=borders).next_piece() == (half + 20, False)
-    assert replace(ends, bytes_per_s=800.0, borders=[TOKENS]).next_piece() == (TOKENS, False)
+    assert replace(ends, bytes_per_s=800.0, borders=[TOKENS]).next_piece() == (TOKENS, True)
     assert replace(ends, borders=[TOKENS]).next_piece() == (0.0, True)
 
 
