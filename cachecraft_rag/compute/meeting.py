@@ -147,8 +147,8 @@ class BothEnds:
         if share > _PIECE:  # later tokens attend to more keys
             share = self._meeting(layers_left, _PIECE * round(share / _PIECE))
         # Where a token loads k times as fast as it is computed, the front spares at most 1 / (k + 1) of the loading; a
-        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared. Once a layer has
-        # run, it is known what is late, and less is enough.
+        # rate that was misjudged, or readers that decode on the same cores, cost k times what is spared. Once a layer
+        # has run, it is known what is late, and less is enough.
         least = _LEAST_SHARE if layers_left == 1.0 else _LEAST_LATE
         return self._whole_extents(share, layers_left) if share >= least * count else 0.0
 
