@@ -162,12 +162,12 @@ class VLLMEngine(StoreEngine):
         if not missing:
             return Captured(dropped=Dropped.STORED)
         segments = candidate.segments[: max(missing) + 1]
-        asking = _asking(segments)
-        if asking.bounds[-1] >= self._context_length:  # vLLM would refuse it: a passage behind the stand-in
-            return Captured(dropped=Dropped.TOO_LONG)
         had = [index for index in missing if index not in candidate.first]
         if not all(found.variants.get(segments[index].segment_id) for index in had):
             return Captured(dropped=Dropped.REMOVED)  # or evicted; it had one
+        asking = _asking(segments)
+        if asking.bounds[-1] >= self._context_length:  # vLLM would refuse it: a passage behind the stand-in
+            return Captured(dropped=Dropped.TOO_LONG)
         # Blocks that vLLM has kept of an earlier try capture nothing, hence a salt of its own.
         salt = secrets.token_hex(8)
         how: Any = {"captures": tuple(missing), "when_stored": True, "idle": True, "first": tuple(candidate.first)}
