@@ -74,7 +74,7 @@ def test_load_preemption_and_cancelling_change_no_answer(
             for name, (question, order, _) in CASES.items()
         }
     server = make_server(
-        folder, root, enable_prefix_caching=True, num_gpu_blocks_override=72, max_num_batched_tokens=1024,
+        folder, root, enable_prefix_caching=True, num_gpu_blocks_override=66, max_num_batched_tokens=1024,
         max_model_len=1024, disable_log_stats=False,
     )  # fmt: skip
     core = server.llm.llm_engine.engine_core.engine_core
