@@ -158,7 +158,7 @@ class BothEnds:
             return share
         before = max((float(one) for one in self.borders if one <= share), default=0.0)
         behind = min((float(one) for one in self.borders if one > share), default=share)
-        loaded_s = (share - before) * self._load_token_s * layers_left
+        loaded_s = (share - before) * self.load_token_s * layers_left
         return behind if (behind - share) * self._token_s(_PIECE) <= loaded_s else before
 
     def _meeting(self, layers_left: float, ahead: int) -> float:
@@ -166,13 +166,14 @@ class BothEnds:
         share = tokens_to_compute(
             load_s=self.load_s,
             compute_s=self.speed.seconds(self.rows),
-            load_token_s=self._load_token_s * layers_left,
+            load_token_s=self.load_token_s * layers_left,
             compute_token_s=self._token_s(ahead),
         )
         return min(max(share, 0.0), float(len(self.waiting)))
 
     @property
-    def _load_token_s(self) -> float:
+    def load_token_s(self) -> float:
+        """Seconds of loading a token, on average, where any are waited for."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, ahead: int) -> float:

@@ -173,9 +173,10 @@ class OverlappedPrefill:
         rows = left * speed.rows(self._rows.open()) + speed.rows(late)
         ends = self._ends(rows)
         share = ends.possible().share(layers_left=left)  # with what is left of this pass, and catching up
-        rate = ends.bytes_per_s
-        saved = share * ends.bytes_left / max(len(ends.waiting), 1) / rate if rate > 0.0 else 1.0
-        return loads.take(share) if saved > _LEAST_SAVING_S else []
+        if not share:
+            return []
+        saves = ends.bytes_per_s <= 0.0 or share * ends.load_token_s > _LEAST_SAVING_S
+        return loads.take(share) if saves else []
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

@@ -89,20 +89,18 @@ class VLLMEngine(StoreEngine):
         with ExitStack() as opened:
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
+            # vLLM's own: that of the model's config may be longer.
+            context = min(served.context_length, int(serving.vllm_config.model_config.max_model_len))
+            served = replace(served, context_length=context)
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
             engine.check_reuse()
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine
 
-    @property
-    def _context_length(self) -> int:
-        """vLLM's own: that of the model's config may be longer."""
-        return min(self._model.context_length, int(self._serving.vllm_config.model_config.max_model_len))
-
     def check_reuse(self) -> None:
         """Run the `self_check` and remove its captures. A context too short for a check is logged."""
-        context = self._context_length
+        context = self._model.context_length
         block_size = int(self._serving.vllm_config.cache_config.block_size)
         prompt = check_prompt(len(self._model.tokenizer), block_size=block_size, context_length=context)
         if prompt is None:
@@ -166,7 +164,7 @@ class VLLMEngine(StoreEngine):
         if not all(found.variants.get(segments[index].segment_id) for index in had):
             return Captured(dropped=Dropped.REMOVED)  # or evicted; it had one
         asking = _asking(segments)
-        if asking.bounds[-1] >= self._context_length:  # vLLM would refuse it: a passage behind the stand-in
+        if asking.bounds[-1] >= self._model.context_length:  # vLLM would refuse it: a passage behind the stand-in
             return Captured(dropped=Dropped.TOO_LONG)
         # Blocks that vLLM has kept of an earlier try capture nothing, hence a salt of its own.
         salt = secrets.token_hex(8)

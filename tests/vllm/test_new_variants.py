@@ -135,7 +135,7 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
     context_length: int, dropped: str, tiny_decoder: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
 ) -> None:
     decoder = tiny_decoder("Llama")
-    model = ServedModel("tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, 4096, frozenset())
+    model = ServedModel("tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, context_length, frozenset())
     text = replace(candidate("text"), first=frozenset({1}))
 
     def stored(*_prompt: Any) -> Iterator[Step]:
@@ -149,8 +149,7 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
         assert isinstance(made, Variant)
         yield Step((1,), True, {FIELD: {"segments": [], "row_layers": 0}})
 
-    served_by = SimpleNamespace(model_config=SimpleNamespace(max_model_len=context_length))
-    calls: Any = SimpleNamespace(close=lambda: None, generate=stored, vllm_config=served_by)
+    calls: Any = SimpleNamespace(close=lambda: None, generate=stored)
     with ChunkCacheStore.open(tmp_path) as store:
         engine = ServerEngine(model, store, ConnectorSettings(str(tmp_path), model.identity), calls=calls)
         engine._params = lambda *_ask, **_sampling: None  # type: ignore[method-assign]
