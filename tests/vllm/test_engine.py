@@ -16,7 +16,7 @@ from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
-from cachecraft_rag.types import Document
+from cachecraft_rag.types import Chunk, Document
 from cachecraft_rag.vllm.engine import VLLMEngine
 from tests.vllm.conftest import TEXTS
 
@@ -64,6 +64,21 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
         same = here.ask(QUESTION, top_k=2, sampling=SHORT)
         assert same.text == answer.text
         assert [chunk.recomputed for chunk in same.stats.chunks] == [chunk.recomputed for chunk in stats.chunks]
+
+
+@pytest.mark.slow
+def test_documents_that_the_servers_context_cannot_take_are_left_out_by_rank(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    chunks = [Chunk(f"{number}. {TEXTS[0]}") for number in range(1500 // len(TEXTS[0]) + 1)]
+    server = SERVER | {"max_model_len": 1024}  # the model's own is longer
+    with VLLMEngine.from_pretrained(str(model_folder("Llama")), store=tmp_path, server=server) as engine:
+        answer = engine.stream(QUESTION, chunks, sampling=SHORT)
+        assert "".join(answer)
+        outcomes = {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}
+        assert answer.stats.tokens_prompt + 12 <= 1024
+        assert outcomes[chunks[0].chunk_id] == "computed"
+        assert outcomes[chunks[-1].chunk_id] == "trimmed"
 
 
 def test_what_cannot_be_set_is_said_before_anything_starts(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
