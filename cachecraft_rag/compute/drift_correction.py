@@ -1,11 +1,11 @@
-"""Drift correction: tokens that are not recomputed follow those that are.
+"""Drift correction: move a chunk's stale tokens by a part of the mean change of its recomputed tokens.
 
-A chunk-cache that stands behind other chunks than when it was captured is wrong in many small ways and in one that all
-its tokens share: in each layer, keys and values moved in about the same direction. The recomputed tokens show that
-direction, so each of the others is moved by a part of their mean change: a rotation and an addition per token.
+A chunk-cache in a new context is wrong in many small ways, and in one way that its tokens share: in each layer, the
+keys and values of all tokens move in about the same direction. The recomputed tokens show this direction. Each stale
+token is moved by a fraction of their mean change, which costs a rotation and an addition per token.
 
-Cache-Craft leaves those tokens as they are. What the correction brings is in docs/fidelity.md, how its strength was
-found in docs/log.md.
+Cache-Craft leaves stale tokens as they are. docs/fidelity.md shows the effect of the correction and docs/log.md how
+its strength was chosen.
 """
 
 from __future__ import annotations
@@ -24,95 +24,133 @@ from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.rope import add_rotated, rotate
 
-_LEAST_EVIDENCE = 2  # recomputed tokens of a chunk; fewer are no evidence
-_PIECE = 64  # tokens that a thread moves at once
+# Fewest recomputed tokens of a chunk whose mean change is used.
+_MIN_RECOMPUTED = 2
+
+# Tokens that a thread of the compiled kernel corrects at a time.
+_TOKENS_PER_TASK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StaleChunk:
-    """A reused chunk: its segment, and the ranges of positions that hold what was stored or that the pass writes."""
+    """A reused chunk whose stale tokens may be corrected.
+
+    segment  index of the chunk's segment in the prompt
+    ranges   ranges of positions that hold stored keys and values or that the pass overwrites
+    """
 
     segment: int
     ranges: Sequence[range]
 
 
 class DriftCorrection:
-    """Corrects the stale tokens of one pass, layer by layer.
+    """Drift correction of the stale tokens in one pass, layer by layer.
 
     Args:
         chunks: the reused chunks that may be corrected.
-        strength: the part of the mean change that the others follow, in [0, 1].
-        cos, sin: `[positions, rotary_dim]`, of all positions.
+        strength: fraction of the mean change by which stale tokens are moved, in [0, 1].
+        cos: `[positions, rotary_dim]`, for all positions of the prompt.
+        sin: like `cos`.
     """
 
     def __init__(self, chunks: Sequence[StaleChunk], *, strength: float, cos: Tensor, sin: Tensor) -> None:
-        self._chunks, self._strength = chunks, strength
-        self._cos, self._sin = cos, sin
-        self._ranges: list[tuple[int, range]] = []
-        self._owner: Tensor | None = None
+        self._chunks = chunks
+        self._strength = strength
+        self._cos = cos
+        self._sin = sin
+        self._ranges: list[tuple[int, range]] = []  # (number among the corrected chunks, positions)
+        self._chunk_of_position: Tensor | None = None  # for the Triton kernel; -1 = not corrected
         self._compiled: calls.Drift | None = None
 
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
-        """Go on with rows at these ascending positions `[rows]`.
+        """Set the rows of the layers that follow, at these ascending positions `[rows]`.
 
-        Only recomputed ones are evidence: a row whose stored values did not come shows no change.
+        Only recomputed rows show the change: rows whose stored values were not loaded have nothing to compare with.
         """
-        recomputed = rows.reason[positions] == RowReason.RECOMPUTED
-        segment = rows.segment[positions]
-        found = [(chunk, np.flatnonzero(recomputed & (segment == chunk.segment))) for chunk in self._chunks]
-        used = [(chunk, where) for chunk, where in found if len(where) >= _LEAST_EVIDENCE]
-        self._ranges = [(number, span) for number, (chunk, _) in enumerate(used) for span in chunk.ranges]
-        if not used:
+        is_recomputed = rows.reason[positions] == RowReason.RECOMPUTED
+        segments = rows.segment[positions]
+
+        corrected_chunks: list[StaleChunk] = []
+        recomputed_rows: list[NDArray[np.int64]] = []  # for each corrected chunk: indices into the rows
+        for chunk in self._chunks:
+            chunk_rows = np.flatnonzero(is_recomputed & (segments == chunk.segment))
+            if len(chunk_rows) >= _MIN_RECOMPUTED:
+                corrected_chunks.append(chunk)
+                recomputed_rows.append(chunk_rows)
+
+        self._ranges = [(number, span) for number, chunk in enumerate(corrected_chunks) for span in chunk.ranges]
+        if not corrected_chunks:
             return
-        if uses_triton(self._cos):
-            owner = np.full(len(self._cos), -1, np.int32)
-            for number, span in self._ranges:
-                owner[span.start : span.stop] = number
-            self._owner = torch.from_numpy(owner).to(self._cos.device)
-        if (run := kernels_for(self._cos)) is not None:
-            pieces = [(n, at, min(at + _PIECE, span.stop)) for n, span in self._ranges for at in span[::_PIECE]]
-            self._compiled = calls.Drift(run, [where for _, where in used], positions, pieces)
-            return
+
         device = self._cos.device
-        counts = torch.tensor([len(where) for _, where in used], device=device)
-        numbers = torch.arange(len(used), device=device)
-        evidence = np.concatenate([where for _, where in used])
-        self._rows = torch.from_numpy(evidence).to(device)
-        # [chunks, rows of evidence]: takes the mean of each chunk's rows, times the strength
-        member = numbers[:, None] == numbers.repeat_interleave(counts)[None, :]
-        self._mean = member.float() * (self._strength / counts.float())[:, None]
-        self._at = torch.from_numpy(positions[evidence]).to(device)
-        cos, sin = self._cos[self._at], self._sin[self._at]
-        length = cos.square() + sin.square()  # 1, but for rope scalings that stretch what they rotate
-        self._back = (cos / length, -sin / length)
+        if uses_triton(self._cos):
+            chunk_of_position = np.full(len(self._cos), -1, np.int32)
+            for number, span in self._ranges:
+                chunk_of_position[span.start : span.stop] = number
+            self._chunk_of_position = torch.from_numpy(chunk_of_position).to(device)
+
+        library = kernels_for(self._cos)
+        if library is not None:
+            tasks = []
+            for number, span in self._ranges:
+                for start in span[::_TOKENS_PER_TASK]:
+                    tasks.append((number, start, min(start + _TOKENS_PER_TASK, span.stop)))
+            self._compiled = calls.Drift(library, recomputed_rows, positions, tasks)
+            return
+
+        all_rows = np.concatenate(recomputed_rows)
+        self._rows = torch.from_numpy(all_rows).to(device)
+        self._row_positions = torch.from_numpy(positions[all_rows]).to(device)
+
+        # A product with this matrix `[chunks, recomputed rows]` is the mean of each chunk's rows, times the strength.
+        counts = torch.tensor([len(chunk_rows) for chunk_rows in recomputed_rows], device=device)
+        numbers = torch.arange(len(corrected_chunks), device=device)
+        membership = numbers[:, None] == numbers.repeat_interleave(counts)[None, :]
+        self._scaled_mean = membership.float() * (self._strength / counts.float())[:, None]
+
+        # The inverse rotation. The squared length is 1, except for rope scalings that stretch what they rotate.
+        cos = self._cos[self._row_positions]
+        sin = self._sin[self._row_positions]
+        squared_length = cos.square() + sin.square()
+        self._inverse_rotation = (cos / squared_length, -sin / squared_length)
 
     def correct(self, merged: Tensor, keys: Tensor, values: Tensor) -> None:
         """Correct one layer, before its rows are written.
 
         Args:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
-            keys, values: `[rows, kv_heads, head_dim]`, of the rows, keys rotated.
+            keys: `[rows, kv_heads, head_dim]`, rotated keys of the pass's rows.
+            values: `[rows, kv_heads, head_dim]`, values of the pass's rows.
         """
         if not self._ranges:
             return
         if self._compiled is not None:
             self._compiled.correct(merged, (keys, values), (self._cos, self._sin), self._strength)
             return
-        stored_k, stored_v = merged.index_select(1, self._at)  # four times as fast as indexing
-        change_k = rotate(keys.index_select(0, self._rows) - stored_k, *self._back)  # raw: the same at every position
-        change_v = values.index_select(0, self._rows) - stored_v
-        if self._owner is not None:
+
+        stored_keys, stored_values = merged.index_select(1, self._row_positions)  # four times as fast as indexing
+        rotated_change = keys.index_select(0, self._rows) - stored_keys
+        key_change = rotate(rotated_change, *self._inverse_rotation)  # of raw keys: comparable between positions
+        value_change = values.index_select(0, self._rows) - stored_values
+
+        if self._chunk_of_position is not None:
             from cachecraft_rag.kernels.gpu.drift import shift_stale
 
-            change = torch.stack((change_k, change_v), dim=1).flatten(1).float()
-            shifts = (self._mean @ change).view(-1, 2, *change_k.shape[1:])
-            shift_stale(merged, shifts, self._owner, cos=self._cos, sin=self._sin)
+            changes = torch.stack((key_change, value_change), dim=1).flatten(1).float()
+            shifts = (self._scaled_mean @ changes).view(-1, 2, *key_change.shape[1:])
+            shift_stale(merged, shifts, self._chunk_of_position, cos=self._cos, sin=self._sin)
             return
-        for part, change in enumerate((change_k, change_v)):
-            shifts = (self._mean @ change.flatten(1).float()).to(merged.dtype).view(-1, *change.shape[1:])
-            for number, span in self._ranges:
-                where = slice(span.start, span.stop)
-                if part == 0:
-                    add_rotated(merged[0, where], shifts[number], self._cos[where], self._sin[where])
-                else:
-                    merged[1, where] += shifts[number]
+
+        key_shifts = self._mean_shifts(key_change, merged.dtype)
+        for number, span in self._ranges:
+            where = slice(span.start, span.stop)
+            add_rotated(merged[0, where], key_shifts[number], self._cos[where], self._sin[where])
+
+        value_shifts = self._mean_shifts(value_change, merged.dtype)
+        for number, span in self._ranges:
+            merged[1, span.start : span.stop] += value_shifts[number]
+
+    def _mean_shifts(self, change: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the shift of each corrected chunk, `[chunks, kv_heads, head_dim]`."""
+        shifts = self._scaled_mean @ change.flatten(1).float()
+        return shifts.to(dtype).view(-1, *change.shape[1:])

@@ -1,7 +1,8 @@
-"""The question's probe: a first look with a few rows, for selectors that choose by what the prompt at hand shows.
+"""The probe of the question: a short pass that shows which stored tokens the question attends to.
 
-It runs just before the last pass, over the chunk-caches as they are stored. Its time is part of TTFT. Until then
-the request goes by a choice made without it, so that loading and computing can begin.
+Selectors with `probes=True` use its scores. It runs just before the last pass, over the chunk-caches as they are
+stored, and its time counts towards TTFT. Until then the request uses a selection made without a probe, so that
+loading and computing can begin.
 """
 
 from __future__ import annotations
@@ -13,36 +14,42 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.refresh import DEEPER, AttentionReceived
 from cachecraft_rag.compute.rows import RowReason, Rows
 
-QUESTION_ROWS = 64  # most rows of a question's probe: a long conversation is not read twice
+# Most rows of a question that are probed, so that a long conversation is not computed twice.
+QUESTION_ROWS = 64
+
+# Fraction of the model's layers that the probe runs through.
+_PROBED_DEPTH = 0.5
 
 
 class QuestionProbe(AttentionReceived):
-    """Attention from the question to each token in the middle layers; the observer of the pass that looks.
+    """Attention from the question to each token in the middle layers; an `Observer` of the probe's pass.
 
-    Only the question's last rows run, through the first half of the layers, and they are looked at from two fifths on:
-    earlier layers choose worse, later ones cost more (docs/log.md). Chunks still to be computed are hidden from them,
-    and stored ones stay as they were placed.
+    Runs only the last rows of the question, through the first half of the layers, and measures attention from two
+    fifths of the layers on: earlier layers choose worse tokens and later ones cost more (docs/log.md). Chunks that are
+    still to be computed are hidden from these rows. Stored chunks are used as they were placed.
 
     Args:
-        rows: the rows that the last pass would compute.
-        question: the positions of the question's own text.
-        buffer: holds the stored chunk-caches in their places.
-        total_layers: of the model.
+        rows: rows that the last pass would compute.
+        question: positions of the question's own text.
+        buffer: keys and values of the prompt, with the stored chunk-caches in place.
+        total_layers: number of layers of the model.
 
     Attributes:
-        watched: the positions whose rows are observed.
-        positions: the rows of the pass that looks, int64, ascending.
-        absent: positions that hold nothing yet, which no row sees; None = there are none.
-        layers: the number of layers that it runs through.
+        watched: positions of the rows whose attention is measured.
+        positions: rows of the probe's pass, int64 `[rows]`, ascending.
+        absent: positions without keys and values, hidden from every row; None if all are filled.
+        layers: number of layers that the probe runs through.
     """
 
     def __init__(self, rows: Rows, question: range, buffer: KVBuffer, total_layers: int) -> None:
         super().__init__(question[-QUESTION_ROWS:], total_layers)
         self.positions = np.asarray(self.watched, dtype=np.int64)
-        missing = rows.open(below=int(self.positions[0]))
-        missing = missing[rows.reason[missing] != RowReason.RECOMPUTED]
-        self.layers = max(int(0.5 * total_layers), int(DEEPER * total_layers) + 1)
-        device = buffer.kv.device
-        self.absent = missing if len(missing) else None
-        if len(missing):
-            buffer.kv[: self.layers, :, torch.from_numpy(missing).to(device)] = 0  # uninitialised memory may hold NaN
+        self.layers = max(int(_PROBED_DEPTH * total_layers), int(DEEPER * total_layers) + 1)
+
+        uncomputed = rows.open(below=int(self.positions[0]))
+        absent = uncomputed[rows.reason[uncomputed] != RowReason.RECOMPUTED]
+        self.absent = absent if len(absent) else None
+        if len(absent):
+            # Uninitialised memory may hold NaN, and 0 · NaN is NaN even for a hidden key.
+            absent_index = torch.from_numpy(absent).to(buffer.kv.device)
+            buffer.kv[: self.layers, :, absent_index] = 0

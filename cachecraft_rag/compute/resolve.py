@@ -1,4 +1,7 @@
-"""From what is stored to a job: plan, open what the plan reuses, plan again without what turned out to be missing."""
+"""Turn a store look-up into a prefill job: make a plan and open the variants it reuses.
+
+If a variant cannot be opened, the plan is made again without it.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,12 @@ from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, U
 
 @dataclass(frozen=True)
 class Resolved:
-    """Chunk-caches that one prompt takes from the store, and the job that follows.
+    """The plan of one prompt, the job that executes it, and the chunk-caches it reuses.
 
-    stored  what is still to be loaded, by segment
-    tiers   where each chosen variant comes from, by its id
+    plan    the plan of the prompt
+    job     the prefill job
+    stored  segment index → its chunk-cache that is still to be loaded
+    tiers   variant id → the tier that holds it
     """
 
     plan: Plan
@@ -40,13 +45,14 @@ class Resolved:
 
     @property
     def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Chunk-caches still to be loaded and their positions, in prompt order."""
-        return [(one, self.job.rows.bounds[index]) for index, one in self.stored.items()]
+        """Chunk-caches still to be loaded and their first positions, in prompt order."""
+        bounds = self.job.rows.bounds
+        return [(variant, bounds[index]) for index, variant in self.stored.items()]
 
     def close(self) -> None:
         """Close the stored variants."""
-        for one in self.stored.values():
-            one.close()
+        for variant in self.stored.values():
+            variant.close()
 
 
 def resolve(
@@ -59,39 +65,51 @@ def resolve(
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
 ) -> Resolved:
-    """Decide what is reused, open it, and make the job.
+    """Decide what is reused, open it, and make the prefill job.
 
     Args:
-        found: result of the look-up: the variants on offer, by segment id.
-        answer_tokens: positions to make room for behind the prompt.
-        scores: of the variants on offer, where another process has read them; None: the store is asked.
+        prompt: the segments of the prompt.
+        found: result of the look-up, with the variants of each segment.
+        config: settings of reuse.
+        store: the store to open variants from.
+        ranks: the tensor-parallel ranks that must all open the same variants.
+        answer_tokens: positions to reserve after the prompt.
+        scores: token scores by variant id, if another process has read them; None reads them from `store`.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
-    with ExitStack() as unused:
+    with ExitStack() as close_on_error:
         while True:
             plan = make_plan(prompt, found.variants, config, lost=lost, refused=found.refused)
-            wanted = {s.variant.variant_id: s.variant for s in plan.segments if s.variant is not None}
-            missing = [variant for name, variant in wanted.items() if name not in opened]
+            chosen = {planned.variant.variant_id: planned.variant for planned in plan.segments if planned.variant}
+            missing = [variant for variant_id, variant in chosen.items() if variant_id not in opened]
             if not missing:
                 break
-            for variant, one in zip(missing, store.open_variants(missing), strict=True):
-                if isinstance(one, Unavailable):
-                    lost[variant.variant_id] = one.reason
+
+            for variant, result in zip(missing, store.open_variants(missing), strict=True):
+                if isinstance(result, Unavailable):
+                    lost[variant.variant_id] = result.reason
                     continue
-                opened[variant.variant_id] = one
-                if isinstance(one, StoredVariant):
-                    unused.callback(one.close)
-            for name in ranks.agree(frozenset(lost)) - lost.keys():
-                lost[name] = "another rank could not open it"
-        reused = [s.variant.variant_id for s in plan.segments if s.to_fix and s.variant is not None]
-        scores = store.token_scores(reused) if scores is None else scores
+                opened[variant.variant_id] = result
+                if isinstance(result, StoredVariant):
+                    close_on_error.callback(result.close)
+
+            for variant_id in ranks.agree(frozenset(lost)) - lost.keys():
+                lost[variant_id] = "another rank could not open it"
+
+        if scores is None:
+            scores = store.token_scores(
+                [planned.variant.variant_id for planned in plan.segments if planned.to_fix and planned.variant]
+            )
         plan = with_selection(plan, scores, config)
-        resolved = _resolved(prompt, plan, {name: opened[name] for name in wanted}, config, scores, answer_tokens)
-        unused.pop_all()
-    for name in opened.keys() - wanted.keys():  # chosen by a plan that was given up
-        if isinstance(one := opened[name], StoredVariant):
-            one.close()
+        chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
+        resolved = _resolved(prompt, plan, chosen_variants, config, scores, answer_tokens)
+        close_on_error.pop_all()
+
+    for variant_id in opened.keys() - chosen.keys():  # chosen by an earlier plan only
+        unused = opened[variant_id]
+        if isinstance(unused, StoredVariant):
+            unused.close()
     return resolved
 
 
@@ -103,19 +121,22 @@ def _resolved(
     scores: Mapping[str, TokenScores],
     answer_tokens: int,
 ) -> Resolved:
+    """Return the plan with its job; `opened` holds the chosen variants by id."""
     bounds = prompt.bounds
-    resident, captures = [], []
+    resident: list[ResidentKV] = []
+    captures: list[int] = []
     stored: dict[int, StoredVariant] = {}
     for index, planned in enumerate(plan.segments):
-        held = None if planned.variant is None else opened[planned.variant.variant_id]
-        if isinstance(held, LoadedVariant):
-            resident.append(ResidentKV(bounds[index], held.kv))
+        variant = None if planned.variant is None else opened[planned.variant.variant_id]
+        if isinstance(variant, LoadedVariant):
+            resident.append(ResidentKV(bounds[index], variant.kv))
             continue
-        if held is not None:
-            stored[index] = held
+        if variant is not None:
+            stored[index] = variant
         segment = prompt.segments[index]
         if config.capture and segment.kind != "question" and not segment.found:
-            captures.append(index)  # a stored one may have to be computed after all
+            captures.append(index)  # also of stored segments: they are computed if loading fails
+
     job = PrefillJob(
         token_ids=prompt.token_ids,
         rows=rows_of(plan, bounds),
@@ -130,89 +151,115 @@ def _resolved(
         early_termination=_early_termination(prompt, plan, config),
         probe=_probe(prompt, plan, config, scores),
     )
-    return Resolved(plan, job, stored, {name: held.tier for name, held in opened.items()})
+    tiers = {variant_id: variant.tier for variant_id, variant in opened.items()}
+    return Resolved(plan, job, stored, tiers)
 
 
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
-    """Rows computed regardless of loading: segments without a chunk-cache, and the chosen tokens of the others."""
-    new = [p for i, s in enumerate(plan.segments) if s.variant is None for p in range(bounds[i], bounds[i + 1])]
-    chosen = [bounds[i] + offset for i, s in enumerate(plan.segments) for offset in s.recompute]
-    return Rows.of(bounds, new=new, recomputed=chosen)
+    """Return the rows that are computed regardless of loading.
+
+    These are all tokens of segments without a chunk-cache, and the chosen tokens of the other segments.
+    """
+    new: list[int] = []
+    recomputed: list[int] = []
+    for index, planned in enumerate(plan.segments):
+        if planned.variant is None:
+            new.extend(range(bounds[index], bounds[index + 1]))
+        recomputed.extend(bounds[index] + offset for offset in planned.recompute)
+    return Rows.of(bounds, new=new, recomputed=recomputed)
 
 
 def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
-    """The position behind the last chunk that will be computed and stored for everybody; 0 where there is none."""
-    edge = 0
+    """Return the end of the last segment that will be computed and stored for all users; 0 if there is none."""
+    shared_until = 0
     if not config.capture:
-        return edge
+        return shared_until
     for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
-        if segment.private:  # it, and whatever is computed behind it, stays with its session
+        if segment.private:  # the captures of this segment and all later ones belong to its session
             break
         if planned.variant is None:
-            edge = prompt.bounds[index + 1]
-    return edge
+            shared_until = prompt.bounds[index + 1]
+    return shared_until
 
 
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
-    """Early termination, where it is on and there is something to end."""
+    """Return the settings of early termination; None if it is off or no token is recomputed."""
     if not config.early_termination or not any(planned.recompute for planned in plan.segments):
         return None
-    return EarlyTermination(config.early_termination_window, _own_text(prompt))
+    return EarlyTermination(config.early_termination_window, _question_text(prompt))
 
 
 def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
-    """The probe before the last pass, where the selector has one and the pass is large enough for it."""
-    fixed = sum(len(planned.recompute) for planned in plan.segments)
-    lengths = [len(segment.token_ids) for segment in prompt.segments]
-    new = sum(n for n, planned in zip(lengths, plan.segments, strict=True) if planned.variant is None)
-    if not selector_named(config.selector).probes or not fixed or fixed + new < config.probe_min_rows:
+    """Return the request for a probe; None if the selector does not probe or a probe would not pay off."""
+    recomputed = 0
+    new = 0
+    for segment, planned in zip(prompt.segments, plan.segments, strict=True):
+        recomputed += len(planned.recompute)
+        if planned.variant is None:
+            new += len(segment.token_ids)
+    if not selector_named(config.selector).probes or not recomputed:
         return None
+    if recomputed + new < config.probe_min_rows:
+        return None
+
     bounds = prompt.bounds
-    edge = _shared_until(prompt, plan, config)
-    if all(bounds[index] < edge for index, planned in enumerate(plan.segments) if planned.to_fix):
-        return None
-    return ProbeRequest(_own_text(prompt), partial(_choose_anew, plan, config, scores))
+    shared_until = _shared_until(prompt, plan, config)
+    if all(bounds[index] < shared_until for index, planned in enumerate(plan.segments) if planned.to_fix):
+        return None  # the question must not shape what all users are served, so there is nothing to choose
+    return ProbeRequest(_question_text(prompt), partial(_select_again, plan, config, scores))
 
 
-def _own_text(prompt: Prompt) -> range:
-    """The positions of the question without what closes it, which says nothing of what is asked."""
-    first, last = prompt.bounds[-2:]
-    return range(first, max(last - prompt.segments[-1].closing, first + 1))
+def _question_text(prompt: Prompt) -> range:
+    """Return the positions of the question's text, without the end of the chat template, which is always the same."""
+    start, stop = prompt.bounds[-2:]
+    closing = prompt.segments[-1].closing
+    return range(start, max(stop - closing, start + 1))
 
 
-def _choose_anew(
+def _select_again(
     plan: Plan,
     config: ReuseConfig,
     scores: Mapping[str, TokenScores],
     probed: Mapping[int, NDArray[np.floating]],
     rows: Rows,
 ) -> Plan:
-    recomputed, excluded = {}, {}
-    for i, planned in enumerate(plan.segments):
+    """Return the plan with tokens selected by the probe's scores, keeping those that are recomputed already."""
+    recomputed: dict[int, frozenset[int]] = {}
+    excluded: dict[int, frozenset[int]] = {}
+    for index, planned in enumerate(plan.segments):
         if not planned.to_fix:
             continue
-        chosen, whole = rows.offsets(i, RowReason.RECOMPUTED), rows.reason[rows.span(i)]
-        if i in probed:
-            recomputed[i] = frozenset(chosen[rows.done[rows.span(i)][chosen]].tolist())
-            excluded[i] = frozenset(rows.offsets(i, RowReason.NEW, RowReason.NOT_LOADED).tolist())
-        else:  # as if all of its choice had been computed already
-            recomputed[i] = frozenset(chosen.tolist())
-            excluded[i] = frozenset(range(len(whole))) - recomputed[i]
+        span = rows.span(index)
+        selected = rows.offsets(index, RowReason.RECOMPUTED)
+        if index in probed:
+            is_done = rows.done[span][selected]
+            recomputed[index] = frozenset(selected[is_done].tolist())
+            excluded[index] = frozenset(rows.offsets(index, RowReason.NEW, RowReason.NOT_LOADED).tolist())
+        else:  # without new scores, the segment keeps its selection
+            recomputed[index] = frozenset(selected.tolist())
+            excluded[index] = frozenset(range(span.stop - span.start)) - recomputed[index]
     return with_selection(plan, scores, config, probed=probed, recomputed=recomputed, excluded=excluded)
 
 
-def as_it_went(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
-    """The plan with what was computed instead of loaded; captures of which the same is stored already are dropped."""
+def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
+    """Return the plan as it was executed, with the tokens that were computed instead of loaded.
+
+    Also drops captures of segments that are stored already, from the recorder of `result`.
+    """
     plan = result.plan or resolved.plan
     segments = list(plan.segments)
-    for index, one in resolved.stored.items():
-        lost = loads.lost(one)
-        reason, detail = (Reason.COMPUTED_FASTER, "") if lost is None else (Reason.NOT_LOADED, lost.reason)
-        if lost is None and not segments[index].to_fix:
+    for index, variant in resolved.stored.items():
+        reason = Reason.COMPUTED_FASTER
+        detail = ""
+        lost = loads.lost(variant)
+        if lost is not None:
+            reason = Reason.NOT_LOADED
+            detail = lost.reason
+        elif not segments[index].to_fix:
             result.recorder.forget(index)
         if index in result.late and segments[index].outcome == "reused":
             reason = Reason.COMPUTED_LATE
-            result.recorder.forget(index)  # its own tokens are among those that attended to it
+            result.recorder.forget(index)  # its tokens attended to stored tokens of the same segment
         computed = result.rows.offsets(index, RowReason.NOT_LOADED).tolist()
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

@@ -21,7 +21,7 @@ from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.refresh import Refresh
-from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
+from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.line import FutureCaptures, Line
@@ -216,7 +216,7 @@ class Answering:
         with closing(plan):
             steps = OverlappedPrefill(self.decoder, resolved.job, loads, speed, timer=timer).steps()
             result: PrefillResult = yield from steps
-        progress.plan = as_it_went(resolved, loads, result)
+        progress.plan = executed_plan(resolved, loads, result)
         captures.submit, captures.computed = partial(self._submit, request, progress, result), True
         progress.waited_s, progress.row_layers, progress.focus_layer = run.load_s, result.row_layers, result.focus_layer
         with self.loop.timer("logits"):

@@ -17,7 +17,7 @@ from enum import StrEnum
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve
+from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
@@ -245,7 +245,7 @@ class VariantMaker:
         finally:
             self.loader.end(loads)
             resolved.close()
-        as_it_went(resolved, loads, result)
+        executed_plan(resolved, loads, result)
         self._wanted.spend(result.row_layers // self.stack.layout.layers)
         exact_shares = [1.0] * len(prompt.segments)
         another = candidate.fixed.keys() - candidate.first

@@ -15,7 +15,7 @@ from cachecraft_rag.engine.prompt import check_history
 from cachecraft_rag.engine.sampling import SamplingParams, TextStream
 from cachecraft_rag.engine.stats import ChunkStats, Finish, RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.planning.planner import Outcome, Plan
+from cachecraft_rag.planning.planner import Plan, SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.types import Prompt, RemovedChunks, TierName
 
@@ -24,7 +24,7 @@ from cachecraft_rag.types import Prompt, RemovedChunks, TierName
 class SegmentReport:
     """Outcome of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`."""
 
-    outcome: Outcome
+    outcome: SegmentOutcome
     reason: Reason = Reason.REUSED
     detail: str = ""
     recomputed: int = 0

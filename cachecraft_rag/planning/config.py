@@ -1,4 +1,4 @@
-"""Settings of reuse: frozen, validated when made; unknown names are an error."""
+"""Settings of reuse, as a frozen dataclass that is validated when it is created."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, Literal, Self, get_args
 from cachecraft_rag.checks import FINITE, check_choice, check_flag, check_number, check_text, check_whole
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
-DEFAULT_ALPHA = 0.25
+DEFAULT_ALPHA = 0.25  # α of eq. 12 without calibration: a chunk in a new context recomputes about 15 % of its tokens
 
-
-PlainPrompts = Literal["off", "reuse"]
+PlainPromptsMode = Literal["off", "reuse"]
 Loading = Literal["cake", "layerwise", "whole"]
 Scope = Literal["anywhere", "prefix", "set"]
 
@@ -20,32 +19,36 @@ Scope = Literal["anywhere", "prefix", "set"]
 class ReuseConfig:
     """Settings of reuse.
 
-    reuse            reuse stored chunk-caches; False computes every prompt in full, and still captures new
-                     chunk-caches unless `capture` is off
+    reuse            reuse stored chunk-caches; False computes every prompt in full (new chunk-caches are still
+                     captured unless `capture` is False)
     capture          store newly computed chunk-caches
-    scope            where a chunk-cache may serve: "anywhere" (Cache-Craft); "prefix", only behind its origin prefix
-                     (PREFIX-CACHE, exact); "set", behind the same chunks in any order, nothing recomputed (SET-CACHE;
-                     both of Cache-Craft §5.1.4)
-    alpha            α of eq. 12. None = as `cachecraft calibrate` found it for this model and store, or else
-                     DEFAULT_ALPHA: a chunk whose origin prefix is gone altogether recomputes about 15 % of its tokens
-    recompute_ratio  share of each moved chunk's tokens to recompute, 1 is exact; with a lossy codec too. None = CFO
-                     decides. With a ratio, α is ignored: CFO at DEFAULT_ALPHA only ranks the variants of a chunk
-    selector         which tokens are recomputed, a name of `selectors.SELECTORS`
-    probe_min_rows   a selector's probe runs only if at least this many rows will be computed: it reads half of the
-                     weights once more, which takes too large a share of a small pass
-    budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added up and
-                     go to the best tokens of the whole prompt
-    drift            how far the other tokens of a chunk follow the mean change of its recomputed tokens, see
-                     `compute.drift_correction`; 0 = not at all, as in the paper
-    refresh_rows     tokens that were reused as they were stored and are recomputed with each decode step, those first
-                     that the answer attends to most, see `compute.refresh`; 0 = none. An engine in a server refuses it:
-                     vLLM's steps carry rows of the answer only
-    early_termination         stop early for chunks that the question does not look at, by Algorithm 1 as printed
-    early_termination_window  w of Algorithm 1
-    plain_prompts    of text in a prompt without documents: "reuse" recognises what was captured before and captures
-                     passages that come again; "off" computes all of it. See `engine.plain_prompts`
-    loading          of what is not in memory: "cake" loads from the back while the front is computed; "layerwise"
-                     computes nothing that is stored and loads each layer ahead of its use; "whole" loads, then computes
+    scope            contexts in which a chunk-cache may be reused. "anywhere": at any position after any chunks
+                     (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
+                     Cache-Craft §5.1.4). "set": after the chunks of its origin prefix in any order, without
+                     recomputation (the baseline SET-CACHE of §5.1.4)
+    alpha            α of eq. 12. None = the value that `cachecraft calibrate` found for this model and store, or
+                     else `DEFAULT_ALPHA`
+    recompute_ratio  fraction of each moved chunk's tokens to recompute; 1 is exact, also with a lossy codec.
+                     None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of
+                     a chunk
+    selector         method of choosing the recomputed tokens, a name in `selectors.SELECTORS`
+    probe_min_rows   smallest number of computed rows for which a selector's probe runs. A probe reads half of the
+                     weights once more, which costs too large a share of a small pass
+    budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added and
+                     spent on the best tokens of the whole prompt
+    drift            strength of drift correction, in [0, 1]: the part of the mean change of a chunk's recomputed
+                     tokens by which its stale tokens are moved (see `compute.drift_correction`); 0 = off, as in the
+                     paper
+    refresh_rows     number of stale tokens to recompute with each decode step, most attended first (see
+                     `compute.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry rows of the
+                     answer only
+    early_termination         stop recomputing chunks that the question does not attend to (Algorithm 1 as printed)
+    early_termination_window  w of Algorithm 1: consecutive layers that must agree
+    plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
+                     before and captures passages that occur again; "off" computes the whole prompt
+    loading          treatment of chunk-caches that are not in memory. "cake": load from the end of the prompt while
+                     its front is computed. "layerwise": compute nothing that is stored and load each layer before it
+                     is used. "whole": load everything, then compute
     """
 
     reuse: bool = True
@@ -60,18 +63,19 @@ class ReuseConfig:
     refresh_rows: int = 0
     early_termination: bool = False
     early_termination_window: int = 3
-    plain_prompts: PlainPrompts = "reuse"
+    plain_prompts: PlainPromptsMode = "reuse"
     loading: Loading = "cake"
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """Cache-Craft and Cake as published.
+        """Return the settings of Cache-Craft and Cake as published.
 
-        Each chunk recomputes the CFO share of its tokens (eq. 12), the highest of eq. 14, until Algorithm 1 ends it;
-        the others stay as stored. Chunk-caches load from the back while the front is computed (Cake).
+        Each chunk recomputes the fraction CFO of its tokens (eq. 12), those with the highest scores of eq. 14, until
+        Algorithm 1 stops it. Its other tokens stay as they were stored. Chunk-caches load from the end of the prompt
+        while its front is computed (Cake).
 
         Args:
-            changes: settings that are to differ.
+            changes: settings with other values than published.
 
         >>> config = ReuseConfig.paper(alpha=1.0)
         >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
@@ -87,7 +91,7 @@ class ReuseConfig:
         return cls(**published | changes)
 
     def __post_init__(self) -> None:
-        """Check every field; raises ConfigError."""
+        """Check every field. Raises ConfigError for a value that is invalid."""
         check_flag("reuse", self.reuse)
         check_flag("capture", self.capture)
         check_choice("scope", self.scope, get_args(Scope))
@@ -101,5 +105,5 @@ class ReuseConfig:
         check_whole("refresh_rows", self.refresh_rows)
         check_flag("early_termination", self.early_termination, advice="True is Algorithm 1 as printed, the only rule")
         check_whole("early_termination_window", self.early_termination_window, least=1)
-        check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
+        check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))

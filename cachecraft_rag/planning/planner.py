@@ -1,4 +1,7 @@
-"""The plan: which segments are reused, recomputed or computed, before any tensor moves (Cache-Craft §3.4.1)."""
+"""Planning: decide for each segment if it is reused, partly recomputed or computed (Cache-Craft §3.4.1).
+
+Plans are made from metadata only, before any tensor is loaded or computed.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,40 @@ from cachecraft_rag.planning.scoring import adjusted_overlap, fix_overhead, orde
 from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
 
-# What CFO counts when variants are compared: one that was primed behind neighbours, and one captured alone.
-_PRIMED, _ALONE = 0.8, 1.25
-# The exact share of context that a lossy codec has kept: below 1, so that nothing computed behind it is called exact;
-# little below, because what a codec loses is far less than what other neighbours change (0.2 % and 6 % of its KL,
-# docs/benchmarks.md), and nothing would be won by fixing it.
+# Factors by which CFO is multiplied when the variants of a chunk are compared (see `_rank`): for a variant that was
+# primed after its neighbours in the document, and for one captured after the instruction only.
+_PRIMED_WEIGHT = 0.8
+_ALONE_WEIGHT = 1.25
+
+# Exact share of context that a lossy codec has stored. It is below 1 so that nothing computed after it counts as exact.
+# It is only a little below 1 because a codec adds far less error than a changed context (0.2 % and 6 % of its KL,
+# docs/benchmarks.md), so recomputing tokens for it would gain nothing.
 _LOSSY_SHARE = 0.99
 
-Outcome = Literal["exact", "reused", "computed"]
+SegmentOutcome = Literal["exact", "reused", "computed"]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
     """The plan for one segment.
 
-    outcome      exact: behind its origin prefix and stored by a lossless codec, nothing to fix; reused: moved and
-                 partly recomputed, or behind its origin prefix but stored by a lossy codec; computed: afresh
-    reason, detail   why it was not simply reused, see `reasons.explain`
-    variant      the chosen variant of a reused or exact segment
-    beta, gamma, adjusted, cfo   eq. 6, 7, 8, 12 for that variant; None where there is none
-    recompute    tokens to recompute, as offsets in the segment, ascending
-    not_loaded   how many tokens were computed because they did not come, or computing them was faster
-    at_origin    behind its origin prefix, and only a lossy codec keeps it from being exact: nothing is fixed
+    outcome     "exact": reused after its origin prefix from a lossless codec, without error. "reused": reused with
+                stale tokens, either in another context and partly recomputed, or after its origin prefix but from a
+                lossy codec. "computed": computed in full
+    reason      the reason why the segment is not simply reused
+    detail      more about the reason in words, see `reasons.explain`
+    variant     the chosen variant of a reused or exact segment
+    beta        β, eq. 6, for that variant; None without a variant, like the next three
+    gamma       γ, eq. 7
+    adjusted    β′, eq. 8
+    cfo         CFO, eq. 12
+    recompute   offsets in the segment of the tokens to recompute, ascending
+    not_loaded  number of tokens that were computed because loading failed or computing them was faster
+    at_origin   True for a segment after its origin prefix that is inexact because of a lossy codec only; none of its
+                tokens are recomputed
     """
 
-    outcome: Outcome
+    outcome: SegmentOutcome
     reason: Reason = Reason.REUSED
     detail: str = ""
     variant: Variant | None = None
@@ -54,13 +66,13 @@ class SegmentPlan:
 
     @property
     def to_fix(self) -> bool:
-        """True if the segment was moved, so that some of its tokens may have to be recomputed."""
+        """True if the segment is reused in a new context, so that some of its tokens may have to be recomputed."""
         return self.outcome == "reused" and not self.at_origin
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One entry for each segment of the prompt, in order."""
+    """The plan for a prompt: one entry per segment, in prompt order."""
 
     segments: tuple[SegmentPlan, ...]
 
@@ -73,41 +85,47 @@ def make_plan(
     lost: Mapping[str, str] = MappingProxyType({}),
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Choose for each segment the stored variant with the lowest CFO, or to compute it afresh.
+    """Choose for each segment the stored variant with the lowest CFO, or to compute it.
+
+    The tokens to recompute are chosen later, in `with_selection`, which needs the token scores of the chosen variants
+    only.
 
     Args:
-        prompt: the segments; the last one, the question, is always computed.
-        stored: segment id → the variants on offer, of this model and namespace only.
+        prompt: the segments. The last one, the question, is always computed.
+        stored: segment id → its stored variants, all of this model and namespace.
+        config: settings of reuse.
         lost: variant id → the reason why it could not be loaded when an earlier plan chose it.
-        refused: segment id → the reason why a stored variant was not on offer.
-
-    The tokens to recompute are not chosen here but in `with_selection`, which needs the winners' token scores only.
+        refused: segment id → the reason why a stored variant is not among `stored`.
     """
     segments = prompt.segments
-    permuted = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
-    places: dict[str, int] = {}  # the chunks, and other text, before the current one → their place
-    plans = []
+    permuted_prefix = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
+    places: dict[str, int] = {}  # segment id → index, for the chunks and other text before the current segment
+    plans: list[SegmentPlan] = []
+
     for index, segment in enumerate(segments):
         if segment.kind == "question":
             plans.append(SegmentPlan("computed", Reason.QUESTION))
             places[segment.segment_id] = index
             continue
+
         if not config.reuse:
-            plans.append(SegmentPlan("computed", Reason.REUSE_OFF))
+            plan = SegmentPlan("computed", Reason.REUSE_OFF)
         else:
-            prefix = tuple(s.segment_id for s in segments[:index])
-            offers = stored.get(segment.segment_id, ())
-            there = [variant for variant in offers if variant.variant_id not in lost]
-            if index in permuted:
-                best = permuted[index]
+            prefix = tuple(earlier.segment_id for earlier in segments[:index])
+            variants = stored.get(segment.segment_id, ())
+            available = [variant for variant in variants if variant.variant_id not in lost]
+            if index in permuted_prefix:
+                plan = permuted_prefix[index]
             else:
-                best = _best(segment, there, prefix=prefix, places=places, config=config)
-            if best.variant is None and len(there) < len(offers):
-                why = next(lost[v.variant_id] for v in offers if v.variant_id in lost)
-                best = replace(best, reason=Reason.NOT_LOADED, detail=why)
-            elif best.variant is None and not offers and segment.segment_id in refused:
-                best = replace(best, reason=Reason.REFUSED, detail=refused[segment.segment_id])
-            plans.append(best)
+                plan = _best(segment, available, prefix=prefix, places=places, config=config)
+
+            if plan.variant is None and len(available) < len(variants):
+                detail = next(lost[variant.variant_id] for variant in variants if variant.variant_id in lost)
+                plan = replace(plan, reason=Reason.NOT_LOADED, detail=detail)
+            elif plan.variant is None and not variants and segment.segment_id in refused:
+                plan = replace(plan, reason=Reason.REFUSED, detail=refused[segment.segment_id])
+
+        plans.append(plan)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
     return Plan(tuple(plans))
@@ -121,11 +139,13 @@ def _best(
     places: Mapping[str, int],
     config: ReuseConfig,
 ) -> SegmentPlan:
-    best: SegmentPlan | None = None
+    """Return the plan for a segment with its best variant, or to compute it if no variant may be used."""
     if segment.kind == "system" and variants:
         variants = [variant for variant in variants if variant.lossless]
-        if not variants:  # every token behind it would inherit what the codec lost
+        if not variants:  # every later token would inherit the codec's error
             return SegmentPlan("computed", Reason.LOSSY_CODEC, "an instruction is reused from a lossless codec only")
+
+    best: SegmentPlan | None = None
     for variant in variants:
         if not _fits(variant, segment):
             continue
@@ -134,6 +154,7 @@ def _best(
             return scored
         if best is None or _rank(scored) < _rank(best):
             best = scored
+
     if best is not None and config.scope != "anywhere" and not best.at_origin:
         return SegmentPlan("computed", Reason.OTHER_PREFIX)
     if best is None:
@@ -144,90 +165,124 @@ def _best(
 
 
 def _fits(variant: Variant, segment: Segment) -> bool:
-    """True if a variant was captured of exactly these tokens; a shorter one would leave positions uninitialised."""
+    """Return True if a variant holds exactly these tokens; a shorter one would leave positions uninitialised."""
     return variant.tokens_digest == segment.tokens_digest and variant.tokens == len(segment.token_ids)
 
 
 def _set_prefix(
     prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str], config: ReuseConfig
 ) -> dict[int, SegmentPlan]:
-    """The longest run of first chunks that was computed once before as a prefix, in any order (SET-CACHE).
+    """Return plans for the longest prefix whose chunks were captured as a prefix in any order (SET-CACHE).
 
-    Each of them is reused as it was captured then, at the position it has now.
+    Each of these chunks is reused as it was captured, at its current position.
+
+    Returns:
+        Segment index → plan.
     """
     segments = prompt.segments
-    found: dict[int, SegmentPlan] = {}
-    offers = {
-        (segment.segment_id, variant.key.origin_prefix): variant
-        for segment in segments[:-1]
-        for variant in stored.get(segment.segment_id, ())
-        if variant.key.origin_prefix
-        and _fits(variant, segment)
-        and _at_origin(variant, config) is not None
-        and variant.variant_id not in lost
-    }
+    variants_by_path: dict[tuple[str, tuple[str, ...]], Variant] = {}  # (segment id, origin prefix) → variant
+    for segment in segments[:-1]:
+        for variant in stored.get(segment.segment_id, ()):
+            is_usable = _fits(variant, segment) and _at_origin(variant, config) is not None
+            if variant.key.origin_prefix and is_usable and variant.variant_id not in lost:
+                variants_by_path[segment.segment_id, variant.key.origin_prefix] = variant
+
     places = {segment.segment_id: index for index, segment in enumerate(segments[:-1])}
-    here = [segment.segment_id for segment in segments]
-    for last, (system, *chunks) in offers:
-        order = (*chunks, last)
-        same = list(order) == here[1 : len(order) + 1]
-        if len(order) < len(found) + (not same) or system != here[0] or set(order) != set(here[1 : len(order) + 1]):
+    current_ids = [segment.segment_id for segment in segments]
+    longest: dict[int, SegmentPlan] = {}
+
+    for last_id, (system_id, *earlier_ids) in variants_by_path:
+        captured_order = (*earlier_ids, last_id)
+        current_order = current_ids[1 : len(captured_order) + 1]
+        is_same_order = list(captured_order) == current_order
+        if system_id != current_ids[0] or set(captured_order) != set(current_order):
             continue
-        chain = [offers.get((name, (system, *order[:place]))) for place, name in enumerate(order)]
-        if any(variant is None for variant in chain):
+        # Of two orders of equal length, the current one wins.
+        if len(captured_order) < len(longest) + (not is_same_order):
             continue
-        found = {}
-        for place, (name, variant) in enumerate(zip(order, chain, strict=True)):
-            assert variant is not None, "incomplete chains are skipped above"
-            unmoved = _at_origin(variant, config) if list(order[:place]) == here[1 : places[name]] else None
-            found[places[name]] = unmoved or _scored("reused", variant)
-    return found
+
+        plans: dict[int, SegmentPlan] = {}
+        for captured_place, segment_id in enumerate(captured_order):
+            captured_prefix = captured_order[:captured_place]
+            captured = variants_by_path.get((segment_id, (system_id, *captured_prefix)))
+            if captured is None:
+                break
+            index = places[segment_id]
+            is_at_origin = list(captured_prefix) == current_ids[1:index]
+            unmoved = _at_origin(captured, config) if is_at_origin else None
+            plans[index] = unmoved or _without_fixing("reused", captured)
+        else:
+            longest = plans
+    return longest
 
 
 def _at_origin(variant: Variant, config: ReuseConfig) -> SegmentPlan | None:
-    """Plan for a variant behind its origin prefix; None if it needs fixing: its capture was inexact, or it was stored
-    by a lossy codec and every inexact token is to be recomputed.
+    """Return the plan for a variant after its origin prefix, or None if it needs fixing.
+
+    It needs fixing if its capture was inexact, or if it was stored by a lossy codec and every inexact token has to be
+    recomputed (`recompute_ratio=1`).
     """
     if variant.lossless:
-        return _scored("exact", variant) if variant.exact_share >= 1.0 else None
+        return _without_fixing("exact", variant) if variant.exact_share >= 1.0 else None
     if variant.exact_share < _LOSSY_SHARE or config.recompute_ratio == 1.0:
         return None
     detail = f"as it was captured, but for what the codec {variant.codec} loses"
-    return replace(_scored("reused", variant), reason=Reason.LOSSY_CODEC, detail=detail, at_origin=True)
+    plan = _without_fixing("reused", variant)
+    return replace(plan, reason=Reason.LOSSY_CODEC, detail=detail, at_origin=True)
 
 
-def _scored(outcome: Outcome, variant: Variant) -> SegmentPlan:
-    """A variant whose whole context returns."""
+def _without_fixing(outcome: SegmentOutcome, variant: Variant) -> SegmentPlan:
+    """Return the plan for a variant whose context has not changed: CFO is 0."""
     return SegmentPlan(outcome, variant=variant, beta=1.0, gamma=0.0, adjusted=1.0, cfo=0.0)
 
 
 def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
-    """Sort key, lower is better: variants worth fixing, those that need no fixing, then CFO, less for a primed variant
-    and more for one captured alone, then the more exact capture.
+    """Return the sort key of a scored variant; lower is better.
 
-    A primed variant looked more at what stood before it, so its CCI is higher and CFO alone would leave it aside. But
-    what it looked at was its own document: reused at another place it loses less on most questions. One captured alone
-    looked at nothing, so its CCI is the lowest there is, and yet it loses most (docs/fidelity.md).
+    Orders by: worth fixing (CFO below 1), then needs no fixing, then weighted CFO, then the more exact capture.
+
+    The weights correct CCI in two cases. A primed variant attended more to earlier chunks, so its CCI is higher, but
+    these were neighbours in its own document: in another context it loses less on most questions. A variant captured
+    after the instruction only attended to no chunk, so its CCI is the lowest possible, yet it loses most
+    (docs/fidelity.md).
     """
-    variant, cfo = plan.variant, plan.cfo or 0.0
+    variant = plan.variant
     assert variant is not None, "only variants are ranked"
-    weight = _ALONE if len(variant.key.origin_prefix) == 1 else _PRIMED if variant.primed else 1.0
+    cfo = plan.cfo or 0.0
+    weight = 1.0
+    if len(variant.key.origin_prefix) == 1:
+        weight = _ALONE_WEIGHT
+    elif variant.primed:
+        weight = _PRIMED_WEIGHT
     return cfo >= 1.0, not plan.at_origin, cfo * weight, -variant.exact_share
 
 
 def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
-    """CFO of one variant behind this prefix, which starts with the system segment; `places` holds the chunks in it."""
-    origin = variant.key.origin_prefix
-    if origin == prefix and (unmoved := _at_origin(variant, config)) is not None:
-        return unmoved
-    beta, gamma = 0.0, 0.0
-    if origin[:1] == prefix[:1]:  # behind another instruction, nothing of the old context returns
-        beta = prefix_overlap(variant.inter[1:], origin[1:], places)
-        gamma = order_penalty(origin[1:], places)
-    # An inexact capture attended to neighbours that were approximations: its overlap counts for the exact share only.
+    """Return the plan for one variant after a prefix, with its CFO.
+
+    Args:
+        variant: the stored variant.
+        prefix: segment ids before it in the prompt, starting with the system segment.
+        places: segment id → index of the chunks in `prefix`.
+        config: settings of reuse.
+    """
+    origin_prefix = variant.key.origin_prefix
+    if origin_prefix == prefix:
+        unmoved = _at_origin(variant, config)
+        if unmoved is not None:
+            return unmoved
+
+    beta = 0.0
+    gamma = 0.0
+    if origin_prefix[:1] == prefix[:1]:  # after another instruction, nothing of the old context is left
+        beta = prefix_overlap(variant.inter[1:], origin_prefix[1:], places)
+        gamma = order_penalty(origin_prefix[1:], places)
+
+    # An inexact capture attended to approximations of its neighbours, so only its exact share of the overlap counts.
     adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
-    fixed = config.recompute_ratio is not None  # then CFO only compares variants, and clipped they would be all alike
-    alpha = DEFAULT_ALPHA if config.alpha is None or fixed else config.alpha
+    # With a fixed ratio CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
+    is_ratio_fixed = config.recompute_ratio is not None
+    alpha = DEFAULT_ALPHA if config.alpha is None or is_ratio_fixed else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan("reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo)
 
@@ -241,40 +296,60 @@ def with_selection(
     recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
     excluded: Mapping[int, frozenset[int]] = MappingProxyType({}),
 ) -> Plan:
-    """Add the tokens to recompute: N = ⌈CFO · |C|⌉ of each chunk (§3.2.1), or ⌈r · |C|⌉ where a fixed ratio is set.
+    """Return the plan with the tokens to recompute.
+
+    Their number is ⌈CFO · |C|⌉ for each chunk (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set.
 
     Args:
-        token_scores: by variant id, as in `ChunkCacheStore.token_scores`; one that is missing counts as unknown.
-        probed: segment → the probe's scores of its tokens, float32 `[tokens]`; without them, the choice rests on the
-            stored scores alone.
-        recomputed: segment → tokens that are recomputed already; they stay chosen.
-        excluded: segment → tokens that are computed for another reason, so there is nothing to fix.
+        plan: a plan from `make_plan`.
+        token_scores: variant id → token scores, as from `ChunkCacheStore.token_scores`; missing ones count as unknown.
+        config: settings of reuse.
+        probed: segment index → the probe's scores of its tokens, float32 `[tokens]`; without it, the selection uses
+            stored scores only.
+        recomputed: segment index → offsets of tokens that are already recomputed; they stay selected.
+        excluded: segment index → offsets of tokens that are computed for another reason and need no fixing.
     """
-    facts, budgets, reused = [], [], []
-    for index, segment in enumerate(plan.segments):
-        variant = segment.variant
-        if not segment.to_fix or variant is None:
+    facts: list[TokenFacts] = []
+    budgets: list[int] = []
+    done: list[frozenset[int]] = []
+    spent: list[int] = []
+    fixed_indices: list[int] = []
+    empty: frozenset[int] = frozenset()
+
+    for index, planned in enumerate(plan.segments):
+        variant = planned.variant
+        if not planned.to_fix or variant is None:
             continue
-        share = segment.cfo if config.recompute_ratio is None else config.recompute_ratio
-        scores, seen = token_scores.get(variant.variant_id, TokenScores()), probed.get(index)
+        ratio = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
+        scores = token_scores.get(variant.variant_id, TokenScores())
         seed = int(variant.key.chunk_id[:8], 16)
-        facts.append(TokenFacts(variant.tokens, seed, scores.inter, seen))
-        budgets.append(math.ceil((share or 0.0) * variant.tokens))
-        reused.append(index)
-    nothing: frozenset[int] = frozenset()
-    done = [recomputed.get(index, nothing) | excluded.get(index, nothing) for index in reused]
-    spent = [len(recomputed.get(index, nothing)) for index in reused]
+        already_recomputed = recomputed.get(index, empty)
+
+        facts.append(TokenFacts(variant.tokens, seed, scores.inter, probed.get(index)))
+        budgets.append(math.ceil((ratio or 0.0) * variant.tokens))
+        done.append(already_recomputed | excluded.get(index, empty))
+        spent.append(len(already_recomputed))
+        fixed_indices.append(index)
+
     selector = selector_named(config.selector)
-    found = select(facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent)
+    selection = select(facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent)
+
     segments = list(plan.segments)
-    for index, chosen in zip(reused, found, strict=True):
-        tokens = sorted({*chosen.tolist(), *recomputed.get(index, nothing)})
-        segments[index] = replace(segments[index], recompute=tuple(tokens))
+    for index, offsets in zip(fixed_indices, selection, strict=True):
+        all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
+        segments[index] = replace(segments[index], recompute=tuple(all_offsets))
     return Plan(tuple(segments))
 
 
 def with_not_loaded(planned: SegmentPlan, computed: Sequence[int], reason: Reason, detail: str = "") -> SegmentPlan:
-    """The plan for a segment whose tokens `computed` (offsets) were computed after all, for this reason."""
+    """Return the plan for a segment after some of its tokens were computed instead of loaded.
+
+    Args:
+        planned: the plan as it was made.
+        computed: offsets of the tokens that were computed.
+        reason: the reason why they were computed.
+        detail: more about the reason in words.
+    """
     if not computed or planned.variant is None:
         return planned
     changed = replace(planned, reason=reason, detail=detail)
@@ -285,23 +360,35 @@ def with_not_loaded(planned: SegmentPlan, computed: Sequence[int], reason: Reaso
 
 
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
-    """For each segment, the share of exact tokens in the context it is computed behind (1.0 for the first).
+    """Return for each segment the share of exact tokens in the context before it (1.0 for the first).
 
-    A chunk computed behind reused ones inherits their error (an inexact capture): reused segments count nothing, exact
-    ones all, and computed ones as much as their own context was exact. What a lossy codec stored counts nearly all
-    behind its origin prefix: too little for anything behind it to be exact.
+    A chunk computed after reused chunks inherits their error, which makes its capture inexact. In the share, exact
+    segments count in full, reused ones not at all, and computed ones in proportion to the share of their own context.
+    A segment of a lossy codec after its origin prefix counts nearly in full, but too little for a later one to be
+    exact.
+
+    Args:
+        plan: the plan of a prompt.
+        lengths: number of tokens of each segment.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60
     [1.0, 1.0, 0.25, 0.25]
     """
     shares = []
-    exact = total = 0.0
-    for segment, length in zip(plan.segments, lengths, strict=True):
-        share = exact / total if total else 1.0
-        shares.append(share)
-        lossy = segment.variant if segment.at_origin else None
-        kept = _LOSSY_SHARE * lossy.exact_share if lossy is not None else 0.0
-        exact += length * {"exact": 1.0, "reused": kept, "computed": share}[segment.outcome]
-        total += length
+    exact_tokens = 0.0
+    total_tokens = 0.0
+    for planned, length in zip(plan.segments, lengths, strict=True):
+        context_share = exact_tokens / total_tokens if total_tokens else 1.0
+        shares.append(context_share)
+        if planned.outcome == "exact":
+            own_share = 1.0
+        elif planned.outcome == "computed":
+            own_share = context_share
+        elif planned.at_origin and planned.variant is not None:
+            own_share = _LOSSY_SHARE * planned.variant.exact_share
+        else:
+            own_share = 0.0
+        exact_tokens += length * own_share
+        total_tokens += length
     return shares

@@ -1,7 +1,8 @@
-"""Selectors: which tokens of the reused chunks are recomputed.
+"""Selectors choose the tokens of reused chunks that are recomputed.
 
-A selector is a pure function from facts about a chunk-cache to a score for each of its tokens; the budget goes to
-the highest. `SELECTORS` is the one registry; a new selector is a function and a line there.
+A selector is a pure function from facts about a chunk-cache to a score for each of its tokens. The tokens with the
+highest scores are recomputed, as many as the budget allows. To add a selector, write a function and register it in
+`SELECTORS`.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ import numpy as np
 
 from cachecraft_rag.errors import ConfigError
 
-QUESTION_WEIGHT = 0.25  # of the question's attention beside the attention at capture; both are 1 on average
+# Weight of the question's attention relative to the attention at capture. Both scores are 1 on average. The value was
+# the best of those tried on validation questions (docs/log.md).
+QUESTION_WEIGHT = 0.25
+
 BudgetScope = Literal["chunk", "prompt"]
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """Facts about a chunk for a selector.
+    """Facts about one reused chunk, the input of a selector.
 
-    tokens       length of the chunk
-    seed         for selectors that draw; differs from chunk to chunk, the same in every run
-    token_inter  float32 `[tokens]`: attention of each token to the chunks before it at capture (eq. 14); None where
-                 there were none
+    tokens       number of tokens in the chunk
+    seed         seed for selectors that draw random numbers; differs between chunks, equal in every run
+    token_inter  float32 `[tokens]`: attention from each token to earlier chunks at capture (eq. 14); None if no chunk
+                 stood before this one
     probed       float32 `[tokens]`: the probe's score of each token, 1 on average over all reused chunks;
-                 None where there was no probe
+                 None if no probe has run
     """
 
     tokens: int
@@ -42,10 +46,11 @@ Score = Callable[[TokenFacts], np.ndarray | None]
 
 @dataclass(frozen=True)
 class Selector:
-    """A way to choose tokens.
+    """A method of choosing the tokens to recompute.
 
-    score   float `[tokens]`, higher = recomputed first; None where it has no score for a chunk: then `leading` decides
-    probes  True: it needs to see what the question attends to, see `compute.probe`
+    score   returns float `[tokens]`, higher = recomputed first; or None if it cannot score the chunk, in which case
+            the scores of `leading` are used
+    probes  True if the selector needs the attention of the question (see `compute.probe`)
     """
 
     score: Score
@@ -53,12 +58,12 @@ class Selector:
 
 
 def cache_craft(facts: TokenFacts) -> np.ndarray | None:
-    """Cache-Craft eq. 14: the most contextualised tokens first; no score where no chunk stood before at capture."""
+    """Return Cache-Craft's score (eq. 14): attention to earlier chunks at capture; None if there were none."""
     return facts.token_inter
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
-    """EPIC's choice: a chunk's first tokens, which at capture took the role of an attention sink.
+    """Return EPIC's score: a chunk's first tokens first, because at capture they served as attention sinks.
 
     >>> leading(TokenFacts(4, seed=0)).tolist()
     [1.0, 0.75, 0.5, 0.25]
@@ -67,23 +72,26 @@ def leading(facts: TokenFacts) -> np.ndarray:
 
 
 def random(facts: TokenFacts) -> np.ndarray:
-    """The RANDOM-RECOMP baseline of Cache-Craft §5.1.4: any order."""
+    """Return random scores: the RANDOM-RECOMP baseline of Cache-Craft §5.1.4."""
     return np.random.default_rng(facts.seed).random(facts.tokens)
 
 
 def question(facts: TokenFacts) -> np.ndarray:
-    """Attention from the token to other chunks at capture, and from the question to it now.
+    """Return attention to earlier chunks at capture plus weighted attention from the current question.
 
-    Eq. 14's score (`leading` where no chunk stood before it) plus a quarter of the question's attention, each divided
-    by its mean. The question alone is better on most questions and fails badly on some (docs/log.md).
+    Adds `QUESTION_WEIGHT` times the probe's score to the score of eq. 14 (that of `leading` if no chunk stood before
+    this one at capture). Both are 1 on average. The question's attention alone is better on most questions but fails
+    badly on some (docs/log.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
     [0, 2]
     """
-    inter = facts.token_inter if facts.token_inter is not None else leading(facts)
-    scores = inter / max(float(inter.mean()), 1e-12)
-    return scores if facts.probed is None else scores + QUESTION_WEIGHT * facts.probed
+    attention = leading(facts) if facts.token_inter is None else facts.token_inter
+    scores = attention / max(float(attention.mean()), 1e-12)
+    if facts.probed is None:
+        return scores
+    return scores + QUESTION_WEIGHT * facts.probed
 
 
 SELECTORS: Mapping[str, Selector] = MappingProxyType(
@@ -97,11 +105,12 @@ SELECTORS: Mapping[str, Selector] = MappingProxyType(
 
 
 def selector_named(name: str) -> Selector:
-    """The selector of that name; ConfigError lists the known ones."""
+    """Return the selector with this name. Raises ConfigError, listing the known names, if there is no such selector."""
     try:
         return SELECTORS[name]
     except KeyError:
-        raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(sorted(SELECTORS))}") from None
+        known_names = ", ".join(sorted(SELECTORS))
+        raise ConfigError(f"unknown selector {name!r}; choose one of {known_names}") from None
 
 
 def select(
@@ -113,15 +122,17 @@ def select(
     done: Sequence[frozenset[int]] = (),
     spent: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """The tokens to recompute of each reused chunk, ascending (int64).
+    """Return the tokens to recompute in each reused chunk, as ascending offsets (int64).
 
     Args:
-        facts, budgets: for each chunk, its facts and the number of tokens to recompute.
-        budget_scope: "chunk" keeps to each chunk's budget. "prompt" adds the budgets up and spends them on the best
-            tokens of all chunks; a chunk's scores count in proportion to its budget per token (for eq. 14's budgets:
-            to its CFO), so a chunk that needs no fixing gets none. Chunks without a score keep their own.
-        done: for each chunk, tokens that must not be chosen.
-        spent: for each chunk, the part of its budget that is used up.
+        facts: facts about each chunk.
+        budgets: number of tokens to recompute in each chunk.
+        budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds the budgets and spends the sum on
+            the best tokens of all chunks. A chunk's scores are then weighted by its budget per token (for the budgets
+            of eq. 12: by its CFO), so a chunk that needs no fixing gets nothing. A chunk that the selector cannot
+            score keeps its own budget.
+        done: for each chunk, the tokens that must not be chosen.
+        spent: for each chunk, the part of its budget that is already used.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]
@@ -131,28 +142,37 @@ def select(
     [[], [0, 2]]
     """
     chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)
-    pool: list[tuple[int, np.ndarray]] = []
-    for index, (known, budget) in enumerate(zip(facts, budgets, strict=True)):
-        left = budget - (spent[index] if spent else 0)
-        if budget <= 0 or (budget_scope == "chunk" and left <= 0):
+    pool: list[tuple[int, np.ndarray]] = []  # (chunk, weighted scores) of chunks that share one budget
+    pooled_budget = 0
+
+    for index, (chunk_facts, budget) in enumerate(zip(facts, budgets, strict=True)):
+        remaining = budget - (spent[index] if spent else 0)
+        if budget <= 0 or (budget_scope == "chunk" and remaining <= 0):
             continue
-        scores = selector.score(known)
-        own = leading(known) if scores is None else scores.astype(np.float64)
-        own[sorted(done[index]) if done else []] = -np.inf
-        if scores is None or budget_scope == "chunk":
-            chosen[index] = _best(own, max(0, left))
+
+        selector_scores = selector.score(chunk_facts)
+        scores = leading(chunk_facts) if selector_scores is None else selector_scores.astype(np.float64)
+        if done:
+            scores[sorted(done[index])] = -np.inf
+
+        if selector_scores is None or budget_scope == "chunk":
+            chosen[index] = _highest(scores, max(0, remaining))
         else:
-            pool.append((index, own * (budget / known.tokens)))
+            pool.append((index, scores * (budget / chunk_facts.tokens)))
+            pooled_budget += remaining
+
     if pool:
-        left = sum(budgets[index] - (spent[index] if spent else 0) for index, _ in pool)
-        best = _best(np.concatenate([scores for _, scores in pool]), max(0, left))
+        pooled_scores = np.concatenate([scores for _, scores in pool])
+        best = _highest(pooled_scores, max(0, pooled_budget))
         edges = np.cumsum([0, *(len(scores) for _, scores in pool)])
         for (index, _), start, stop in zip(pool, edges, edges[1:], strict=False):
-            chosen[index] = best[(best >= start) & (best < stop)] - start
+            is_in_chunk = (best >= start) & (best < stop)
+            chosen[index] = best[is_in_chunk] - start
     return chosen
 
 
-def _best(scores: np.ndarray, budget: int) -> np.ndarray:
-    """Indices of the `budget` highest scores, ascending; -inf is never chosen."""
+def _highest(scores: np.ndarray, budget: int) -> np.ndarray:
+    """Return the indices of the `budget` highest scores, ascending; a score of -inf is never chosen."""
     order = np.argsort(-scores, kind="stable")[:budget]
-    return np.sort(order[scores[order] > -np.inf]).astype(np.int64)
+    is_allowed = scores[order] > -np.inf
+    return np.sort(order[is_allowed]).astype(np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step
-from cachecraft_rag.compute.resolve import as_it_went, resolve
+from cachecraft_rag.compute.resolve import executed_plan, resolve
 from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
@@ -98,7 +98,7 @@ class Filling:
         """Stop loading and note the rows computed instead; only once it is done."""
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
-        self.plan = as_it_went(self._resolved, self._loads, self.result)
+        self.plan = executed_plan(self._resolved, self._loads, self.result)
         return self.result
 
     def give_up(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.engine.stats import RequestStats
-from cachecraft_rag.planning.planner import Outcome
+from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.messages import FIELD
@@ -28,7 +28,7 @@ def take_report(progress: RequestProgress, report: Mapping[str, Any]) -> None:
             setattr(progress, name, report[name])
 
 
-def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: Outcome) -> dict[str, Any]:
+def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> dict[str, Any]:
     """Report as `filling.Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from cachecraft_rag.checks import check_choice, check_flag, check_text
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import PlainPrompts
+from cachecraft_rag.planning.config import PlainPromptsMode
 from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.served_model import ModelIdentity
 
@@ -71,7 +71,7 @@ class EndpointSettings:
     shared_system: bool = False
     session_header: str | None = None
     client_settings: ClientSettings = "safe"
-    plain_prompts: PlainPrompts = "off"
+    plain_prompts: PlainPromptsMode = "off"
     search_system: bool = False
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
 
@@ -82,7 +82,7 @@ class EndpointSettings:
         check_flag("shared_system", self.shared_system)
         check_flag("search_system", self.search_system)
         check_text("session_header", self.session_header, optional=True, empty=False)
-        check_choice("plain_prompts", self.plain_prompts, get_args(PlainPrompts))
+        check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("client_settings", self.client_settings, get_args(ClientSettings))
         if self.search_system and self.plain_prompts == "off":
             raise ConfigError("search_system has no effect without plain_prompts: add --reuse-plain-prompts")

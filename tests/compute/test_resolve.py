@@ -16,7 +16,7 @@ from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import Resolved, as_it_went, resolve, rows_of
+from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve, rows_of
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone
@@ -429,7 +429,7 @@ def resolved(shelf: Shelf) -> Iterator[tuple[Resolved, PendingLoads]]:
 def test_what_came_is_as_it_was_planned(resolved: tuple[Resolved, PendingLoads]) -> None:
     planned, loads = resolved
     result = result_of(planned, planned.job.rows)
-    assert as_it_went(planned, loads, result) == planned.plan
+    assert executed_plan(planned, loads, result) == planned.plan
     # of the exact one, the same is stored already; of the moved one, something else would be
     assert captured_segments(result) == [0, 2, 3]
 
@@ -437,7 +437,7 @@ def test_what_came_is_as_it_was_planned(resolved: tuple[Resolved, PendingLoads])
 def test_what_was_computed_because_that_was_faster_says_so(resolved: tuple[Resolved, PendingLoads]) -> None:
     planned, loads = resolved
     result = result_of(planned, planned.job.rows.mark([*range(8, 108), *range(108, 120)], RowReason.NOT_LOADED))
-    plan = as_it_went(planned, loads, result)
+    plan = executed_plan(planned, loads, result)
     a, b = plan.segments[1:3]
     assert (a.outcome, a.reason, a.variant, a.recompute) == ("computed", Reason.COMPUTED_FASTER, None, ())
     assert (b.outcome, b.reason, b.not_loaded) == ("reused", Reason.COMPUTED_FASTER, 12)
@@ -451,7 +451,7 @@ def test_a_plan_that_a_probe_made_is_the_one_that_went(resolved: tuple[Resolved,
     segments = list(planned.plan.segments)
     segments[2] = replace(segments[2], recompute=(1, 50))
     result = result_of(planned, planned.job.rows.mark([109], RowReason.NOT_LOADED), plan=Plan(tuple(segments)))
-    plan = as_it_went(planned, loads, result)
+    plan = executed_plan(planned, loads, result)
     assert plan.segments[2].recompute == (50,)
     assert plan.segments[2].not_loaded == 1
 
@@ -467,7 +467,7 @@ def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
         failed = loads.failed()
         assert failed
         result = result_of(planned, planned.job.rows.mark(failed, RowReason.NOT_LOADED))
-        plan = as_it_went(planned, loads, result)
+        plan = executed_plan(planned, loads, result)
     lost = plan.segments[1]
     assert lost.reason == Reason.NOT_LOADED
     assert "checksum" in lost.detail
@@ -505,7 +505,7 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
         assert loads.wait(lambda: not loads.incomplete(), 60)
         steps = OverlappedPrefill(decoder, resolved.job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
         result = run(decoder, steps)
-    plan = as_it_went(resolved, loads, result)
+    plan = executed_plan(resolved, loads, result)
     assert (decoder.next_logits(result.hidden) - decoder.own_logits(ids)[0]).abs().max() <= 1e-3
     assert [planned.reason == Reason.NOT_LOADED for planned in plan.segments] == [
         False,
