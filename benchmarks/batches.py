@@ -17,11 +17,11 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.evaluation.runner import open_engine
 from cachecraft_rag.evaluation.ttft import QUESTION, Shape, chunks_of
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk, Progress
 
 _FULL, _REUSE = ReuseConfig(reuse=False, capture=False), ReuseConfig(recompute_ratio=0.15, capture=False)

@@ -28,15 +28,15 @@ from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.engine.attention_choice import cpu_instructions
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval
 from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.model.attention_choice import cpu_instructions
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ModelNotFoundError
 from cachecraft_rag.evaluation.measuring import Preparation
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 
 if TYPE_CHECKING:

@@ -307,8 +307,8 @@ def main(
     dataset = questions.load(formats.read)
     with ExitStack() as opened:
         with waiting("Loading the model"):
-            from cachecraft_rag.engine.decoder import Decoder
             from cachecraft_rag.engine.engine import Engine
+            from cachecraft_rag.model.decoder import Decoder
             from cachecraft_rag.store import ChunkCacheStore
 
             decoder = Decoder.load(model, dtype=dtype)

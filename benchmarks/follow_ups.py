@@ -17,10 +17,10 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import require_index
 from cachecraft_rag.cli.options import out, print_json, progress_bar, waiting
-from cachecraft_rag.engine.demo_model import handbook_folder
-from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError, DocumentError
 from cachecraft_rag.evaluation.formats import Record, read_records
+from cachecraft_rag.model.demo_model import handbook_folder
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.indexer import index_folder
 from cachecraft_rag.retrievers.retriever import Retriever, open_index

@@ -114,7 +114,7 @@ def decoder_of(setting: Setting, *, layers: int | None = None, dtype: str | None
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
     config = LlamaConfig(
         **setting.shape | ({"num_hidden_layers": layers} if layers else {}),

@@ -28,13 +28,13 @@ from rich.table import Table
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json, progress_bar
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of, drop_page_cache
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.disk import DiskTier
 from cachecraft_rag.types import Chunk, LoadedVariant, Progress, Variant

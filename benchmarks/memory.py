@@ -19,13 +19,13 @@ from rich.table import Table
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json, waiting
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.ttft import QUESTION, Shape, chunks_of
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 

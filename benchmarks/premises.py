@@ -35,13 +35,13 @@ from cachecraft_rag.compute.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import AttentionSettings
-from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import mean_interval
 from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 from cachecraft_rag.kernels.visibility import Visibility
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.scoring import adjusted_overlap, context_impact, order_penalty, prefix_overlap
+from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
 if TYPE_CHECKING:

@@ -30,16 +30,16 @@ from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
-from cachecraft_rag.engine.config import NewVariants, When
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.self_check import self_check
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, ratio_interval
 from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.model.self_check import self_check
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.config import NewVariants, When
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress
 

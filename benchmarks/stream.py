@@ -25,12 +25,12 @@ from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Question, handbook_dataset, load_dataset
 from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
+from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Progress
 from cachecraft_rag.vllm.engine import VLLMEngine
 
@@ -251,8 +251,8 @@ def main(
     """
     options.set_threads(threads)
     with progress_bar("Stream") as show, ExitStack() as opened:
-        from cachecraft_rag.engine.config import NewVariants
         from cachecraft_rag.evaluation.runner import open_engine
+        from cachecraft_rag.serving.config import NewVariants
 
         options.quiet_libraries()
         settings = StreamSettings(

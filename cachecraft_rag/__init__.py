@@ -17,13 +17,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.config import EngineConfig
-    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.engine.sampling import SamplingParams
-    from cachecraft_rag.engine.stats import Answer, RequestStats
     from cachecraft_rag.errors import CacheCraftError
+    from cachecraft_rag.model.decoder import Decoder
+    from cachecraft_rag.observability.stats import Answer, RequestStats
     from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.rag import CacheCraft
+    from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.types import Chunk, Document
 
@@ -43,18 +43,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "Answer": "engine.stats",
+    "Answer": "observability.stats",
     "CacheCraft": "rag",
     "CacheCraftError": "errors",
     "Chunk": "types",
     "ChunkCacheStore": "store",
-    "Decoder": "engine.decoder",
+    "Decoder": "model.decoder",
     "Document": "types",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
-    "RequestStats": "engine.stats",
+    "RequestStats": "observability.stats",
     "ReuseConfig": "planning.config",
-    "SamplingParams": "engine.sampling",
+    "SamplingParams": "serving.sampling",
 }
 
 

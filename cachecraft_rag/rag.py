@@ -23,10 +23,8 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.engine.settings import load_settings
-from cachecraft_rag.engine.stats import Answer, RequestStats, Source
+from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -34,11 +32,13 @@ from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
 from cachecraft_rag.retrievers.removal import evict_chunks
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_index
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Document, Progress
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.priming import Primer, PrimingEstimate
+    from cachecraft_rag.serving.priming import Primer, PrimingEstimate
 
 logger = logging.getLogger("cachecraft_rag.rag")
 
@@ -199,12 +199,12 @@ class CacheCraft(Retriever, Closeable):
             url: such as "http://127.0.0.1:8000".
             store: folder for the retrieval index; chunk-caches are the server's.
             embeddings: as in `from_pretrained`.
-            options: model, system, api_key, admin_key, timeout_s: see `vllm.client.HTTPEngine.connect`.
+            options: model, system, api_key, admin_key, timeout_s: see `client.http.HTTPEngine.connect`.
 
         Raises:
             ServerError: nothing answers there, or something else does; IndexStoreError, ConfigError.
         """
-        from cachecraft_rag.vllm.client import HTTPEngine
+        from cachecraft_rag.client.http import HTTPEngine
 
         check_path("embeddings", embeddings)
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
@@ -283,18 +283,18 @@ class CacheCraft(Retriever, Closeable):
         """
         check_callable("progress", progress)
         check_flag("alone", alone)
-        from cachecraft_rag.engine.priming import prime_documents
+        from cachecraft_rag.serving.priming import prime_documents
 
         return prime_documents(self._primer(alone), self._texts(), progress=progress, skipped=skipped)
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
         """Size and time of what `prime` would compute and store now; nothing is computed."""
-        from cachecraft_rag.engine.priming import estimate_priming
+        from cachecraft_rag.serving.priming import estimate_priming
 
         return estimate_priming(self._primer(alone), self._texts())
 
     def _primer(self, alone: bool) -> Primer:
-        from cachecraft_rag.engine.priming import Primer
+        from cachecraft_rag.serving.priming import Primer
 
         return Primer(self.engine, alone=True) if alone else self.engine.primer()
 

@@ -90,7 +90,7 @@ class Segment:
     """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
 
     `closing` last tokens are the template's, the same for every question. `found` in text that nobody marked: captured
-    in idle time, never with the prompt that it stands in (`engine.plain_prompts`). `tokens_digest` is a digest of the
+    in idle time, never with the prompt that it stands in (`prompt.unmarked`). `tokens_digest` is a digest of the
     token ids: a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked
     for at every plan, it was a third of planning.
     """

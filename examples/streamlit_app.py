@@ -49,7 +49,7 @@ def load(model: str, folder: str) -> Shared:
     one_token = SamplingParams(max_new_tokens=1)
     list(rag.engine.stream("Ready?", [Chunk("warm up " * 300)], sampling=one_token, config=FULL_PREFILL))
     if port:
-        from cachecraft_rag.engine.metrics import serve_metrics
+        from cachecraft_rag.observability.metrics import serve_metrics
 
         serve_metrics(rag.engine, port)
     return Shared(rag, uploads, threading.Lock(), Conversations())

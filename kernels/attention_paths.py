@@ -1,6 +1,6 @@
 """The ways to attend on a CPU: same results; the fastest depends on the machine, the dtype and the shape.
 
-A path is chosen by measuring (`engine/attention_choice.py`), never by what a CPU is called. Masks are made once per
+A path is chosen by measuring (`model/attention_choice.py`), never by what a CPU is called. Masks are made once per
 pass and shared by its layers, as what is added to the scores: torch would make that of a bool mask in every layer.
 """
 

@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cachecraft_rag.engine.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.types import Chunk, Document, Scalar
 
 SPLITTER_VERSION = 2  # raise it when a document would be split differently: indexes then split again

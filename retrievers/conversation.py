@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cachecraft_rag.engine.prompt import Turn
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.filters import Where
 from cachecraft_rag.types import SearchHit

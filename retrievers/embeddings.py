@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
-from cachecraft_rag.engine.hub_check import require_hub
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
+from cachecraft_rag.model.hub_check import require_hub
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Progress
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.engine.chunk_bound import ModelTokens
 from cachecraft_rag.errors import DocumentError, IndexStoreError
+from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.chunking import SPLITTER_VERSION, split
 from cachecraft_rag.retrievers.documents import (
     LARGEST_FILE,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole
-from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import FaissStore

@@ -44,8 +44,8 @@ except ImportError as error:
     ) from error
 
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_text, check_whole
-from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cachecraft_rag.checks import check_text, check_whole, listed
-from cachecraft_rag.engine.prompt import Turn, check_history
 from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.prompt.builder import Turn, check_history
 from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore, StoredDocument

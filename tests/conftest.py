@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.engine.prompt import PromptBuilder
     from cachecraft_rag.evaluation.dataset import Dataset
+    from cachecraft_rag.model.decoder import Decoder
+    from cachecraft_rag.prompt.builder import PromptBuilder
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.catalog import Catalog
     from cachecraft_rag.types import Chunk
@@ -87,7 +87,7 @@ class Clock:
 def _any_cpu() -> Iterator[None]:
     """`dtype="auto"` is the checkpoint's own on whatever CPU the tests run; tests of that choice set their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cachecraft_rag.engine.decoder.computes_bfloat16", lambda: False)
+        patch.setattr("cachecraft_rag.model.decoder.computes_bfloat16", lambda: False)
         yield
 
 
@@ -127,7 +127,7 @@ def sqlite_steps() -> Callable[[Catalog], AbstractContextManager[list[int]]]:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo model; the first test on a machine waits for its conversion (about 20 seconds)."""
-    from cachecraft_rag.engine.demo_model import demo_model_folder
+    from cachecraft_rag.model.demo_model import demo_model_folder
 
     return demo_model_folder()
 
@@ -135,7 +135,7 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def handbook() -> Path:
     """Folder of the sample handbook."""
-    from cachecraft_rag.engine.demo_model import handbook_folder
+    from cachecraft_rag.model.demo_model import handbook_folder
 
     return handbook_folder()
 
@@ -241,7 +241,7 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
         import torch
         import transformers
 
-        from cachecraft_rag.engine.decoder import Decoder
+        from cachecraft_rag.model.decoder import Decoder
 
         name = f"tiny {family} {dtype} {seed} {sorted(settings.items(), key=str)}"
         if name not in made:
@@ -282,7 +282,7 @@ def decoder_of_letters(tiny_decoder: Callable[..., Decoder]) -> Callable[..., De
     def make(gain: float = 1.0) -> Decoder:
         import torch
 
-        from cachecraft_rag.engine.decoder import Decoder
+        from cachecraft_rag.model.decoder import Decoder
 
         random = tiny_decoder("Llama")
         model, tokenizer = copy.deepcopy(random.model), random.tokenizer

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.checks import check_names, check_number, check_whole, shown
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ModelNotFoundError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk
@@ -250,7 +250,7 @@ def test_a_name_that_the_hub_cannot_be_asked_for_fails_without_retries(tmp_path:
     script = (
         "import sys\n"
         "from cachecraft_rag.errors import ModelNotFoundError\n"
-        "from cachecraft_rag.engine.decoder import Decoder\n"
+        "from cachecraft_rag.model.decoder import Decoder\n"
         "from cachecraft_rag.retrievers.embeddings import Embedder\n"
         "for load in (Embedder, Decoder.load):\n"
         "    try:\n"

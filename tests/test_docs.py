@@ -24,7 +24,7 @@ from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig
 from cachecraft_rag.types import KVLayout
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -242,7 +242,7 @@ def test_python_blocks_run(
 
 def stand_in_for_the_demo_model(decoder: Decoder, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For this process's children, "demo" is this model."""
-    from cachecraft_rag.engine import demo_model
+    from cachecraft_rag.model import demo_model
 
     monkeypatch.setenv(demo_model.CACHE_VARIABLE, str(cache))
     model = cache / "models" / f"smollm2-135m-instruct-{demo_model._key()}"

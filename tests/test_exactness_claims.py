@@ -21,12 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.prompt import PromptBuilder, Turn
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import PromptBuilder, Turn
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.codecs import CODECS

@@ -20,7 +20,7 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning import early_termination
 
 pytestmark = pytest.mark.gate

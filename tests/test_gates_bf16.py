@@ -21,10 +21,10 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.attention_paths import AttentionPaths, paths_for
 from cachecraft_rag.kernels.cpu.library import SETTING
 from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.model.decoder import Decoder
 
 pytestmark = pytest.mark.gate
 

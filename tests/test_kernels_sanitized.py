@@ -17,7 +17,7 @@ import pytest
 from cachecraft_rag.kernels.cpu.library import available
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/test_kernels_cpu.py", "tests/engine/test_fused_layers.py")
+TESTS = ("tests/test_kernels_cpu.py", "tests/model/test_fused_layers.py")
 FLAGS = ("-shared", "-fPIC", "-O1", "-g", "-Wno-psabi", f"-I{ROOT / 'kernels/cpu'}")
 EMULATED = ("-include", str(ROOT / "tests/emulated_amx.h"))
 WATCHED = (*EMULATED, "-fsanitize=address", "-fno-omit-frame-pointer")

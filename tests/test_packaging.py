@@ -182,7 +182,7 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(
 import sys
 sys.path.insert(0, "installed")
 import cachecraft_rag, cachecraft_rag.kernels, cachecraft_rag.retrievers
-from cachecraft_rag.engine.demo_model import handbook_folder, handbook_questions
+from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
 assert "installed" in cachecraft_rag.kernels.__file__, cachecraft_rag.kernels.__file__
 print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
 """

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder, chunk_bound_of
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, IndexStoreError, StoreError
+from cachecraft_rag.model.decoder import Decoder, chunk_bound_of
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
 from cachecraft_rag.retrievers.retriever import open_index
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document, Progress
 

@@ -18,7 +18,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
 PAGES = {
     "pages/kettle": "The kettle holds 1.7 litres.",

@@ -70,7 +70,7 @@ def _settings(
     logger = logging.getLogger("cachecraft_rag")
     handler: logging.Handler = RichHandler(console=err, show_path=False)
     if log_json:
-        from cachecraft_rag.engine.request_log import JsonFormatter
+        from cachecraft_rag.observability.request_log import JsonFormatter
 
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())

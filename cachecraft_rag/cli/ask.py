@@ -18,10 +18,10 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundErr
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.priming import PrimingEstimate
-    from cachecraft_rag.engine.stats import RequestStats
+    from cachecraft_rag.observability.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
     from cachecraft_rag.retrievers.indexer import IndexReport
+    from cachecraft_rag.serving.priming import PrimingEstimate
     from cachecraft_rag.store import ChunkCacheStore
 
 
@@ -98,7 +98,7 @@ def index(
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
     """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded."""
     with waiting("Loading the embedding model"):
-        from cachecraft_rag.engine.decoder import chunk_bound_of
+        from cachecraft_rag.model.decoder import chunk_bound_of
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
         from cachecraft_rag.retrievers.retriever import open_index

@@ -16,8 +16,8 @@ from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.prompt import Turn
-    from cachecraft_rag.engine.stats import RequestStats
+    from cachecraft_rag.observability.stats import RequestStats
+    from cachecraft_rag.prompt.builder import Turn
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
@@ -47,7 +47,7 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
-    from cachecraft_rag.engine.metrics import serve_metrics
+    from cachecraft_rag.observability.metrics import serve_metrics
 
     with serve_metrics(rag.engine, port) as server:
         err.print(f"metrics: http://127.0.0.1:{server.port}/metrics", style="dim")

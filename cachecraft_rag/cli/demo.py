@@ -13,12 +13,12 @@ import typer
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
 from cachecraft_rag.cli.options import err, out, print_json, print_table, progress_bar, takes, waiting
-from cachecraft_rag.engine.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.model.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.stats import Answer
+    from cachecraft_rag.observability.stats import Answer
     from cachecraft_rag.rag import CacheCraft
 
 ANSWER_TOKENS, MOST_LETTERS = 60, 22  # of an answer; of a question in the table
@@ -84,7 +84,7 @@ def _prepare(rag: CacheCraft) -> None:
 
 def _warm_up(rag: CacheCraft, top_k: int) -> None:
     """Run both sides once before anything is timed: the first pass of a process is always slow."""
-    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.serving.sampling import SamplingParams
 
     with waiting("Warming up"):
         _own_prefill(rag, "Are you ready?", top_k)
@@ -92,7 +92,7 @@ def _warm_up(rag: CacheCraft, top_k: int) -> None:
 
 
 def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
-    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.serving.sampling import SamplingParams
 
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
     reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)

@@ -83,8 +83,8 @@ def serve(
     Requests without `documents` are vLLM's own (but see --reuse-plain-prompts).
     Example: cachecraft serve demo --port 8000 -- --enforce-eager
     """
-    from cachecraft_rag.engine.sampling import SamplingParams
-    from cachecraft_rag.vllm.server import serve as run
+    from cachecraft_rag.serving.sampling import SamplingParams
+    from cachecraft_rag.vllm.server.launch import serve as run
     from cachecraft_rag.vllm.settings import EndpointSettings
 
     for key, advice in _NOT_HERE.items():

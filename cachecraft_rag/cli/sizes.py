@@ -24,7 +24,7 @@ def sizes(
     as_json: options.Json = False,
 ) -> None:
     """Show how many MB chunk-caches take, for each codec. Reads configs only: no weights, no documents are indexed."""
-    from cachecraft_rag.engine.sizes import cache_bytes, layout_named
+    from cachecraft_rag.model.sizes import cache_bytes, layout_named
     from cachecraft_rag.store.codecs import CODECS
 
     options.quiet_libraries()
@@ -47,8 +47,8 @@ def sizes(
 
 def _tokens_of(documents: Path, model: str) -> int:
     """Tokens of all readable documents in the model's tokenizer."""
-    from cachecraft_rag.engine.decoder import chunk_bound_of
     from cachecraft_rag.errors import DocumentError
+    from cachecraft_rag.model.decoder import chunk_bound_of
     from cachecraft_rag.retrievers.documents import list_files, parse_document
     from cachecraft_rag.retrievers.office import MissingReaderError
 

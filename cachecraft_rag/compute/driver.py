@@ -1,7 +1,7 @@
 """Steps of work on the model, and the simplest driver of them: one after the other, in the caller's thread.
 
 A generator yields its steps and is sent their results: `Wait` and `Forward` of a prefill, `DecodeStep` of an answer,
-`Until`, `Call`, and a `Future` for what other threads do. `engine.step_loop` drives many such generators at once.
+`Until`, `Call`, and a `Future` for what other threads do. `serving.step_loop` drives many such generators at once.
 """
 
 from __future__ import annotations

@@ -16,20 +16,20 @@ from typing import Any, TypedDict, Unpack
 
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.facts import DiskSpace, ModelFacts
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.plain_prompts import Recognise, session_of
-from cachecraft_rag.engine.priming import PrimedEngine, Primer
-from cachecraft_rag.engine.prompt import PromptBuilder, Turn
-from cachecraft_rag.engine.request import Request, RequestProgress, check_asked
-from cachecraft_rag.engine.request_counts import RequestCounts
-from cachecraft_rag.engine.request_log import log_request
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
-from cachecraft_rag.engine.tools import Tool, checked_tools
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.model.facts import DiskSpace, ModelFacts
+from cachecraft_rag.observability.request_counts import RequestCounts
+from cachecraft_rag.observability.request_log import log_request
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import PromptBuilder, Turn
+from cachecraft_rag.prompt.tools import Tool, checked_tools
+from cachecraft_rag.prompt.unmarked import Recognise, session_of
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.priming import PrimedEngine, Primer
+from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
@@ -95,7 +95,7 @@ class AnswerEngine(PrimedEngine):
         Args:
             history: earlier turns of the conversation, user first; they stand behind the chunks.
             session: whose private chunk-caches may be used besides the shared ones.
-            tools: that the model may call, see `engine.tools`; `prompts_with` says in what form it does.
+            tools: that the model may call, see `prompt.tools`; `prompts_with` says in what form it does.
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from cachecraft_rag.checks import (
     MOST_SECONDS,
-    check_choice,
     check_flag,
     check_kind,
     check_names,
@@ -16,11 +15,11 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
-from cachecraft_rag.engine.prompt import DEFAULT_SYSTEM
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
+from cachecraft_rag.serving.config import NewVariants, When
 from cachecraft_rag.store import StoreConfig
 
-When = Literal["off", "idle", "always"]
 _PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
 _OFTEN_TRIED = MappingProxyType(
     dict.fromkeys(("system_prompt", "system_message", "instruction", "instructions"), "system")
@@ -29,27 +28,6 @@ _OFTEN_TRIED = MappingProxyType(
         for name in ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop")
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class NewVariants:
-    """When new variants are computed, and how much may be spent on them.
-
-    when     "idle": while nobody is being answered; "always": also beside answers, layer by layer in turn with them;
-             "off": never
-    share    tokens that may be computed for it, for each token of a prompt that was served
-    waiting  prompts that wait at most; of more, those go that would have saved least
-    """
-
-    when: When = "idle"
-    share: float = 1.0
-    waiting: int = 256
-
-    def __post_init__(self) -> None:
-        """Check every field; raises ConfigError."""
-        check_choice("new_variants", self.when, get_args(When))
-        check_number("share", self.share)
-        check_whole("waiting", self.waiting, least=1)
 
 
 @dataclass(frozen=True, slots=True)

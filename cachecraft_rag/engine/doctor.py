@@ -19,10 +19,10 @@ import torch
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder, computes_bfloat16
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sizes import cache_bytes
 from cachecraft_rag.kernels.cpu.library import SETTING, description, reason
+from cachecraft_rag.model.decoder import Decoder, computes_bfloat16
+from cachecraft_rag.model.sizes import cache_bytes
 from cachecraft_rag.store import RowFilter, StoreStats
 
 MEASURED_TOKENS = 256

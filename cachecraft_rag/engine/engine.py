@@ -25,24 +25,25 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
-from cachecraft_rag.engine.answering import Answering
 from cachecraft_rag.engine.base import PathLike, StoreEngine
-from cachecraft_rag.engine.config import EngineConfig, NewVariants
-from cachecraft_rag.engine.constraint import Constraints
-from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.joint_rows import JointRows
-from cachecraft_rag.engine.line import Line
-from cachecraft_rag.engine.new_variants import VariantMaker
-from cachecraft_rag.engine.outlet import Outlet, Piece, Reader
-from cachecraft_rag.engine.plain_prompts import Recognise, recognised
-from cachecraft_rag.engine.request import Request, RequestProgress, stats_of
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.self_check import load_checked
-from cachecraft_rag.engine.stats import RequestStats
-from cachecraft_rag.engine.step_loop import Level, Run, StepLoop
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.model.self_check import load_checked
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.output_schema import Constraints
+from cachecraft_rag.prompt.unmarked import Recognise, recognised
+from cachecraft_rag.serving.admission import Line
+from cachecraft_rag.serving.answering import Answering
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.joint_rows import JointRows
+from cachecraft_rag.serving.new_variants import VariantMaker
+from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.serving.step_loop import Level, Run, StepLoop
+from cachecraft_rag.serving.token_queue import Outlet, Piece, Reader
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.store.loading.loader import Loader

@@ -25,9 +25,9 @@ from typing import Any
 
 from cachecraft_rag.checks import check_names, check_path, check_text, check_whole, shown
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.config import StoreConfig
 from cachecraft_rag.store.remote.config import RemoteConfig
 

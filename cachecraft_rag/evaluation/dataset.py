@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from cachecraft_rag.engine.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats import Place, Source, SourceBuilder, SourceQuestion, read_source
+from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.retrievers.chunking import split
 from cachecraft_rag.types import Chunk, Document
 

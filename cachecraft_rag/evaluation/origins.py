@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.engine.priming import Primer
-from cachecraft_rag.engine.prompt import STAND_IN
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import STAND_IN
+from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.fused_layers import KNOWN
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.ttft import Peer
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.model.fused_layers import KNOWN
 
 Maker = Callable[[Decoder], Peer]
 

@@ -25,9 +25,9 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Progress, digest
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.config import NewVariants, When
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.serving.config import NewVariants, When
     from cachecraft_rag.store import ChunkCacheStore
 
 # Nothing is evicted: the chunk-caches a method finds must not depend on how often other methods have used them.
@@ -112,9 +112,9 @@ def open_engine(
     Raises:
         ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
     """
-    from cachecraft_rag.engine.decoder import Decoder
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.engine.self_check import self_check
+    from cachecraft_rag.model.decoder import Decoder
+    from cachecraft_rag.model.self_check import self_check
     from cachecraft_rag.store import ChunkCacheStore as Usual
 
     decoder = Decoder.load(model, dtype=dtype, device=device)

@@ -20,15 +20,15 @@ from typing import Any, Protocol, Self
 import torch
 
 from cachecraft_rag.compute.timing import Part, PartTimer, untimed
-from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.demo_model import handbook_folder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.prompt import PromptBuilder
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.cpu.library import description
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.model.demo_model import handbook_folder
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import PromptBuilder
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress, Prompt
 

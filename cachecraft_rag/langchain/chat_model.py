@@ -32,14 +32,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.constraint import asking_for
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.prompt import Turn
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.tools import CallReader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import Turn
+from cachecraft_rag.prompt.output_schema import asking_for
+from cachecraft_rag.prompt.tools import CallReader
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import CHUNK_ID, Chunk
 

@@ -14,9 +14,9 @@ from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, SkipValidation
 
 from cachecraft_rag.checks import check_kind, config_errors
-from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.chat_model import SEARCHED, history_of, turns_of
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore
 

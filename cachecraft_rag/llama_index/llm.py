@@ -34,13 +34,13 @@ from pydantic import BaseModel, ValidationError
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
-from cachecraft_rag.engine.constraint import asking_for
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.prompt import Turn
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import Turn
+from cachecraft_rag.prompt.output_schema import asking_for
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import CHUNK_ID, Chunk
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -26,13 +26,13 @@ from pydantic import BaseModel
 from cachecraft_rag.checks import check_flag, check_kind, check_text, shown
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.constraint import asking_for
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, documents_of, observed, validated
+from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.retrievers.llama_index import without_paths
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import chunk_id_of
 

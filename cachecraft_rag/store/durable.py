@@ -81,7 +81,7 @@ class Evicted:
 
 @runtime_checkable
 class Caches(Protocol):
-    """Chunk-caches that can be evicted. Two implementations stand: `ChunkCacheStore` and `vllm.client.ServerCaches`."""
+    """Chunk-caches that can be evicted. Two implementations stand: `ChunkCacheStore` and `client.http.ServerCaches`."""
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; returns how many, and the bytes they took on disk."""

@@ -1,1 +1,8 @@
-"""The same engine inside vLLM: a connector that fills a request's KV blocks from chunk-caches."""
+"""How does the same reuse work with a model that vLLM runs?
+
+Import from here: `engine` (`VLLMEngine`) and what its processes share: `messages`, `settings`, `metrics`, `records`,
+`served_model`, `plugin`. The sub-folder `worker` runs inside vLLM's engine and worker processes, `server` inside its
+API server. The modules here import neither; `server` imports them and `worker` imports them.
+
+Never here: anything that an engine without vLLM needs.
+"""

@@ -14,23 +14,24 @@ from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
 from cachecraft_rag.engine.base import PathLike, StoreEngine
-from cachecraft_rag.engine.config import EngineConfig, NewVariants
-from cachecraft_rag.engine.new_variants import EXACT, Dropped, missing_of
-from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, answer_text
-from cachecraft_rag.engine.sampling import SamplingParams as Sampling
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.new_variants import EXACT, Dropped, missing_of
+from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, answer_text
+from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.serving import Calls, Serving, Step
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
 
 logger = logging.getLogger("cachecraft_rag.vllm")

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cachecraft_rag.engine.base import AnswerEngine
-from cachecraft_rag.engine.metrics import EngineCollector
+from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
 from cachecraft_rag.vllm.messages import REPORTS

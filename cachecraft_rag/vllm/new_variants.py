@@ -3,7 +3,7 @@ text that nobody marked where it was seen before.
 
 The scheduler holds these requests back while any other is under way, and the workers compute them in slices, so a
 request that comes waits for one slice. Text that nobody marked is held back for ten seconds at most, and not once it
-has begun. What is counted, and what may be spent, is as in `engine.new_variants`.
+has begun. What is counted, and what may be spent, is as in `serving.new_variants`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from cachecraft_rag.engine.config import NewVariants
-from cachecraft_rag.engine.new_variants import Dropped, NewVariantStats, WantedVariants
 from cachecraft_rag.planning.candidates import Candidate
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.new_variants import Dropped, NewVariantStats, WantedVariants
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
 

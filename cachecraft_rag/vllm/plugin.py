@@ -18,6 +18,6 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, f"cachecraft_rag.vllm.models:{name}")
+        ModelRegistry.register_model(name, f"cachecraft_rag.vllm.worker.models:{name}")
     if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "cachecraft_rag.vllm.connector", CONNECTOR)
+        KVConnectorFactory.register_connector(CONNECTOR, "cachecraft_rag.vllm.worker.connector", CONNECTOR)

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cachecraft_rag.engine.request import Request, RequestProgress, SegmentReport, stats_of
-from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.messages import FIELD
 

@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.engine.chunk_bound import ModelTokens
-from cachecraft_rag.engine.decoder import config_of, context_length_of, end_tokens_of, layout_of
-from cachecraft_rag.engine.demo_model import demo_model_folder
-from cachecraft_rag.engine.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.model.chunk_bound import ModelTokens
+from cachecraft_rag.model.decoder import config_of, context_length_of, end_tokens_of, layout_of
+from cachecraft_rag.model.demo_model import demo_model_folder
+from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.types import KVLayout
 
 PROTOCOL = 1  # version of the messages between `client.HTTPEngine` and the endpoint

@@ -61,7 +61,7 @@ class EndpointSettings:
     session_header   the header that names a request's session, set by a trusted proxy; None: no sessions
     client_settings  settings of reuse that a request may bring: "none"; "safe", those that shape its own answer alone;
                      "all"
-    plain_prompts    of text in requests without documents, see `plain_prompts.PlainPrompts`
+    plain_prompts    of text in requests without documents, see `server.unmarked.PlainPrompts`
     search_system    their system messages are searched, too: applications may put the context there
     admin_keys       one of them is asked for to prime and evict, besides vLLM's own key; none: everybody may
     """

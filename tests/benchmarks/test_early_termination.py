@@ -11,12 +11,12 @@ import pytest
 from benchmarks.early_termination import METHODS, Cell, Compared, Search, best_of, compare, compared
 from benchmarks.kept import Kept
 from cachecraft_rag.compute import overlapped
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import handbook_dataset
 from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.evaluation.origins import Origins, condition_named
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress

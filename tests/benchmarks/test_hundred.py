@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cachecraft_rag.engine.demo_model import handbook_folder
 from cachecraft_rag.evaluation.dataset import load_dataset
 from cachecraft_rag.evaluation.metrics import is_right
+from cachecraft_rag.model.demo_model import handbook_folder
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "hundred.json"
 

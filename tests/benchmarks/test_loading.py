@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = 4

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from benchmarks.baselines import BaselineStore, first_values
 from benchmarks.evaluate import Similar, chosen
 from benchmarks.methods import ABLATIONS, methods_for
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset, Question
 from cachecraft_rag.evaluation.measuring import Method
 from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, TokenScores

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import papers
 from benchmarks.papers import Command, chosen, markdown, registry, run
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text("utf-8")
 # As numbered in the papers: arXiv 2502.15734 and 2410.03065.

@@ -19,8 +19,8 @@ from benchmarks.serve import (
     measure,
     print_serve,
 )
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types import Progress
 
 # All arrive at about the same time: what is counted does not depend on how fast the machine is.

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.stream import StreamReport, StreamSettings, Window, draw, print_stream, questions_of, run
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 
@@ -78,7 +78,7 @@ def test_the_command_reports(
     benchmark_json: Callable[..., Any],
     as_loud_as_before: None,
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.engine.decoder.Decoder.load", lambda *_, **__: tiny_decoder("Llama"))
+    monkeypatch.setattr("cachecraft_rag.model.decoder.Decoder.load", lambda *_, **__: tiny_decoder("Llama"))
     sizes = ["--requests", "2", "--warmup", "1", "--window", "1", "--passages", "2", "--answer-tokens", "1"]
     found = benchmark_json("stream", *sizes)
     windows = tuple(Window(**window | {"variants": {1: 2}}) for window in found["windows"])

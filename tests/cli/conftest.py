@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
 PAGES = {"returns.md": "You have 30 days to return an appliance.", "warranty.md": "The warranty lasts 3 years."}
 # Layer by layer, because cake rightly computes what a tiny model computes faster than the disk delivers.

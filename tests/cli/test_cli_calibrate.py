@@ -18,8 +18,8 @@ from cachecraft_rag.cli import store as store_commands
 from cachecraft_rag.cli.ask import print_calibration
 from cachecraft_rag.cli.calibrate import calibrate
 from cachecraft_rag.cli.options import out
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli.app import app
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.model.decoder import Decoder
 
 COMMANDS = (("eval",), ("calibrate",))
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from cachecraft_rag.cli import app as command
 from cachecraft_rag.cli import ask, chat, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
-from cachecraft_rag.engine.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.observability.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Capture, KVLayout, Progress, TokenScores, VariantKey
 

@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from cachecraft_rag.compute.stack import Ranks
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
     from cachecraft_rag.store.loading.pending import PendingLoads
 
 

@@ -18,7 +18,7 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Wait
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading import pending, rate
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads

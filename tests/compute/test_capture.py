@@ -15,8 +15,8 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.scoring import context_impact
 
 MakeDecoder = Callable[..., Decoder]

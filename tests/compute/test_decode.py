@@ -12,7 +12,7 @@ from cachecraft_rag.compute.decode import DecodeStep, extend, extend_all
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 
 IDS = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(9)).tolist()
 

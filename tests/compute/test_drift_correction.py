@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.model.decoder import Decoder
 
 MakeDecoder = Callable[..., Decoder]
 TOKENS, START = 30, 10

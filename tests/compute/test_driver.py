@@ -19,7 +19,7 @@ from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step, 
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store.loading.pending import PendingLoads

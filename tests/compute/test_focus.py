@@ -13,7 +13,7 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.early_termination import FocusMonitor
 
 MakeDecoder = Callable[..., Decoder]

@@ -13,7 +13,7 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import Alone, Ranks
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types import KVLayout
 
 MakeDecoder = Callable[..., Decoder]

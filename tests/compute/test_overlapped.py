@@ -29,7 +29,7 @@ from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Steps
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone, Ranks
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store import ChunkCacheStore

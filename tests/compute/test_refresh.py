@@ -15,7 +15,7 @@ from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
+from cachecraft_rag.model.decoder import Decoder
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 12, 52, 92, 110]  # system, two chunks, question

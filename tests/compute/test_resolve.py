@@ -20,8 +20,8 @@ from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve, row
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.planning.reasons import Reason

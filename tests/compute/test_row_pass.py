@@ -18,10 +18,10 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import Observer, RowPass, advance
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import AttentionSettings
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
+from cachecraft_rag.model.decoder import Decoder
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 10, 40, 60, 75]

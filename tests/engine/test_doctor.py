@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli.app import app
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.doctor import Facts, examine, findings, read_speed
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from cachecraft_rag.compute.job import PrefillResult
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.prompt import Turn
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.prompt.builder import Turn
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant

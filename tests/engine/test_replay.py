@@ -25,14 +25,14 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.resolve import rows_of
-from cachecraft_rag.engine.answering import Answering, Prefilled
-from cachecraft_rag.engine.config import NewVariants
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.outlet import Outlet
-from cachecraft_rag.engine.request import Request, RequestProgress
-from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.answering import Answering, Prefilled
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.request import Request, RequestProgress
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.serving.token_queue import Outlet
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, LoadedVariant

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.store.config import StoreConfig

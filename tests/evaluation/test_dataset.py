@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.formats import read as read_published
-from cachecraft_rag.engine.demo_model import handbook_questions
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation import dataset as module
 from cachecraft_rag.evaluation.dataset import Dataset, Question, handbook_dataset, load_dataset
+from cachecraft_rag.model.demo_model import handbook_questions
 from cachecraft_rag.types import Chunk
 
 YEARS = range(1700, 1704)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.prompt import STAND_IN
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.origins import CONDITIONS, Origins, condition_named
+from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation import peers
 from cachecraft_rag.evaluation.ttft import Shape, run
+from cachecraft_rag.model.decoder import Decoder
 
 
 class _Quick:

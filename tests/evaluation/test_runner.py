@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
@@ -28,6 +27,7 @@ from cachecraft_rag.evaluation.runner import (
     open_engine,
     scratch_folder,
 )
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 

@@ -22,7 +22,7 @@ PUBLIC = {"cachecraft_rag", "cachecraft_rag.langchain", "cachecraft_rag.llama_in
 # As on a CPU that does not compute bf16: otherwise the answers of so small a model depend on the machine.
 RUN = """
 import runpy, sys
-from cachecraft_rag.engine import decoder
+from cachecraft_rag.model import decoder
 decoder._FAST_BFLOAT16 = ()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

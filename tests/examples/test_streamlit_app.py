@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from cachecraft_rag import Answer, CacheCraft, RequestStats
-from cachecraft_rag.engine.stats import ChunkStats, Source
 from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.observability.stats import ChunkStats, Source
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

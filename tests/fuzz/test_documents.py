@@ -16,8 +16,8 @@ from pypdf import PdfReader, PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from tokenizers import Tokenizer
 
-from cachecraft_rag.engine.chunk_bound import ModelTokens
 from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.chunking import split
 from cachecraft_rag.retrievers.documents import SourceFile, parse_document
 

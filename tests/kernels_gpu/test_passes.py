@@ -17,8 +17,8 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.probe import QuestionProbe
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.kernels.gpu import choice
+from cachecraft_rag.model.decoder import Decoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = [0, 4, 15, 24, 30]  # system, two chunks, question

@@ -37,7 +37,6 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, conversation
 from cachecraft_rag.planning.config import ReuseConfig
@@ -45,11 +44,12 @@ from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, chunk_id_of
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
 TEXTS = [
     "The Wren K2 holds 1.7 litres.",

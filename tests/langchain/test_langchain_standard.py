@@ -18,9 +18,9 @@ from langchain_tests.integration_tests import (
 )
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.langchain import ChatCacheCraft
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 

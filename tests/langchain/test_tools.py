@@ -19,7 +19,7 @@ from cachecraft_rag.langchain import ChatCacheCraft
 from cachecraft_rag.store import ChunkCacheStore
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
 DOCUMENTS = [Document("The Wren K2 holds 1.7 litres."), Document("Descale the Wren K2 every 8 weeks.")]
 

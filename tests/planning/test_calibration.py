@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import (
     CALIBRATION_FILE,
     Calibration,

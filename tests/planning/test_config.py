@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

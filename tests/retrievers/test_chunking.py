@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cachecraft_rag.engine.chunk_bound import ModelTokens
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.chunking import CHARACTERS_PER_TOKEN, SMALLEST_LIMIT, split
 from cachecraft_rag.types import Chunk, Document
 

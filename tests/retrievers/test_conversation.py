@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.engine.demo_model import handbook_folder
-from cachecraft_rag.engine.prompt import Turn
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.demo_model import handbook_folder
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import TIE, search_texts
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore

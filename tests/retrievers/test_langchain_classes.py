@@ -24,7 +24,7 @@ from cachecraft_rag.types import Document as OwnDocument
 from cachecraft_rag.types import chunk_id_of
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
 
 
 class Directions(Embeddings):

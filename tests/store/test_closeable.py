@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import IndexStoreError, StoreError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.closeable import Closeable

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, catalog
@@ -105,7 +105,7 @@ def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
     old: Path, tiny_decoder: Callable[..., Decoder], caplog: pytest.LogCaptureFixture
 ) -> None:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.serving.sampling import SamplingParams
 
     decoder = tiny_decoder("Llama")
     caplog.set_level(logging.WARNING)

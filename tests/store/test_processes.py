@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.priming import Primer
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ForkError
 from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types import Chunk
 

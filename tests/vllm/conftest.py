@@ -57,7 +57,7 @@ def model_folder(
 
     def make(family: str) -> Path:
         if family == "demo":
-            from cachecraft_rag.engine.demo_model import demo_model_folder
+            from cachecraft_rag.model.demo_model import demo_model_folder
 
             return demo_model_folder()
         if family not in made:

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Evicted
 from cachecraft_rag.types import Chunk, KVLayout
-from cachecraft_rag.vllm.client import HTTPEngine
-from cachecraft_rag.vllm.documents import MOST_DOCUMENTS, MOST_PRIMED
 from cachecraft_rag.vllm.served_model import PROTOCOL
+from cachecraft_rag.vllm.server.documents import MOST_DOCUMENTS, MOST_PRIMED
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32")
 Answer = tuple[int, Any]

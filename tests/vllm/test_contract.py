@@ -60,7 +60,7 @@ def test_our_models_are_the_registered_ones() -> None:
     register()
     for name in ARCHITECTURES:
         registered = ModelRegistry.models[name]
-        assert registered.module_name == "cachecraft_rag.vllm.models"
+        assert registered.module_name == "cachecraft_rag.vllm.worker.models"
         made = registered.load_model_cls()
         stock = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
         assert issubclass(made, stock)
@@ -89,7 +89,7 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-    from cachecraft_rag.vllm.connector import CacheCraftConnector
+    from cachecraft_rag.vllm.worker.connector import CacheCraftConnector
 
     assert issubclass(CacheCraftConnector, SupportsHMA)
     assert not CacheCraftConnector.__abstractmethods__
@@ -164,7 +164,7 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
 
 
 def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
-    from cachecraft_rag.engine.request_counts import RequestCounts
+    from cachecraft_rag.observability.request_counts import RequestCounts
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.vllm.metrics import ServerCollector, counts_of, summed
 
@@ -266,8 +266,8 @@ def test_the_api_server_has_what_the_endpoint_uses() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
-    from cachecraft_rag.vllm.endpoint import ChatWithDocuments
     from cachecraft_rag.vllm.plugin import ENDPOINT
+    from cachecraft_rag.vllm.server.endpoint import ChatWithDocuments
 
     (found,) = entry_points(group="vllm.endpoint_plugins", name=ENDPOINT)
     assert found.load() is ChatWithDocuments
@@ -292,7 +292,7 @@ def test_the_api_server_has_what_the_endpoint_uses() -> None:
 def test_priming_and_evicting_ask_for_an_admin_key() -> None:
     from fastapi import HTTPException
 
-    from cachecraft_rag.vllm.endpoint import _administered
+    from cachecraft_rag.vllm.server.endpoint import _administered
     from cachecraft_rag.vllm.settings import EndpointSettings
 
     for keys, given, allowed in (

@@ -11,7 +11,13 @@ import pytest
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
-from cachecraft_rag.vllm.documents import MOST_DOCUMENTS, MOST_PRIMED, Asked, check_documents, read_priming
+from cachecraft_rag.vllm.server.documents import (
+    MOST_DOCUMENTS,
+    MOST_PRIMED,
+    Asked,
+    check_documents,
+    read_priming,
+)
 
 DOCUMENTS = [{"text": "Vinegar.", "title": "kettle"}, {"text": "Crumbs."}]
 USER = {"role": "user", "content": "How?"}

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk, Document
 from cachecraft_rag.vllm.engine import VLLMEngine
 from tests.vllm.conftest import TEXTS

@@ -15,14 +15,14 @@ import torch
 pytest.importorskip("vllm")
 
 from cachecraft_rag.compute.decode import extend
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.line import FutureCaptures
-from cachecraft_rag.engine.priming import Primer
-from cachecraft_rag.engine.request import RequestProgress
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.kernels.memory import Recycler
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.admission import FutureCaptures
+from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.request import RequestProgress
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Prompt
 from cachecraft_rag.vllm.messages import Ask

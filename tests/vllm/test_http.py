@@ -18,15 +18,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
 from cachecraft_rag.errors import ServerError
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Document
-from cachecraft_rag.vllm.client import HTTPEngine
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.http_server import ServerProcess

@@ -15,19 +15,19 @@ import torch
 
 pytest.importorskip("vllm")
 
-from cachecraft_rag.engine.config import NewVariants
-from cachecraft_rag.engine.new_variants import Dropped
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.new_variants import Dropped
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types import Capture, Chunk, Segment, TokenScores, Variant, VariantKey
+from cachecraft_rag.vllm.calls import Step
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.messages import FIELD
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.server_engine import ServerEngine
-from cachecraft_rag.vllm.serving import Step
+from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from tests.vllm.conftest import TEXTS
 

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, LoadedVariant, Variant
 from cachecraft_rag.vllm.messages import Ask
@@ -70,17 +70,18 @@ def assert_same_capture(store: ChunkCacheStore, one: Variant, alone: ChunkCacheS
 # Where rank 1 raises, and which request gets there: in planning, in loading, in a layer's attention, between layers, in
 # a probe, at its end, and in a capture.
 BROKEN = {
-    "cachecraft_rag.vllm.filling::resolve": "five chunks, as by default",
+    "cachecraft_rag.vllm.worker.filling::resolve": "five chunks, as by default",
     "cachecraft_rag.store.loading.loader:Loader:begin": "all exact",
     "cachecraft_rag.store.loading.pending:PendingLoads:place": "moved, three chunks",
     "cachecraft_rag.compute.row_pass::attention": "nothing reused",
     "cachecraft_rag.compute.overlapped:OverlappedPrefill:_arrive": "drift without probe",
     "cachecraft_rag.compute.probe:QuestionProbe:observe": "five chunks, as by default",
     "cachecraft_rag.compute.probe:QuestionProbe:seen": "probe without drift",
-    "cachecraft_rag.vllm.stack:WorkerStack:write_blocks": "nothing recomputed",
+    "cachecraft_rag.vllm.worker.stack:WorkerStack:write_blocks": "nothing recomputed",
     "cachecraft_rag.compute.capture:CaptureRecorder:with_all_heads": "a capture",
 }
-LAST = "cachecraft_rag.vllm.working:Workers:_step"  # between the requests: after it the ranks have nothing in common
+# Between the requests: after it the ranks have nothing in common.
+LAST = "cachecraft_rag.vllm.worker.working:Workers:_step"
 
 
 def breaks_on_rank_one(place: str) -> Callable[[Any], None]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.engine.request import Request, SegmentReport
-from cachecraft_rag.engine.request_counts import RequestCounts
-from cachecraft_rag.engine.sampling import SamplingParams
-from cachecraft_rag.engine.stats import RequestStats
+from cachecraft_rag.observability.request_counts import RequestCounts
+from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.serving.request import Request, SegmentReport
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.vllm.refusals import start_up_refusal
+from cachecraft_rag.vllm.worker.refusals import start_up_refusal
 
 
 class FullAttentionSpec:

@@ -14,19 +14,20 @@ import pytest
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli.app import app
-from cachecraft_rag.engine.config import EngineConfig, NewVariants
-from cachecraft_rag.engine.sampling import SamplingParams
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import known_settings
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.types import Chunk
-from cachecraft_rag.vllm import server
-from cachecraft_rag.vllm.documents import Asked, plain_config
 from cachecraft_rag.vllm.engine import VLLMEngine, require_vllm
 from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.server_engine import ServerEngine
+from cachecraft_rag.vllm.server import launch as server
+from cachecraft_rag.vllm.server.documents import Asked, plain_config
+from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
 
 # What a client says with each question, or does itself before it asks.

@@ -17,10 +17,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from cachecraft_rag.engine.decoder import Decoder
-from cachecraft_rag.engine.prompt import PromptBuilder
 from cachecraft_rag.evaluation.simulation.trace import read_trace
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm.messages import Ask

@@ -14,25 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.new_variants import EXACT
-from cachecraft_rag.engine.priming import Primer
 from cachecraft_rag.kernels.memory import Recycler
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.new_variants import EXACT
+from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout
-from cachecraft_rag.vllm import filling, working
-from cachecraft_rag.vllm import scheduling as scheduling_module
-from cachecraft_rag.vllm.filling import Filling
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
-from cachecraft_rag.vllm.ranks import OneRank
-from cachecraft_rag.vllm.scheduling import Scheduling
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.working import Workers
+from cachecraft_rag.vllm.worker import filling, working
+from cachecraft_rag.vllm.worker import scheduling as scheduling_module
+from cachecraft_rag.vllm.worker.filling import Filling
+from cachecraft_rag.vllm.worker.ranks import OneRank
+from cachecraft_rag.vllm.worker.scheduling import Scheduling
+from cachecraft_rag.vllm.worker.working import Workers
 
 BLOCK = 16
 CHUNKS = [Chunk(f"The {thing} of Arden dates from {year} and leaks. ") for thing, year in
@@ -159,9 +159,9 @@ def expected(engine: Engine, ask: Ask) -> Tensor:
 
 def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
     """The Hugging Face engine's buffer for the same prompt, and its progress."""
-    from cachecraft_rag.engine.line import FutureCaptures
-    from cachecraft_rag.engine.request import Request, RequestProgress
-    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.serving.admission import FutureCaptures
+    from cachecraft_rag.serving.request import Request, RequestProgress
+    from cachecraft_rag.serving.sampling import SamplingParams
 
     request = Request(ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0)
     progress = RequestProgress()
@@ -542,7 +542,7 @@ def test_a_prompt_that_was_filled_before_is_filled_alike(engine: Engine, schedul
 def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
     engine: Engine, scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.vllm.scheduling._REMEMBERED", 0)
+    monkeypatch.setattr("cachecraft_rag.vllm.worker.scheduling._REMEMBERED", 0)
     ask = ask_of(engine, [0, 2, 1])
     question = ask.prompt.bounds[-2]
     fill_of(scheduling, ask)
@@ -587,7 +587,7 @@ def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, settings: Conne
 
 
 def test_layouts_are_those_of_all_ranks() -> None:
-    from cachecraft_rag.vllm.ranks import TensorParallel
+    from cachecraft_rag.vllm.worker.ranks import TensorParallel
 
     kv = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     parts = [TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv) for r in (0, 1)]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine, ScoredAnswer
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Chunk
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
 from cachecraft_rag.store.layout import Header, encode

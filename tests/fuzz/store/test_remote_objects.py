@@ -17,8 +17,8 @@ import pytest
 import torch
 import xxhash
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote import RemoteConfig

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Capture, Chunk, KVLayout, TokenScores, VariantKey
 

@@ -14,12 +14,12 @@ import pytest
 import redis
 import torch
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
@@ -123,10 +123,10 @@ def test_a_second_store_is_served_from_the_remote_then_from_its_own_disk(
 
 SECOND_PROCESS = """if True:
     import json, sys
-    from cachecraft_rag.engine.sampling import SamplingParams
+    from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.engine.decoder import Decoder
+    from cachecraft_rag.model.decoder import Decoder
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.layout import StoredVariant
     from cachecraft_rag.store.remote import RemoteConfig

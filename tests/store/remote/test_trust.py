@@ -20,12 +20,12 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.engine.decoder import Decoder
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.engine.generation import Generation
-from cachecraft_rag.engine.sampling import SamplingParams
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.store.layout import Header, encode, longest_header, longest_payload
 from cachecraft_rag.store.remote import RemoteConfig, RemoteTier

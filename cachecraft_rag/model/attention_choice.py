@@ -1,0 +1,119 @@
+"""Fastest way of attending on this CPU: measured once, and kept in a file.
+
+What was best on one CPU was the worst on another (docs/log.md), so nothing is concluded from a CPU's name. A choice
+holds for the CPU's instructions, torch's version, the number of threads, the dtype and the heads of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, ShapeClass, attend, paths_for
+from cachecraft_rag.kernels.cpu.library import description
+from cachecraft_rag.kernels.visibility import Visibility
+from cachecraft_rag.model.demo_model import cache_folder
+from cachecraft_rag.store.small_file import replace_file
+
+logger = logging.getLogger("cachecraft_rag")
+
+FILE_NAME = "attention-paths.json"
+_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (256, 2048), "front": (1280, 1280)}
+_ROUNDS = 5
+_WORTH = 0.95  # of the time of the first path, or that one stays: measuring is not exact
+
+
+def measured_paths(
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    folder: Path | None = None,
+    clock: Callable[[], float] = time.process_time,
+) -> AttentionPaths:
+    """The fastest path of each class of shapes: from the file in `folder` (None = `cache_folder()`), or measured now.
+
+    Measuring takes a fraction of a second. A file that cannot be read or written costs nothing but measuring again.
+    The clock is that of the process: on a busy machine the time of day took one path for another.
+    """
+    file = (folder or cache_folder()) / FILE_NAME
+    key = machine_key(dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    kept = _read(file)
+    if (found := _valid(kept.get(key))) is not None:
+        return found
+    found = _measure(dtype, heads, kv_heads, head_dim, clock)
+    logger.debug("attention on this CPU (%s): %s", key, dict(found.names))
+    _write(file, kept | {key: dict(found.names)})
+    return found
+
+
+def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
+    """All that a choice depends on."""
+    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
+    used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]
+    machine = [cpu_instructions(), torch.__version__, *used, *limits]
+    return " / ".join([*machine, str(dtype).removeprefix("torch."), f"{heads} heads, {kv_heads} kv, {head_dim}"])
+
+
+def cpu_instructions() -> str:
+    """The vector instructions that torch found on this CPU."""
+    known = torch.cpu.get_capabilities()
+    names = [name for name, there in sorted(known.items()) if there is True and name.startswith(("avx", "amx", "sve"))]
+    return " ".join([str(known.get("architecture", "")), torch.backends.cpu.get_cpu_capability(), *names])
+
+
+@torch.inference_mode()
+def _measure(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, clock: Callable[[], float]
+) -> AttentionPaths:
+    """Each class's fastest path: the shortest of a few rounds in which all take turns, since other programs disturb."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
+
+    names: dict[ShapeClass, str] = {}
+    for shape, (rows, keys) in _SHAPES.items():
+        q, k, v = noise(rows, heads, head_dim), noise(keys, kv_heads, head_dim), noise(keys, kv_heads, head_dim)
+        visible = Visibility(torch.arange(rows) * (keys // rows) + keys // rows - 1)
+        best: dict[str, float] = {}
+        for _ in range(1 + _ROUNDS):  # in the first one masks are made
+            for name in paths_for(shape):
+                started = clock()
+                attend(q, k, v, visible, PATHS[name], scale=head_dim**-0.5, softcap=None)
+                best[name] = min(best.get(name, float("inf")), clock() - started)
+        first, fastest = paths_for(shape)[0], min(best, key=best.__getitem__)
+        names[shape] = fastest if best[fastest] < _WORTH * best[first] else first
+    return AttentionPaths(names)
+
+
+def _valid(kept: object) -> AttentionPaths | None:
+    """Content of a file, if this version knows all of it."""
+    if not isinstance(kept, dict) or kept.keys() != _SHAPES.keys():
+        return None
+    known = all(kept[shape] in paths_for(shape) for shape in _SHAPES)
+    return AttentionPaths(kept) if known else None
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, content: Mapping[str, object]) -> None:
+    """Replace the file at once: other processes read it at any time. Of two that write, the last one wins."""
+    try:
+        replace_file(file, json.dumps(content, indent=1).encode())
+    except OSError as error:  # a read-only home: it is measured again next time
+        logger.debug("%s was not written: %s", file, error)

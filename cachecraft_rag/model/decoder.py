@@ -1,0 +1,421 @@
+"""A decoder-only Hugging Face model taken apart: its stock layers, run one by one with raw keys and our own attention.
+
+Each stock decoder layer is called with the identity as rotary embedding (cos = 1, sin = 0), so that queries and keys
+reach the attention function *raw*; the attention function is ours and finds the running pass among the layer's
+keyword arguments. Nothing of the model is patched, no inverse rotation is needed and nothing is lost to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.kernels.attention_paths import UNMEASURED
+from cachecraft_rag.kernels.memory import Recycler
+from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.model.attention_choice import measured_paths
+from cachecraft_rag.model.chunk_bound import MODEL_TOKENS, ModelTokens
+from cachecraft_rag.model.demo_model import demo_model_folder
+from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
+from cachecraft_rag.model.fused_layers import FusedLayer, fused_layers, product
+from cachecraft_rag.model.hub_check import require_hub
+from cachecraft_rag.types import KVLayout
+
+ATTENTION_NAME = "cachecraft"
+_BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
+_ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
+_FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layer_pass: LayerPass | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_unused: object,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers; tensors arrive as `[1, heads, rows, head_dim]`."""
+    if layer_pass is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} ran outside a pass of this package. If you called the model yourself, do it "
+            "inside Decoder.stock(). Otherwise the model does not pass keyword arguments on to its attention, and is "
+            "not supported."
+        )
+    out = layer_pass.attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        AttentionSettings(scaling, sliding_window, softcap),
+    )
+    return out[None], None
+
+
+class Decoder:
+    """A supported decoder-only language model with its tokenizer.
+
+    Attributes:
+        name: the argument of `load`.
+        tokenizer: the model's own.
+        layout: shape and dtype of its chunk-caches.
+        fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
+        context_length: most tokens of prompt and answer together.
+        attention_paths: the fastest ways to attend on this CPU, measured by `load`.
+        fused_layers: layers in part compiled; None = the model's own run.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str | None = None) -> None:
+        """Take a loaded model apart; `fingerprint` is that of its checkpoint (None: made from the model's tensors).
+
+        Raises UnsupportedModelError with the reason where it has no raw keys to store.
+        """
+        _refuse_unsupported(model, name)
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+        self.name = name
+        self.model = model.eval()
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        self.tokenizer = tokenizer
+        self.ranks: Ranks = Alone()
+        self.attention_paths = UNMEASURED
+        self.memory = Recycler()
+        config = model.config
+        self.keys_per_row = keys_per_row_of(config)
+        self._base = model.model
+        self._layers = self._base.layers
+        capped = getattr(config, "attn_logit_softcapping", None)
+        self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.fused_layers: list[FusedLayer] | None = None
+        if self.device.type == "cpu":
+            self.fused_layers = fused_layers(self._layers, config.hidden_size, self.dtype, rotary_dim=self.rotary_dim)
+        self.layout = layout_of(config, str(self.dtype).removeprefix("torch."))
+        self.context_length = context_length_of(config)
+        self.end_tokens = end_tokens_of(model.generation_config, model.config, tokenizer)
+        self.fingerprint = fingerprint or model_fingerprint(model, tokenizer)
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
+        """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
+
+        Args:
+            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own, but bfloat16 instead of float32 on
+                a CPU that computes it faster, see `auto_dtype`.
+            device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
+
+        Raises:
+            ModelNotFoundError: nothing of that name can be loaded.
+            UnsupportedModelError: it has no raw keys to store.
+            ConfigError: an unknown dtype, or a device that is not there.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = _device(device)
+        if dtype not in ("auto", *_DTYPES):
+            raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
+        with _loading(name) as source:
+            config = config_of(name)
+            kind: Any = _DTYPES.get(auto_dtype(config, place) if dtype == "auto" else dtype, "auto")
+            if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
+                raise _refusal(name, config.model_type, _ENCODER_DECODER)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+            _refuse_unsupported(model, name)  # before all weights are read once more
+            folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+            used = str(next(model.parameters()).dtype).removeprefix("torch.")
+            fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
+        decoder = cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)
+        if place.type == "cpu":
+            heads, own = config.num_attention_heads, decoder.layout
+            decoder.attention_paths = measured_paths(
+                decoder.dtype, heads=heads, kv_heads=own.kv_heads, head_dim=own.head_dim
+            )
+        return decoder
+
+    @cached_property
+    def chunk_bound(self) -> ModelTokens:
+        """Bound of a document's chunks for this model."""
+        return ModelTokens.of(self.tokenizer, context_length=self.context_length)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids `[rows]` to the first layer's input `[1, rows, hidden]`."""
+        hidden: Tensor = self._base.embed_tokens(ids[None])
+        return hidden * getattr(self.model.config, "embedding_multiplier", 1.0)  # Granite
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the model's own rotary module at these positions, each `[tokens, rotary_dim]`."""
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        cos, sin = self._base.rotary_emb(probe, positions[None])
+        return cos[0], sin[0]
+
+    def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
+        """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
+        if self.fused_layers is not None and (found := self.fused_layers[index](hidden, layer_pass)) is not None:
+            return found
+        width = self.rotary_dim
+        one = torch.ones(1, 1, width, dtype=self.dtype, device=self.device)
+        identity = (one, torch.zeros_like(one))
+        out = self._layers[index](
+            hidden,
+            attention_mask=None,
+            position_ids=positions[None],
+            position_embeddings=identity,
+            layer_pass=layer_pass,
+        )
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that the model rotates."""
+        return int(self._base.rotary_emb.inv_freq.shape[-1]) * 2
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
+        scores: Tensor = self._to_logits(self._base.norm(hidden))[0].float()
+        scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        return cap * torch.tanh(scores / cap) if cap else scores
+
+    def _to_logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.lm_head
+        return product(head, hidden) if self.fused_layers is not None else cast(Tensor, head(hidden))
+
+    def next_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[vocabulary]` (float32) of the last row of `[1, rows, hidden]`."""
+        return self.logits(hidden[:, -1:])[0]
+
+    def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
+        """The unmodified model's own forward: logits of the last `keep` positions `[keep, vocabulary]`; the reference
+        of every gate.
+
+        It runs transformers' stock attention (sdpa; eager where scores are soft-capped, which sdpa cannot do).
+        """
+        with self.stock(), torch.inference_mode():
+            batch = torch.tensor([list(ids)], device=self.device)
+            logits: Tensor = self.model(input_ids=batch, logits_to_keep=keep, use_cache=True).logits[0]
+            return logits.float()
+
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[Any]:
+        """The model with transformers' own attention while the block lasts; no other pass may run meanwhile."""
+        self.model.set_attn_implementation(self._stock_attention)
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Collects, while the block lasts, what goes into each layer and what its attention makes of it.
+
+        Yields a list that fills with pairs of `[1, rows, hidden]` in the order of the layers that run.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+        inputs: list[Tensor] = []
+
+        def before(_layer: Any, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            inputs.append(args[0] if args else named["hidden_states"])
+
+        def after(_attention: Any, _args: object, out: Any) -> None:
+            seen.append((inputs[-1], out[0] if isinstance(out, tuple) else out))
+
+        with contextlib.ExitStack() as hooks:
+            for layer in self._layers:
+                hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(layer.self_attn.register_forward_hook(after).remove)
+            yield seen
+
+
+def chunk_bound_of(name: str) -> ModelTokens:
+    """`Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
+
+    Raises ModelNotFoundError where nothing of that name can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    with _loading(name) as source:
+        config, tokenizer = config_of(name), AutoTokenizer.from_pretrained(source)
+    known = hasattr(config, "max_position_embeddings")  # models that cannot be served may not say
+    return ModelTokens.of(tokenizer, context_length=context_length_of(config) if known else 4 * MODEL_TOKENS)
+
+
+def config_of(name: str) -> Any:
+    """The config of a model, without its weights. Raises ModelNotFoundError."""
+    from huggingface_hub import try_to_load_from_cache
+    from transformers import AutoConfig
+
+    with _loading(name) as source:
+        if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            require_hub([source])
+        return AutoConfig.from_pretrained(source)
+
+
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[str]:
+    """Where a model's files are: its folder, or its name on the hub. Errors of its loader are ModelNotFoundError."""
+    try:
+        if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+            raise FileNotFoundError("there is no such folder")
+        yield str(demo_model_folder()) if name == "demo" else name
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"cannot load the model {name!r}: {error}\n"
+            'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, `auto` being CUDA if there is one. Raises ConfigError if it is not there."""
+    try:
+        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=place)
+    except (AssertionError, RuntimeError) as error:  # the first from a torch that was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"cannot use the device {name!r} ({reason}); choose cpu, cuda, cuda:1 … or auto") from error
+    return place
+
+
+def auto_dtype(config: Any, place: torch.device) -> str:
+    """The dtype that `auto` stands for: the checkpoint's own, but bfloat16 instead of float32 on a CPU that has
+    instructions for it. There it takes less than half the time, and chunk-caches take half the space.
+    """
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
+
+
+def computes_bfloat16() -> bool:
+    """True for a CPU that computes bfloat16 faster than float32, and does not emulate it."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in _FAST_BFLOAT16)
+
+
+def layout_of(config: Any, dtype: str) -> KVLayout:
+    """The layout of a model's chunk-caches, from its Hugging Face config."""
+    heads = config.num_attention_heads
+    return KVLayout(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=cast(Any, dtype),
+    )
+
+
+def context_length_of(config: Any) -> int:
+    """Most positions that one set of rotary frequencies serves.
+
+    LongRoPE has two sets and changes all keys when a prompt passes the original length, so a chunk-cache captured on
+    one side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
+    capture every chunk twice.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return min(longest, int(rope["original_max_position_embeddings"]))
+    return longest
+
+
+def end_tokens_of(*holders: Any) -> frozenset[int]:
+    """Ids that end an answer, as the generation config, the config and the tokenizer name them."""
+    found: set[int] = set()
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
+
+
+def _refuse_unsupported(model: Any, name: str) -> None:
+    """Raise UnsupportedModelError with the reason unless the model is of the Llama build."""
+    reason = _unsupported_reason(model)
+    if reason is not None:
+        raise _refusal(name, getattr(model.config, "model_type", type(model).__name__), reason)
+
+
+def _refusal(name: str, kind: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} ({kind}) cannot be served from chunk-caches: {reason}. "
+        "Use a decoder-only model with rotary embeddings: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2 or one of "
+        "the same build."
+    )
+
+
+def _unsupported_reason(model: Any) -> str | None:
+    base, parameter = getattr(model, "model", None), next(model.parameters())
+    layers = getattr(base, "layers", None)
+    known = _position_reason(model)
+    if known is not None:
+        return known
+    if layers is None or not hasattr(model, "lm_head") or not hasattr(base, "norm"):
+        return "its parts are not laid out like Llama's (model.layers, model.norm, lm_head)"
+    if str(parameter.dtype).removeprefix("torch.") not in _DTYPES:
+        return f"its weights are {parameter.dtype}, and chunk-caches hold {', '.join(_DTYPES)}"
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return "it carries an adapter that may be switched while it runs; merge the adapter into the weights first"
+    if not hasattr(getattr(base, "rotary_emb", None), "inv_freq"):
+        return "it has no single rotary embedding whose positions could be re-applied"
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    if any(one is None or "position_embeddings" not in inspect.signature(one.forward).parameters for one in attentions):
+        return "its attention does not take rotary embeddings from outside"
+    return _rotary_reason(model, attentions[0])
+
+
+def _position_reason(model: Any) -> str | None:
+    """Reason why the model has no keys that could be moved, if its kind is known for that."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return _ENCODER_DECODER
+    if getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention (MLA) stores a compressed latent, not keys"
+    if getattr(config, "alibi", False) or any(map(_BUILDS_ALIBI.fullmatch, dir(model.base_model))):
+        return "ALiBi puts positions into the scores, not into keys that could be moved"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    state = ("mamba", "linear", "recurrent", "conv")
+    if any(word in kind for kind in kinds for word in state) or config.model_type in ("rwkv", "xlstm"):
+        return "its state-space, recurrent or linear-attention layers keep one running state, not a key per token"
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are of an unknown kind ({', '.join(sorted(kinds))})"
+    if any(name.rpartition(".")[2] in _POSITION_TABLES for name, _ in model.named_modules()):
+        return "learned or absolute positions are added to the tokens, so its keys cannot be moved"
+    return None
+
+
+def _rotary_reason(model: Any, attention: Any) -> str | None:
+    """Reason why the model's own rotation, tried on numbers, is not the half-split one of `kernels.rope`."""
+    own = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        return "its module has no apply_rotary_pos_emb"
+    width = int(model.model.rotary_emb.inv_freq.shape[-1]) * 2
+    generator = torch.Generator().manual_seed(0)
+    # Only the rotated part of a head: some modules cut it off themselves before they call the function.
+    x = torch.randn(1, 2, 3, width, generator=generator)  # [1, heads, tokens, rotary_dim]
+    angle = torch.randn(3, width // 2, generator=generator).repeat(1, 2)
+    try:
+        expected = own(x, x, angle.cos()[None], angle.sin()[None])[1]
+    except (TypeError, RuntimeError) as error:
+        return f"its rotary embedding has another form ({error})"
+    if not torch.allclose(
+        expected[0].transpose(0, 1), rotate(x[0].transpose(0, 1), angle.cos(), angle.sin()), atol=1e-5
+    ):
+        return "its rotary embedding pairs other dimensions than Llama's"
+    return None

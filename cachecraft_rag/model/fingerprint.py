@@ -1,0 +1,177 @@
+"""The fingerprint of a model: equal wherever the same checkpoint is used in the same dtype, whatever runs it.
+
+It is made of the checkpoint's files and not of the loaded model: an engine that fuses or packs weights, or another
+version of transformers, has other tensors in memory and yet computes the same keys and values. Weights are digested
+tensor by tensor, so that a checkpoint that was sharded again is the same checkpoint. Reading all weights takes a
+moment per gigabyte; digests are kept in the user's cache folder by path, size and time of change.
+
+A fingerprint begins with the version of this rule (`types.IDENTITY_VERSION`), so that an older one is recognised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from cachecraft_rag.model.demo_model import cache_folder
+from cachecraft_rag.store.small_file import replace_file
+from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
+
+# Keys of a config that differ from one save to the next and shape no number; the dtype in use is a part of its own.
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"})
+_CALL_STATE = frozenset({"padding", "truncation"})  # of a tokenizer: changes with every call and shapes no token
+_TOKENIZER_FILES = (  # of a tokenizer without tokenizer.json
+    "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tekken.json",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+_PIECE = 8 << 20
+_LONGEST_HEADER = 100 << 20  # what the safetensors library accepts
+_SETTLED_NS = 2_000_000_000  # a file changed later than this ago may change again without its time showing it
+
+
+def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
+    """The fingerprint of the checkpoint in `folder` when it is used in `dtype` ("float32", "bfloat16", "float16").
+
+    None where the folder holds no config or no weights of a kind that is known here. Raises OSError where a file cannot
+    be read, ValueError where it is damaged.
+    """
+    files, config = _weight_files(folder), folder / "config.json"
+    if not files or not config.is_file():
+        return None
+    tensors: dict[str, str] = {}
+    for file in files:
+        tensors |= _digests(file)
+    settings = _without(json.loads(config.read_text(encoding="utf-8")), _VOLATILE)
+    return _fingerprint("checkpoint", weights=tensors, config=settings, tokenizer=_tokenizer(folder), dtype=dtype)
+
+
+def model_fingerprint(model: Any, tokenizer: Any) -> str:
+    """The fingerprint of a Hugging Face model that came as an object, without files: digests of its own tensors."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        state = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+        state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        tensors[name] = state.hexdigest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = tokenizer.get_vocab() if backend is None else _without(json.loads(backend.to_str()), _CALL_STATE)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config = _without(model.config.to_dict(), _VOLATILE)
+    return _fingerprint("model", weights=tensors, config=config, tokenizer=words, dtype=dtype)
+
+
+def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
+    """The folder that holds the files of a model: `source` itself, or where the hub's client keeps what it loaded."""
+    if os.path.isdir(source):
+        return Path(source)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _fingerprint(kind: str, *, weights: Mapping[str, str], config: Any, tokenizer: Any, dtype: str) -> str:
+    parts = [json.dumps(part, sort_keys=True, default=str) for part in (weights, config, tokenizer)]
+    return f"{IDENTITY_VERSION}-{digest(kind, str(IDENTITY_VERSION), str(LAYOUT_VERSION), *parts, dtype)}"
+
+
+def _without(settings: Mapping[str, Any], left_out: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in left_out}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that hold its weights, chosen as transformers does.
+
+    A repository may hold the same weights twice, as `consolidated.safetensors` for instance.
+    """
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        if (whole := folder / f"{stem}.{suffix}").is_file():
+            return [whole]
+        index = folder / f"{stem}.{suffix}.index.json"
+        if index.is_file():
+            return sorted(
+                {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            )
+    for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf"):
+        if found := sorted(folder.glob(pattern)):
+            return found
+    return []
+
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    if (whole := folder / "tokenizer.json").is_file():
+        return _without(json.loads(whole.read_text(encoding="utf-8")), _CALL_STATE)
+    files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    return {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files}
+
+
+def _digests(file: Path) -> dict[str, str]:
+    """The digest of each tensor of a weight file, by name; from the user's cache where the file has not changed."""
+    path = file.resolve()  # in the hub's cache files are links
+    before = path.stat()
+    stamp = {"path": str(path), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
+    kept = cache_folder() / "fingerprints" / f"{digest('weights', str(path))}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or damaged: read again
+        entry = json.loads(kept.read_text(encoding="utf-8"))
+        tensors: dict[str, str] = {str(name): str(value) for name, value in entry["tensors"].items()}
+        if tensors and entry["stamp"] == stamp and entry["check"] == _check(stamp, tensors):
+            return tensors
+    # By the name in the checkpoint: the file behind a link has none that says anything.
+    tensors = _read_safetensors(path) if file.suffix == ".safetensors" else {file.name: _whole(path)}
+    after = path.stat()
+    unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    if unchanged and time.time_ns() - after.st_mtime_ns > _SETTLED_NS:
+        entry = {"stamp": stamp, "tensors": tensors, "check": _check(stamp, tensors)}
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start a moment
+            replace_file(kept, json.dumps(entry).encode())
+    return tensors
+
+
+def _check(stamp: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
+    return digest(json.dumps([stamp, tensors], sort_keys=True))
+
+
+def _read_safetensors(path: Path) -> dict[str, str]:
+    """Digests of dtype, shape and bytes of each tensor. Raises ValueError where the file is no safetensors file.
+
+    Read and not mapped: a file that is truncated meanwhile would end the process.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"{path} is damaged: its header is too long")
+        entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        found = {}
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            file.seek(8 + length + begin)
+            state = xxhash.xxh3_128(f"{entry['dtype']} {entry['shape']}\n".encode())
+            if _update(state, file, end - begin) != end - begin:
+                raise ValueError(f"{path} is truncated: it ends in the tensor {name}")
+            found[name] = state.hexdigest()
+    return found
+
+
+def _whole(path: Path) -> str:
+    """The digest of a whole file, for formats whose tensors are not read one by one."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        _update(state, file, path.stat().st_size)
+    return state.hexdigest()
+
+
+def _update(state: Any, file: Any, nbytes: int) -> int:
+    """Feed the next `nbytes` of a file to a digest; returns how many there were."""
+    done = 0
+    while done < nbytes and (piece := file.read(min(_PIECE, nbytes - done))):
+        state.update(piece)
+        done += len(piece)
+    return done

@@ -1,0 +1,62 @@
+"""Sizes of chunk-caches from the shape of a model, before it is loaded.
+
+    bytes per token = 2 · layers · key/value heads · head dimension · bytes per value
+
+The 2 is for keys and values; a value takes 4 bytes in float32, 2 in bfloat16 and float16.
+"""
+
+from __future__ import annotations
+
+from cachecraft_rag.errors import ConfigError, UnsupportedModelError
+from cachecraft_rag.store.codecs import CODECS, codec_named
+from cachecraft_rag.types import KVLayout
+
+ENTROPY_SMALLER = 4.0  # than bfloat16, measured: the size depends on the values
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
+    """Bytes of a chunk-cache on disk, without its header of a few kilobytes; for `entropy` about. Memory holds it raw.
+
+    Raises ConfigError for an unknown codec.
+
+    >>> llama = KVLayout(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+    >>> cache_bytes(llama, 1000) == 2 * 32 * 8 * 128 * 2 * 1000
+    True
+    >>> [cache_bytes(llama, 1000, codec) for codec in ("raw", "int8", "entropy")]
+    [131072000, 66560000, 32768000]
+    """
+    if codec == "entropy":  # as `codec_named`, but zstandard need not be installed to look at sizes
+        values = layout.layers * 2 * tokens * layout.kv_heads * layout.head_dim
+        return round(values * 2 / ENTROPY_SMALLER)
+    nbytes = codec_named(codec).block_bytes(layout, tokens)
+    assert nbytes is not None, f"{codec} is one of {', '.join(CODECS)} whose size is known"
+    return nbytes * layout.layers
+
+
+def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
+    """The shape of a model's chunk-caches from its config alone: no weights are read or downloaded.
+
+    Args:
+        model: Hugging Face name or folder, or "demo".
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on a CPU.
+
+    Raises:
+        ModelNotFoundError, ConfigError: as `Decoder.load`.
+        UnsupportedModelError: the config has no key/value heads of one shape.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
+    import torch
+
+    from cachecraft_rag.model.decoder import (  # torch and transformers: sizes need neither
+        auto_dtype,
+        config_of,
+        layout_of,
+    )
+
+    config = config_of(model)
+    try:
+        return layout_of(config, auto_dtype(config, torch.device("cpu")) if dtype == "auto" else dtype)
+    except AttributeError as error:
+        raise UnsupportedModelError(f"{model!r} has no key/value heads that its config describes ({error})") from error

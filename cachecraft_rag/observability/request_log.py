@@ -1,0 +1,74 @@
+"""Structured logs: one record for each request, and a formatter that writes records as lines of JSON.
+
+Records of the package have an attribute `cachecraft`, a dict for programs. Its `event` is "request" here, and
+"capture_dropped", "load_failed" or "eviction" in the store. No text of a question, chunk or
+answer is in them, only ids, codes and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+from cachecraft_rag.observability.stats import RequestStats
+
+logger = logging.getLogger("cachecraft_rag.requests")
+
+
+def log_request(stats: RequestStats, *, error: str | None = None) -> None:
+    """Log a request that has ended, at level INFO; `error` names the kind of exception that ended it."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    fields = request_fields(stats, error=error)
+    outcomes = Counter(chunk.outcome for chunk in stats.chunks)
+    chunks = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "none"
+    logger.info(
+        "Request %s: %s after %.3f s, first token after %.3f s; chunks: %s",
+        stats.request_id, stats.finish, stats.total_s, stats.ttft_s, chunks, extra={"cachecraft": fields},
+    )  # fmt: skip
+
+
+def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, Any]:
+    """Fields of a request's log record; times in seconds."""
+    fields: dict[str, Any] = {"event": "request"} | ({} if error is None else {"error": error}) | stats.as_dict()
+    del fields["searched"]  # holds the question's text
+    for chunk in fields["chunks"]:
+        chunk["reason"] = str(chunk.pop("reason_code"))
+    return fields
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON: time, level, logger, message, and the fields of the package's own records.
+
+    >>> record = logging.makeLogRecord({"msg": "left", "cachecraft": {"event": "eviction", "reason": "budget"}})
+    >>> json.loads(JsonFormatter().format(record))["reason"]
+    'budget'
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "cachecraft", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(_plain(fields), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """The same in types that JSON has; None for NaN and infinities."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float) else str(value)

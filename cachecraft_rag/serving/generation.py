@@ -1,0 +1,138 @@
+"""An answer as its reader sees it: pieces of text, and statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
+
+Ended = Callable[[Callable[[], RequestStats], str | None], object]
+
+
+class Generation(Iterator[str], AsyncIterator[str]):
+    """An answer as an iterator of text pieces, also for `async for`. `text` and `stats` are complete once it has ended.
+
+    The first piece raises BusyError if too many requests are waiting, and WaitTimeoutError after too long a wait.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        progress: RequestProgress,
+        pieces: Any,
+        *,
+        layers: int,
+        ended: Ended,
+        later: Callable[..., Any],
+    ) -> None:
+        """Wrap the pieces of an engine.
+
+        Args:
+            pieces: an iterator with `close`; with `arrived` too if an event loop may wait for them.
+            ended: counts the answer once it has ended; its second argument names the kind of exception.
+            later: calls a function later in another thread, without a lock.
+        """
+        self._request, self._progress, self._pieces, self._layers = request, progress, pieces, layers
+        self._ended, self._later = ended, later
+        self._open = [True]  # `pop` is atomic: an answer ends once
+        self._begun = self._closing = False
+        self.text = ""
+
+    def __next__(self) -> str:
+        if self._closing or not self._open:
+            raise StopIteration
+        self._begun = True
+        try:
+            piece: str = next(self._pieces)
+        except StopIteration:
+            if self._end():
+                self._ended(self._stats, None)
+            raise
+        except BaseException as error:  # Ctrl-C too ends the answer
+            self._progress.finish = "failed"
+            self._pieces.close()
+            if self._end():
+                self._ended(self._stats, type(error).__name__)
+            raise
+        if self._closing:  # by another thread, while this one was in its step
+            self.close()  # type: ignore[unreachable]
+            raise StopIteration
+        self.text += piece
+        return piece
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> str:
+        """Return the next piece without blocking the event loop. A cancelled task ends the answer."""
+        try:
+            if arrived := getattr(self._pieces, "arrived", None):
+                await arrived()
+                return next(self)
+            pieces = await _in_a_thread(lambda: list(islice(self, 1)))  # a future holds no StopIteration
+        except StopIteration:
+            raise StopAsyncIteration from None
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if not pieces:
+            raise StopAsyncIteration
+        return str(pieces[0])
+
+    def close(self) -> None:
+        """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
+
+        Another thread that reads it gets no further piece; if it waits in line, it leaves at once.
+        """
+        self._closing = True
+        with suppress(ValueError):  # how Python says that a generator runs, in another thread
+            self._pieces.close()
+            if self._begun and self._end():
+                self._later(self._ended, self._stats, None)
+
+    async def aclose(self) -> None:
+        """End the answer; see `close`."""
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", None):
+            self.close()
+
+    @property
+    def stats(self) -> RequestStats:
+        """Numbers of the request so far; `finish` is None until it has ended."""
+        return self._stats()
+
+    def _stats(self) -> RequestStats:
+        return stats_of(self._request, self._progress, self._layers)
+
+    def _end(self) -> bool:
+        """Note that it has ended; returns whether that is new."""
+        try:
+            self._open.pop()
+        except IndexError:
+            return False
+        self._progress.end(self._request, "closed")
+        return True
+
+
+async def _in_a_thread(step: Callable[[], Any]) -> Any:
+    """Run a step in a thread. A cancellation is raised once it is done, because a thread cannot be stopped."""
+    context = contextvars.copy_context()
+    future = asyncio.get_running_loop().run_in_executor(None, context.run, step)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # retrieved, or asyncio would log that it never was
+        raise cancelled
+    return future.result()

@@ -1,0 +1,224 @@
+"""A chat request with `documents`, taken apart: chunks, instruction, history and question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from cachecraft_rag.checks import check_flag, check_mapping, check_names
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import Turn
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.types import Chunk
+from cachecraft_rag.vllm.settings import OFF, ClientSettings
+
+FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request
+ADMIN_HEADER = "X-CacheCraft-Admin-Key"
+MOST_DOCUMENTS = 1000
+MOST_PRIMED = 4 << 20  # characters of one request to prime: a book of a thousand pages
+MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
+_CHARACTERS_PER_TOKEN = 64  # more text than this for each token of the context is refused before it is tokenised
+
+# Settings that change no captured value.
+_HARMLESS = frozenset({"reuse", "capture", "loading"})
+_EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+# Fields of a chat request that do not work with a prompt of segments: when they are harmless, and advice.
+_UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda value: value in (None, 1), "ask again for another answer"),
+    "echo": (lambda value: not value, "leave it out"),
+    "prompt_logprobs": (lambda value: value is None, "leave it out"),
+    "use_beam_search": (lambda value: not value, "leave it out"),
+    "truncate_prompt_tokens": (lambda value: value is None, "documents that do not fit are left out by rank"),
+    "chat_template": (lambda value: value is None, "the model's own is used"),
+    "chat_template_kwargs": (lambda value: not value, "leave them out"),
+    "continue_final_message": (lambda value: not value, "end with the user's message"),
+    "add_generation_prompt": (lambda value: value is not False, "leave it out"),
+    "return_token_offsets": (lambda value: not value, "leave it out"),
+    "return_prompt_text": (lambda value: not value, "leave it out"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request with documents.
+
+    system   its own instruction; None: the server's
+    config   its own settings of reuse; None: the server's
+    reserve  tokens kept free for the answer
+    """
+
+    question: str
+    chunks: tuple[Chunk, ...]
+    history: tuple[Turn, ...]
+    system: str | None
+    config: ReuseConfig | None
+    reserve: int
+    client_salt: str
+
+    @classmethod
+    def read(cls, request: Any, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all") -> Self:
+        """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead.
+
+        Args:
+            allowed: settings of reuse that it may bring, see `EndpointSettings`.
+        """
+        for name, (fine, advice) in _UNSUPPORTED.items():
+            if not fine(getattr(request, name, None)):
+                raise ConfigError(f"{name} cannot be used together with documents: {advice}")
+        if request.tools and request.tool_choice not in (None, "none"):
+            raise ConfigError("tools cannot be used together with documents: leave out one of the two")
+        check_documents(request.documents)
+        system, turns = _conversation(request.messages)
+        size = sum(len(one["text"]) for one in request.documents) + sum(len(text) for _, text in turns)
+        if size > (most := _CHARACTERS_PER_TOKEN * context_length):
+            raise ConfigError(
+                f"documents and messages have {size} characters, and the model's context is {context_length} tokens; "
+                f"send at most {most}: the best documents only"
+            )
+        answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        return cls(
+            question=turns[-1][1],
+            chunks=_chunks(request.documents),
+            history=tuple(turns[:-1]),
+            system=system,
+            config=_config((request.model_extra or {}).get(FIELD), default, allowed),
+            reserve=SamplingParams().max_new_tokens if answer is None else answer,
+            client_salt=request.cache_salt or "",
+        )
+
+
+def plain_config(request: Any, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
+    """Settings for a request without documents; None where it asks for no reuse. Raises ConfigError."""
+    given = (request.model_extra or {}).get(FIELD)
+    if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
+        return None
+    capture = default.capture
+    if isinstance(given, Mapping) and allowed == "safe":  # captured later, by the server's own settings
+        capture = capture and given.get("capture") is not False
+        given = {**given, "capture": False}
+    config = _config(given, default, allowed) or default
+    config = replace(config, capture=config.capture if allowed == "all" else capture)
+    return config if config.reuse else None
+
+
+def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
+    """Read a JSON object with no other fields than these. Raises ConfigError."""
+    try:
+        found = json.loads(body)
+        check_mapping("the body", found)
+        check_names(found, names, what="field")
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"the body must be a JSON object: {error}") from error
+    return dict(found)
+
+
+def read_priming(body: bytes, *, context_length: int) -> tuple[list[Chunk], bool]:
+    """Chunks of a request to prime, and True if it asks for an estimate only.
+
+    Raises ConfigError for chunks that take too long to tokenise, or fit no pass anyhow.
+    """
+    given = read_body(body, ("documents", "estimate"))
+    check_documents(given.get("documents"))
+    check_flag("estimate", given.get("estimate", False))
+    sizes = [len(one["text"]) for one in given["documents"]]
+    if sum(sizes) > MOST_PRIMED:
+        raise ConfigError(f"the documents have {sum(sizes)} characters; send at most {MOST_PRIMED} in one request")
+    most = _CHARACTERS_PER_TOKEN * context_length
+    for place, size in enumerate(sizes):
+        if size > most:
+            raise ConfigError(
+                f"documents[{place}] has {size} characters, and the model's context is {context_length} tokens; split "
+                f"it into chunks of at most {most}"
+            )
+    return list(_chunks(given["documents"])), bool(given.get("estimate"))
+
+
+def _chunks(documents: Sequence[Mapping[str, str]]) -> tuple[Chunk, ...]:
+    """The chunks; an `id` that is not that of its text is refused where they are laid out."""
+    return tuple(Chunk(one["text"], known_id=one.get("id", "")) for one in documents)
+
+
+def check_documents(documents: object) -> None:
+    """Raise ConfigError, with an example, for anything but a list of texts."""
+    if not isinstance(documents, list):
+        raise ConfigError(f"documents must be a list; {_EXAMPLE}")
+    if len(documents) > MOST_DOCUMENTS:
+        raise ConfigError(f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones")
+    for place, one in enumerate(documents):
+        if not isinstance(one, Mapping) or not isinstance(one.get("text"), str):
+            raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
+        if wrong := [name for name, value in one.items() if not isinstance(value, str)]:
+            raise ConfigError(f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text")
+        _check_characters(one["text"], f"documents[{place}]")
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raise ConfigError for half a surrogate pair, which JSON can name and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        why = f"{where}: the character at {error.start} is half a surrogate pair; leave it out"
+        raise ConfigError(why) from error
+
+
+def _conversation(messages: Sequence[Any]) -> tuple[str | None, list[Turn]]:
+    """The instruction, if there is one, and the turns; neighbours of one role are joined."""
+    instructions: list[str] = []
+    turns: list[tuple[Any, list[str]]] = []
+    for place, message in enumerate(messages):
+        role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+        if role is None:
+            raise ConfigError(
+                f"messages[{place}]: together with documents, roles are system, user and assistant; write the text of "
+                "others into a message of the user's"
+            )
+        text = _text(message.get("content"), place)
+        if role == "system":
+            instructions.append(text)
+        elif turns and turns[-1][0] == role:
+            turns[-1][1].append(text)
+        else:
+            turns.append((role, [text]))
+    if not turns or turns[-1][0] != "user":
+        raise ConfigError("the last message must be the user's: the question about the documents")
+    return "\n\n".join(instructions) or None, [(role, "\n\n".join(texts)) for role, texts in turns]
+
+
+def _text(content: object, place: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        _check_characters(content, f"messages[{place}]")
+        return content
+    parts = list(content) if isinstance(content, Sequence) else [content]
+    texts = [one.get("text") for one in parts if isinstance(one, Mapping) and one.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(one, str) for one in texts):
+        raise ConfigError(f"messages[{place}]: together with documents, messages hold text only")
+    return _text("".join(map(str, texts)), place)
+
+
+def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
+    """The server's settings with those of a request. Raises ConfigError."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}')
+    names = [one.name for one in fields(ReuseConfig)]
+    check_names(given, names, what=f"setting of {FIELD!r}")
+    # Python clients send all settings, these at their defaults.
+    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | dict(OFF))
+    changed = [name for name in names if getattr(config, name) != getattr(default, name)]
+    if changed and allowed == "none":
+        raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
+    shaping = [name for name in changed if name not in _HARMLESS]
+    if shaping and config.capture and allowed == "safe":
+        raise ConfigError(
+            f'{FIELD}: {", ".join(shaping)} would shape chunk-caches that serve others, too; add "capture": false, or '
+            "have the server started with --client-settings all"
+        )
+    return config

@@ -1,0 +1,353 @@
+"""vLLM's API server with chunk-caches: chat completions with `documents`, and the routes beside them.
+
+A chat request that has the field `documents` becomes a prompt of segments and goes through a copy of vLLM's own
+handler; one without it goes to vLLM's own function, untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hmac
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+import prometheus_client
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from vllm.entrypoints.openai.chat_completion import api_router as own
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion import api_router as completions
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.responses import api_router as responses
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+from vllm.renderers.chat_utils import load_chat_template
+
+from cachecraft_rag.checks import check_text
+from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.store import RowFilter
+from cachecraft_rag.vllm.calls import Calls
+from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.server.documents import (
+    ADMIN_HEADER,
+    MOST_BODY,
+    Asked,
+    check_documents,
+    plain_config,
+    read_body,
+    read_priming,
+)
+from cachecraft_rag.vllm.server.server_engine import ServerEngine
+from cachecraft_rag.vllm.server.unmarked import Locate, Origin, PlainPrompts, SearchingClient, marked, text_in
+from cachecraft_rag.vllm.settings import ConnectorSettings
+
+T = TypeVar("T")
+
+_THREADS = 4  # for laying out prompts
+_LONGEST_SESSION = 256
+
+
+class ChatWithDocuments:
+    """The entry point of `vllm.endpoint_plugins`; see vLLM's `EndpointPlugin`."""
+
+    name = "cachecraft_http"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; that of chat completions takes the place of vLLM's."""
+        app.include_router(_router())
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Open the engine over vLLM's, and check that reuse is exact here, before the first request comes."""
+        settings = ConnectorSettings.of(engine_client.vllm_config)
+        loop = asyncio.get_running_loop()
+        calls = Calls(engine_client, loop)
+        template = load_chat_template(args.chat_template)
+        opened = partial(ServerEngine.open, settings, engine_client.model_config, chat_template=template, calls=calls)
+        engine = await loop.run_in_executor(None, opened)
+        await loop.run_in_executor(None, engine.check_reuse)
+        state.cachecraft = Endpoint(engine, engine_client.vllm_config.cache_config)
+        reported = reported_counts(engine_client, state.cachecraft.records.take)
+        prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
+
+
+class Endpoint:
+    """State of the routes: the engine, threads for calls that block, and the records of requests."""
+
+    def __init__(self, engine: ServerEngine, cache_config: Any) -> None:
+        self.engine, self.records = engine, Records(engine.ended)
+        self.plain_prompts: PlainPrompts | None = None
+        if engine.settings.plain_prompts == "reuse":
+            blocks = cache_config.num_gpu_blocks or 0 if cache_config.enable_prefix_caching else 0
+            cached_tokens = blocks * cache_config.block_size
+            self.plain_prompts = PlainPrompts(engine, self.records, cached_tokens=cached_tokens)
+        self._layouts = ThreadPoolExecutor(_THREADS, "cachecraft-prompts")
+        self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
+
+    async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
+        """Call something that blocks; an error of the request becomes a 400 with the reason."""
+        threads = self._slow if slow else self._layouts
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, act)
+        except CacheCraftError as error:
+            raise bad_request(error) from error
+
+    def session(self, raw_request: Request) -> str | None:
+        """The session that the trusted header names, if this server trusts one."""
+        header = self.engine.settings.session_header
+        session = None if header is None else raw_request.headers.get(header)
+        if session is not None and not 0 < len(session) <= _LONGEST_SESSION:
+            raise bad_request(ConfigError(f"{header} must have 1 to {_LONGEST_SESSION} characters"))
+        return session
+
+
+def bad_request(error: CacheCraftError) -> HTTPException:
+    """A 400 in vLLM's own form."""
+    return HTTPException(status_code=400, detail=str(error))
+
+
+async def _documents_are_well_formed(raw_request: Request) -> None:
+    """Before vLLM's own validation, whose messages do not say what to do."""
+    if b'"documents"' not in await raw_request.body():
+        return
+    body = await raw_request.json()
+    if isinstance(body, dict) and body.get("documents") is not None:
+        try:
+            check_documents(body["documents"])
+        except ConfigError as error:
+            raise bad_request(error) from error
+
+
+async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Any:
+    """Chat completions; with `documents` from chunk-caches."""
+    if request.documents is not None:
+        return await _with_documents(request, raw_request)
+    if (origin := _origin(request, raw_request)) is None:
+        return await own.create_chat_completion(request, raw_request)
+    return await _plain_chat(request, raw_request, origin)
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _with_documents(request: ChatCompletionRequest, raw_request: Request) -> Any:
+    endpoint = _endpoint(raw_request)
+    engine, session = endpoint.engine, endpoint.session(raw_request)
+
+    def prepare() -> tuple[RequestRecord, dict[str, Any], str]:
+        asked = Asked.read(
+            request,
+            engine.config,
+            context_length=engine.decoder.context_length,
+            allowed=endpoint.engine.settings.client_settings,
+        )
+        prepared, ask = engine.prepare(asked, session=session)
+        record = RequestRecord(prepared, engine.decoder.layout.layers, ask.name)
+        return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
+
+    try:
+        record, transfer, salt = await endpoint.in_thread(prepare)
+    except HTTPException:
+        engine.request_counts.refuse()
+        raise
+    request.documents = None
+    request.kv_transfer_params, request.cache_salt = transfer, salt
+    stock = raw_request.app.state.openai_serving_chat
+    handler = copy.copy(stock)
+    handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
+    handler.enable_prompt_tokens_details = True
+    try:
+        return await _answer(handler.create_chat_completion, request, raw_request)
+    finally:
+        if not record.begun:  # vLLM's own handler has refused it
+            engine.request_counts.refuse()
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
+    async def locate(ids: Sequence[int]) -> list[range]:
+        """Where the prompt differs from the same one with another text in a message."""
+        found = []
+        for role in ("system", "user") if settings.search_system else ("user",):
+            if (messages := marked(request.messages, role)) is not None:
+                asked = request.model_copy(update={"messages": messages}, deep=True)
+                rendered = await stock.online_renderer.render_chat(asked)
+                if not isinstance(rendered, ErrorResponse):
+                    found.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
+        return found
+
+    settings = _endpoint(raw_request).engine.settings
+    stock = raw_request.app.state.openai_serving_chat
+    handler = _searching(stock, raw_request, origin, locate)
+    return await _answer(handler.create_chat_completion, request, raw_request)
+
+
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
+    """Completions; documents are taken by chat completions only."""
+    _require_none(request)
+    if (origin := _origin(request, raw_request)) is None:
+        return await completions.create_completion(request, raw_request)
+    return await _plain_completion(request, raw_request, origin)
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
+    async def locate(ids: Sequence[int]) -> list[range]:
+        return [range(len(ids))]
+
+    handler = _searching(raw_request.app.state.openai_serving_completion, raw_request, origin, locate)
+    return await _answer(handler.create_completion, request, raw_request)
+
+
+def _origin(request: ChatCompletionRequest | CompletionRequest, raw_request: Request) -> Origin | None:
+    """Where a request without documents comes from; None where it is left to vLLM."""
+    endpoint = _endpoint(raw_request)
+    engine = endpoint.engine
+    if endpoint.plain_prompts is None or request.use_beam_search:
+        return None
+    session = endpoint.session(raw_request)
+    try:
+        config = plain_config(request, engine.config, engine.settings.client_settings)
+    except ConfigError as error:
+        raise bad_request(error) from error
+    return None if config is None else Origin(session, request.cache_salt or "", engine.calibrated(config))
+
+
+def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate) -> Any:
+    """A copy of vLLM's own handler whose prompts are searched."""
+    prompts = _endpoint(raw_request).plain_prompts
+    assert prompts is not None, "or there is no origin"
+    handler = copy.copy(stock)
+    handler.engine_client = SearchingClient(stock.engine_client, prompts, origin, locate)
+    handler.enable_prompt_tokens_details = True
+    return handler
+
+
+async def create_responses(request: ResponsesRequest, raw_request: Request) -> Any:
+    """vLLM's own; documents are taken by chat completions only."""
+    _require_none(request)
+    return await responses.create_responses(request, raw_request)
+
+
+def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
+    if (request.model_extra or {}).get("documents") is not None:
+        raise bad_request(ConfigError("documents are taken by /v1/chat/completions: send the question there"))
+
+
+async def _answer(act: Callable[..., Any], request: Any, raw_request: Request) -> Any:
+    """Answer as vLLM's route does, with this handler's method."""
+    answer = await act(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+    if isinstance(answer, ChatCompletionResponse | CompletionResponse):
+        load = metrics_header(raw_request.headers.get(own.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, ""))
+        return JSONResponse(answer.model_dump(), headers=load)
+    interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
+    return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
+
+
+async def facts(raw_request: Request) -> dict[str, Any]:
+    """The served model and the settings that a client needs."""
+    return _endpoint(raw_request).engine.facts()
+
+
+async def tokenizer(raw_request: Request) -> dict[str, Any]:
+    """The model's tokenizer, for clients that have none of its files."""
+    endpoint = _endpoint(raw_request)
+    return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
+
+
+async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
+    """Statistics of a request with documents; its id is the answer's."""
+    endpoint = _endpoint(raw_request)
+    found = endpoint.records.get(name, session=endpoint.session(raw_request))
+    if found is None:
+        raise HTTPException(404, f"no request {name} with documents is remembered; the last 1,000 are")
+    return found
+
+
+async def prime(raw_request: Request) -> dict[str, Any]:
+    """Capture the chunks of one document, in order; with "estimate": only count them, with the disk's space."""
+    endpoint, body = _administered(raw_request), await _body(raw_request)
+    engine = endpoint.engine
+
+    def act() -> dict[str, Any]:
+        chunks, estimate = read_priming(body, context_length=engine.decoder.context_length)
+        if estimate:
+            return {"missing": engine.primer().missing(chunks), "disk": asdict(engine.disk_space())}
+        return {"captured": engine.primer().prime(chunks)}
+
+    return await endpoint.in_thread(act, slow=True)
+
+
+async def evict(raw_request: Request) -> Any:
+    """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
+    endpoint, body = _administered(raw_request), await _body(raw_request)
+
+    def act() -> Any:
+        ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
+        if not isinstance(ids, list):
+            raise ConfigError('write {"chunk_ids": ["…"]}')
+        for one in ids:
+            check_text("each of chunk_ids", one)
+        engine = endpoint.engine
+        removed = engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids)))
+        return asdict(removed)
+
+    return await endpoint.in_thread(act, slow=True)
+
+
+async def _body(raw_request: Request) -> bytes:
+    """The body, unparsed: large ones are parsed outside the event loop."""
+    body = bytearray()
+    async for piece in raw_request.stream():
+        body += piece
+        if len(body) > MOST_BODY:
+            raise bad_request(ConfigError(f"the body has more than {MOST_BODY} bytes; send fewer documents at once"))
+    return bytes(body)
+
+
+def _endpoint(raw_request: Request) -> Endpoint:
+    found: Endpoint = raw_request.app.state.cachecraft
+    return found
+
+
+def _administered(raw_request: Request) -> Endpoint:
+    """The endpoint, for a request that may change the store of others. Raises HTTPException without an admin key."""
+    endpoint, given = _endpoint(raw_request), raw_request.headers.get(ADMIN_HEADER, "").encode()
+    keys = endpoint.engine.settings.admin_keys
+    if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
+        raise HTTPException(403, f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}")
+    return endpoint
+
+
+def _router() -> APIRouter:
+    """The routes; without decorators, which would hide the functions' types."""
+    router = APIRouter()
+    json = Depends(validate_json_request)
+    posts: list[tuple[str, Callable[..., Any], list[Any]]] = [
+        ("/v1/chat/completions", create_chat_completion, [json, Depends(_documents_are_well_formed)]),
+        ("/v1/completions", create_completion, [json]),
+        ("/v1/responses", create_responses, [json]),
+        ("/v1/cachecraft/prime", prime, [json]),
+        ("/v1/cachecraft/evict", evict, [json]),
+    ]
+    for path, act, dependencies in posts:
+        router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)
+    gets: list[tuple[str, Callable[..., Any]]] = [
+        ("/v1/cachecraft", facts),
+        ("/v1/cachecraft/tokenizer", tokenizer),
+        ("/v1/cachecraft/requests/{name}", statistics),
+    ]
+    for path, act in gets:
+        router.add_api_route(path, act, methods=["GET"])
+    return router

@@ -1,0 +1,311 @@
+"""Reuse in requests without `documents`: any client's prompts, as vLLM has rendered them (`prompt.unmarked`).
+
+vLLM's own handlers lay out and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine: the
+last user message, and the system message if asked for; all else is prefix or computed. vLLM's prefix cache goes first.
+A prompt is served from chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt,
+and vLLM computes all others itself, as if there were no chunk-caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.planning.candidates import Candidate
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import make_plan
+from cachecraft_rag.prompt.unmarked import Piece, candidates_of, recognised, session_of, tail_of
+from cachecraft_rag.serving.request import Request
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.store.background_writer import log_mistake
+from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.server.server_engine import ServerEngine
+
+Locate = Callable[[Sequence[int]], Awaitable[Sequence[range]]]  # the messages to search in a prompt's token ids
+Notes = Callable[[], Mapping[str, Candidate]]
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+_BLOCK = 16  # tokens: how finely `ServedPrompts` compares, less than is always computed of a last message
+_MOST_BLOCKS = 1 << 17  # that `ServedPrompts` remembers
+_LEAST_REUSED = 128  # tokens; for fewer, a prompt is not taken from vLLM
+_LEAST_SHARE = 1 / 8  # of a prompt
+_THREADS = 4
+_MARK = "?"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request comes from: its session, the `cache_salt` that it gave, its settings of reuse."""
+
+    session: str | None
+    salt: str
+    config: ReuseConfig
+
+    @property
+    def owner(self) -> str | None:
+        """The session that its passages belong to: a salt asks for separation, too."""
+        return self.session if self.session is not None or not self.salt else f"salt {digest(self.salt)}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt with found segments.
+
+    ask     how it is served from chunk-caches; None: vLLM computes it
+    notes   makes `candidates_of`, what to capture if it was seen before: behind the answer, which is not kept waiting
+    """
+
+    request: Request
+    ask: Ask | None
+    notes: Notes
+
+
+class ServedPrompts:
+    """The prompts whose blocks vLLM's prefix cache is likely to hold: the latest ones that fit. Thread-safe.
+
+    Args:
+        tokens: of the prefix cache; 0 without one.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._most = min(tokens // _BLOCK, _MOST_BLOCKS)
+        self._blocks: OrderedDict[bytes, Ask | None] = OrderedDict()  # chained digests, as vLLM's own
+        self._lock = threading.Lock()
+
+    def note(self, ids: Sequence[int], origin: Origin, ask: Ask | None) -> None:
+        """Note a prompt that was served; from chunk-caches, only what is behind all of those tells it from others."""
+        least = 0 if ask is None else ask.prompt.bounds[-2]
+        with self._lock:
+            for stop, block in _chain(ids, origin):
+                if stop >= least:
+                    self._blocks[block] = ask
+                    self._blocks.move_to_end(block)
+            while len(self._blocks) > self._most:
+                self._blocks.popitem(last=False)
+
+    def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
+        """Tokens of the longest beginning that was served, and the request for chunk-caches that served it."""
+        found: tuple[int, Ask | None] = (0, None)
+        with self._lock:
+            for stop, block in _chain(ids, origin):
+                if block in self._blocks:
+                    found = stop, self._blocks[block]
+        return found
+
+
+def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
+    """The end of each whole block, and a digest of everything up to it."""
+    chained = hashlib.blake2b(repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16)
+    packed, width = array("q", ids).tobytes(), 8 * _BLOCK
+    for end in range(width, len(packed) + 1, width):
+        chained.update(packed[end - width : end])
+        yield end // 8, chained.digest()
+
+
+def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
+    """Where a prompt differs from the same one with another text in one place.
+
+    >>> text_in([1, 2, 7, 8, 9, 3], [1, 2, 5, 3])
+    range(2, 5)
+    """
+    least = min(len(ids), len(marked))
+    first = next((place for place in range(least) if ids[place] != marked[place]), least)
+    behind = next((back for back in range(least - first) if ids[-1 - back] != marked[-1 - back]), least - first)
+    return range(first, len(ids) - behind)
+
+
+def marked(messages: Sequence[Any], role: str) -> list[Any] | None:
+    """The messages with another text in the last one of a role; None where there is no text."""
+    for place in reversed(range(len(messages))):
+        content = messages[place].get("content")
+        if messages[place].get("role") != role:
+            continue
+        if not isinstance(content, str):
+            parts = list(content or ())
+            if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+                return None
+        mark = _MARK if isinstance(content, str) else [{"type": "text", "text": _MARK}]
+        return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
+    return None
+
+
+class PlainPrompts:
+    """Prompts without documents of one API server. But for `prepare`, used in its event loop only.
+
+    Args:
+        cached_tokens: of vLLM's prefix cache; 0 without one.
+    """
+
+    def __init__(self, engine: ServerEngine, records: Records, *, cached_tokens: int) -> None:
+        self._engine, self.records = engine, records
+        self._served = ServedPrompts(cached_tokens)
+        self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
+
+    def prepare(self, ids: Sequence[int], texts: Sequence[range], origin: Origin) -> Prepared | None:
+        """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting.
+
+        Args:
+            texts: the messages to search.
+        """
+        started = time.perf_counter()
+        cached, before = self._served.longest(ids, origin)
+        prompt, notes, reused, moved = self._laid_out(ids, texts, origin)
+        ask: Ask | None = None
+        if before is not None and cached >= reused and (moved or 2 * reused < cached):
+            ask = _behind(before, ids)
+            prompt = ask.prompt
+        elif prompt is None:
+            return None
+        elif (before is not None or cached < reused) and reused >= max(_LEAST_REUSED, _LEAST_SHARE * len(ids)):
+            # Blocks of one and the same prompt, filled exactly and filled by approximation, are never mixed.
+            salt = origin.salt if moved else f"exact {origin.salt}"
+            config = replace(origin.config, capture=False)  # not with the request
+            ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
+        request = Request(prompt, origin.config, SamplingParams(), origin.session, started)
+        return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
+
+    def _laid_out(
+        self, ids: Sequence[int], texts: Sequence[range], origin: Origin
+    ) -> tuple[Prompt | None, Notes, int, bool]:
+        """The prompt in segments (None: nothing is found), what to note of it, how many tokens of it are stored, and
+        whether those were moved.
+        """
+        engine, owner = self._engine, origin.owner
+        head = tuple(ids[: max(1, min((text.start for text in texts), default=0))])
+        look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
+        pieces = _pieces(ids, texts, len(head))
+        tail = tail_of(pieces, engine.prompts.kinds, partial(recognised, look_up=look_up), private=owner is not None)
+        if tail is None:
+            return None, dict, 0, False
+        private = not engine.settings.shared_system
+        system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
+        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1][0]))))
+        session = session_of(prompt, owner)
+        sought = [one for one in prompt.segments if one.kind != "question"]
+        found = engine.look_up(sought, session=session)
+        plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
+        scope = (engine.namespace, engine.decoder.fingerprint)
+        notes: Notes = dict
+        if origin.config.capture and engine.new_variants.config.when != "off":
+            ours = engine.prompts
+            notes = partial(candidates_of, prompt, plan, session, scope, stand_in=ours.stand_in, shared=ours.system)
+        reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
+        moved = any(planned.to_fix for planned in plan.segments)
+        return prompt, notes, reused, moved
+
+    def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
+        """Note a prompt whose blocks vLLM has now."""
+        self._served.note(ids, origin, None if prepared is None else prepared.ask)
+
+    def asking(self, ask: Ask) -> tuple[dict[str, Any], str]:
+        """A request's `kv_transfer_params`, and its salt."""
+        return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
+
+    def record(self, prepared: Prepared) -> RequestRecord:
+        """The record of a request."""
+        name = prepared.request.request_id
+        return RequestRecord(prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None)
+
+    async def aside(self, act: Callable[[], Any]) -> Any:
+        """Call something that blocks; None where it fails: the request is vLLM's then."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+        except (CacheCraftError, OSError, RuntimeError):
+            logger.exception("A prompt without documents is left to vLLM")
+            return None
+
+    def note(self, notes: Notes) -> None:
+        """Note the text of a prompt, behind its answer, and have captured what was seen before."""
+        self._threads.submit(self._note, notes).add_done_callback(log_mistake)
+
+    def _note(self, notes: Notes) -> None:
+        found = notes()
+        for name in self._engine.store.seen_texts(list(found)) if found else ():
+            self._engine.new_variants.answered(0, found[name])
+
+
+def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
+    """What follows the first tokens, in pieces; those of the texts are searched. A text that is not in the prompt, such
+    as a system message that the template leaves out, is empty.
+
+    >>> _pieces([5, 6, 7, 8, 9], [range(5, 5), range(3, 4), range(1, 2)], 1)
+    [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
+    """
+    pieces: list[Piece] = []
+    for text in sorted(filter(len, texts), key=attrgetter("start")):
+        begin, stop = max(start, text.start), max(start, text.stop)
+        pieces += [(tuple(ids[start:begin]), False), (tuple(ids[begin:stop]), True)]
+        start = stop
+    return [*pieces, (tuple(ids[start:]), False)]
+
+
+def _behind(before: Ask, ids: Sequence[int]) -> Ask:
+    """A request that goes on behind an earlier one's chunk-caches, whose blocks vLLM has."""
+    start = before.prompt.bounds[-2]
+    rest = tuple(ids[start:])
+    question = Segment("question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True)
+    return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
+
+
+class SearchingClient:
+    """vLLM's engine client for the handler of one request without documents.
+
+    Each prompt is searched on its way, and recorded where it has segments.
+    """
+
+    def __init__(self, client: Any, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
+        self._client, self._prompts, self._origin, self._locate = client, prompts, origin, locate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+        """Generate as vLLM's client does."""
+        prompts, client, prepared = self._prompts, self._client, None
+        ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
+        if ids:
+            texts = await self._locate(ids)
+            prepared = await prompts.aside(partial(prompts.prepare, ids, texts, self._origin))
+        if prepared is not None:
+            client = RecordingClient(client, prompts.record(prepared), prompts.records)
+            if prepared.ask is not None:
+                transfer, salt = prompts.asking(prepared.ask)
+                params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+                prompt = {**prompt, "cache_salt": salt}
+        try:
+            async with aclosing(client.generate(prompt, params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        prompts.served(ids, self._origin, prepared)
+                    yield output
+        finally:
+            if prepared is not None:
+                prompts.note(prepared.notes)
+
+
+def _searchable(prompt: Any, params: Any, options: Mapping[str, Any]) -> bool:
+    """True if vLLM takes chunk-caches for such a request: one answer, to text alone."""
+    return (
+        isinstance(prompt, Mapping)
+        and prompt.get("type") == "token"
+        and getattr(params, "n", 0) == 1
+        and params.prompt_logprobs is None
+        and not (params.extra_args or {}).get("kv_transfer_params")
+        and not options.get("lora_request")
+    )

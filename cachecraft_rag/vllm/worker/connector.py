@@ -1,0 +1,230 @@
+"""The KV connector: glue between vLLM's calls and the two ends.
+
+vLLM ends the whole server where a connector raises. So every exception here is logged, and the request at hand is
+computed as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.vllm.messages import REPORTS, Fill, News
+from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
+from cachecraft_rag.vllm.processes import settle_in
+from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.models import model_of
+from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
+from cachecraft_rag.vllm.worker.refusals import start_up_refusal
+from cachecraft_rag.vllm.worker.scheduling import Scheduling
+from cachecraft_rag.vllm.worker.stack import WorkerStack
+from cachecraft_rag.vllm.worker.working import Workers
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+T = TypeVar("T")
+
+_NONE: int | None = 0  # tokens to be filled; the type is that of the answer
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """Scheduler → workers, once a step: fillings to begin, requests to give up, and the most rows to compute.
+
+    alone   nothing else is computed in this step
+    idle    no request is under way but such that make new variants
+    wanted  a request waits for captures
+    """
+
+    fills: list[Fill]
+    gone: list[str]
+    rows: int
+    alone: bool
+    idle: bool
+    wanted: bool
+
+
+@dataclass
+class StepNews(KVConnectorWorkerMetadata):
+    """Workers → scheduler, once a step."""
+
+    news: News
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join it with another rank's."""
+        assert isinstance(other, StepNews), "all ranks run this connector"
+        return StepNews(self.news.joined(other.news))
+
+
+class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
+    """The connector in vLLM's scheduler, and in each worker; `KVConnectorBase_V1` says when each method is called."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Open its end. Raises ConfigError without settings, UnsupportedModelError where the model cannot be served."""
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        settle_in()
+        self._settings = ConnectorSettings.of(vllm_config)
+        reason = start_up_refusal(vllm_config, kv_cache_config)
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{vllm_config.model_config.model} cannot be served from chunk-caches: {reason}. "
+                "Start vLLM without this connector."
+            )
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._sender, self._sent_counts = str(role.name).lower(), dict[str, Any]()
+        stack = WorkerStack(_running_model(vllm_config), ranks_of_worker()) if role == KVConnectorRole.WORKER else None
+        self._store = ChunkCacheStore.open(self._settings.store, self._settings.config.store)
+        # One of the two: vLLM calls the methods of one end only.
+        self._scheduling: Scheduling
+        self._workers: Workers
+        self._end: Scheduling | Workers
+        if stack is None:
+            caching = bool(vllm_config.cache_config.enable_prefix_caching)
+            self._end = self._scheduling = Scheduling(
+                self._store, self._settings, block_size=block_size, prefix_caching=caching
+            )
+        else:
+            self._end = self._workers = Workers(stack, self._store, self._settings, block_size=block_size)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: captures are for later questions, and no request waits for them."""
+        return False
+
+    # -- scheduler ----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Number of tokens to be filled, and that this happens between steps; None: not known yet."""
+        tokens = self._safely(_NONE, lambda: self._scheduling.matched(request, num_computed_tokens))
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the blocks of a request that is to be filled."""
+        # Not caught: the request waits for its blocks by now, and would wait for ever.
+        self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Work of this step; the rows are those that vLLM's own requests leave."""
+        scheduled = int(scheduler_output.total_num_scheduled_tokens)
+        left = self._step_tokens - scheduled
+        rows = max(left, self._settings.least_rows)
+        scheduling = self._scheduling
+        fills, idle = scheduling.take_fills(), scheduling.idle
+        if idle:
+            rows = self._settings.least_rows  # a request that comes waits for the end of this step
+        gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
+        return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the workers' news."""
+        sent = connector_output.kv_connector_worker_meta
+        self._safely(None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None)
+        self._safely(None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ())))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Statistics that go out with the answer; vLLM may free the blocks."""
+        return False, self._safely(None, lambda: self._scheduling.finished(request))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished`."""
+        return self.request_finished(request, [])
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fill, for this step's share of time."""
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork), "made by build_connector_meta"
+        self._safely(None, lambda: self._workers.step(**vars(work)))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: blocks are filled before vLLM computes with them."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: captures come from our own passes."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks are filled, or that were given up."""
+        return None, self._workers.finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that could not be filled: vLLM computes them."""
+        return self._workers.failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Reports and captures under way."""
+        news = self._safely(None, lambda: self._workers.news())
+        return None if news is None else StepNews(news)
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> StoreCounts | None:
+        """Running totals of the store, if they have changed, and reports of requests that are filled; of the workers
+        only the first one reports.
+        """
+        return self._safely(None, self._new_counts)
+
+    def _new_counts(self) -> StoreCounts | None:
+        if isinstance(self._end, Workers) and not self._end.first_rank:
+            return None
+        counts, data = counts_of(self._store), dict[str, Any]()
+        if counts != self._sent_counts:
+            self._sent_counts = data[self._sender] = counts
+        if isinstance(self._end, Scheduling) and (reports := self._end.take_reports()):
+            data[REPORTS] = reports
+        return StoreCounts(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreCounts:
+        """Counts, on their arrival in the API server."""
+        return StoreCounts(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> ReportedCounts:
+        """Their receiver for /metrics, see `metrics.ServerCollector`."""
+        return ReportedCounts(*arguments)
+
+    def shutdown(self) -> None:
+        """Finish the captures, and close the store."""
+        for part in (self._end, self._store):
+            self._safely(None, part.close)
+
+    def _safely(self, otherwise: T, act: Callable[[], T]) -> T:
+        """Return the result of `act`, or `otherwise`. The one place that keeps every exception from vLLM.
+
+        Failures of a disk, a remote or a request are handled further down. Whatever arrives here is a mistake of any
+        kind; vLLM would end its engine, and with it every user's request.
+        """
+        try:
+            return act()
+        except Exception:  # see above
+            logger.exception("A mistake in the connector; the server goes on")
+            return otherwise
+
+
+def _running_model(vllm_config: Any) -> Any:
+    """The model of this worker. Raises UnsupportedModelError where it is not one of this package's."""
+    model = model_of(vllm_config)
+    if model is None:
+        raise UnsupportedModelError(
+            f"another plugin has taken over {vllm_config.model_config.hf_config.architectures}: the model that "
+            "vLLM runs is not the one of this package. Name the plugins to load: VLLM_PLUGINS=cachecraft"
+        )
+    return model

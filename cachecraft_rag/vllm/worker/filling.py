@@ -1,0 +1,128 @@
+"""One request's prompt on its way into vLLM's blocks: a prefill whose steps are carried out a few at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step
+from cachecraft_rag.compute.resolve import executed_plan, resolve
+from cachecraft_rag.compute.row_pass import RowPass
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.planning.candidates import Candidate
+from cachecraft_rag.planning.planner import Plan
+from cachecraft_rag.serving.request import segment_reports
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.vllm.messages import Fill
+
+
+class Filling:
+    """A request's prefill: the Hugging Face engine's, but for the prompt's last token, which vLLM computes itself.
+
+    Where `driver.run` would wait, `row_pass` is None, and the worker goes on with something else.
+
+    Attributes:
+        result: of the prefill, once it is done.
+        plan: as it was carried out; until then as it was made.
+    """
+
+    def __init__(
+        self, fill: Fill, *, stack: Stack, store: ChunkCacheStore, loader: Loader, speed: ComputeSpeed, whole: bool
+    ) -> None:
+        """Plan, open, and begin to load.
+
+        Args:
+            whole: one rank of several. Everything is loaded before computing, because ranks read at different speeds
+                and must do the same passes.
+        """
+        self.fill, self._stack, self._loader = fill, stack, loader
+        self._began = time.perf_counter()
+        config = replace(fill.ask.config, loading="whole") if whole else fill.ask.config
+        self._resolved = resolve(
+            fill.ask.prompt, fill.found, config, store=store, ranks=stack.ranks, answer_tokens=0, scores=fill.scores
+        )
+        self.plan: Plan = self._resolved.plan
+        self.result: PrefillResult | None = None
+        job = self._resolved.job
+        captures = job.captures if fill.ask.captures is None else fill.ask.captures
+        job = replace(job, rows=job.rows.finish([fill.last]), captures=() if fill.again else captures)
+        self._loads = loader.begin(self._resolved.to_load)
+        self._planned = self._idle_since = time.perf_counter()
+        self._load_s = 0.0
+        self._steps = OverlappedPrefill(stack, job, self._loads, speed).steps()
+        try:
+            self._step: Step = next(self._steps)
+        except BaseException:  # whatever it is, readers stop
+            self.give_up()
+            raise
+        self._asked_at = time.perf_counter()
+
+    @property
+    def row_pass(self) -> RowPass | None:
+        """The pass whose next layer is to run; None while it waits or once it is done."""
+        return self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
+
+    def go_on(self) -> None:
+        """Take every step that is ready, up to the next layer."""
+        while self.result is None and not isinstance(step := self._step, Forward):
+            now = time.perf_counter()
+            ranks = self._stack.ranks
+            late = ranks.agree(frozenset(() if step.ready() else ("late",)))
+            if late and (step.timeout_s is None or now - self._asked_at < step.timeout_s):
+                return
+            self._load_s += now - self._asked_at
+            self._loads.waited_s += now - self._idle_since
+            self._send(not late)
+
+    def begin_layer(self) -> None:
+        """Note that its layer runs now: the time since the last one was spent waiting."""
+        self._loads.waited_s += time.perf_counter() - self._idle_since
+
+    def end_layer(self) -> None:
+        """Note that its layer has run."""
+        self._send(True)
+        self.go_on()
+
+    def _send(self, came: bool) -> None:
+        try:
+            self._step = self._steps.send(came)
+        except StopIteration as end:
+            self.result = end.value
+        self._idle_since = self._asked_at = time.perf_counter()
+
+    def end(self) -> PrefillResult:
+        """Stop loading and note the rows computed instead; only once it is done."""
+        assert self.result is not None, "it is not done"
+        self._loader.end(self._loads)
+        self.plan = executed_plan(self._resolved, self._loads, self.result)
+        return self.result
+
+    def give_up(self) -> None:
+        """Stop before it is done."""
+        self._steps.close()
+        self._loader.end(self._loads)
+        self._resolved.close()
+
+    def report(self) -> dict[str, Any]:
+        """Numbers for the request's statistics, as plain JSON values."""
+        assert self.result is not None, "it is not done"
+        segments = [one.as_dict() for one in segment_reports(self.plan, self._resolved.tiers)]
+        report: dict[str, Any] = {
+            "segments": segments,
+            "row_layers": self.result.row_layers,
+            "focus_layer": self.result.focus_layer,
+            "planned_s": self._planned - self._began,
+            "waited_s": self._load_s,
+            "remote": self.fill.found.remote,
+        }
+        ask = self.fill.ask
+        if ask.config.capture and not ask.idle and not any(one.found for one in ask.prompt.segments):
+            wanted = Candidate.of(ask.prompt, self.plan, ask.config, session=ask.session)
+            report["fixed"] = [] if wanted is None else [list(one) for one in wanted.fixed.items()]
+        if ask.details:
+            report["recomputed"] = [list(one.recompute) for one in self.plan.segments]
+        return report

@@ -1,0 +1,324 @@
+"""The workers' end: fills the blocks of requests, in slices between vLLM's own forwards, and captures.
+
+Nothing here waits. A filling that waits for a disk or a remote is passed over; fillings that stand before the same
+layer run it as one forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from cachecraft_rag.compute.driver import Work, run
+from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.row_pass import advance
+from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
+from cachecraft_rag.planning.planner import exact_shares
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.loading.loader import Loader
+from cachecraft_rag.vllm.messages import Fill, News
+from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.filling import Filling
+from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
+from cachecraft_rag.vllm.worker.stack import WorkerStack
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+# Longest filling in a step, but at least one layer of one pass: while others wait for the step, and while it is the
+# only work. A step costs vLLM some milliseconds, and a request that arrives meanwhile waits for its end.
+_SLICE_S, _SLICE_ALONE_S = 0.05, 0.25
+_RESTS = 4  # while requests are computed, a capture's description rests for so many times as long as each part took
+
+
+class Workers:
+    """One rank's end.
+
+    Args:
+        block_size: tokens of a block of vLLM's.
+    """
+
+    def __init__(
+        self, stack: WorkerStack, store: ChunkCacheStore, settings: ConnectorSettings, *, block_size: int
+    ) -> None:
+        self._stack, self._store, self._block_size = stack, store, block_size
+        self._ranks = stack.ranks
+        self.first_rank = stack.ranks.rank == 0
+        self._speed = ComputeSpeed(stack.keys_per_row)
+        self._loader = Loader(store, stack.layout.layers)
+        self._lock, self._turnstile = threading.Lock(), threading.Lock()
+        self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
+        self._hurry = threading.Event()  # captures are described without rests
+        self._hurry.set()
+        self._write_back = WriteBackQueue(
+            store,
+            namespace=settings.namespace,
+            fingerprint=settings.identity.fingerprint,
+            layout=settings.identity.layout,
+            start=self._describe,
+        )
+        self._fillings: dict[str, Filling] = {}  # in the order of asking
+        self._storing: dict[str, frozenset[str]] = {}  # filled, and done once these segments are stored
+        self._done: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._broken = ""  # why nothing can be filled any more
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._last_capturing: frozenset[str] = frozenset()  # as last sent to the scheduler
+
+    def step(
+        self,
+        fills: Iterable[Fill],
+        gone: Iterable[str],
+        *,
+        rows: int,
+        alone: bool = False,
+        idle: bool = True,
+        wanted: bool = False,
+    ) -> None:
+        """Begin new fillings, drop those that are gone, and compute up to `rows` rows through all layers.
+
+        Args:
+            alone: vLLM computes nothing in this step.
+            idle: no request is under way: new variants may be computed.
+            wanted: a request waits for captures.
+        """
+        new = {fill.request_id: fill for fill in fills}
+        if not self._broken:
+            try:
+                self._step(new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle)
+            except Exception as error:  # it belongs to no request, so all of them are left to vLLM
+                logger.exception("A step has failed")
+                # Several ranks may stand at different places now, and stay apart. A single one may go on.
+                self._broken = f"the ranks are apart: {error}" if self._ranks.size > 1 else ""
+                self._ranks.part()
+                self._leave_all(new, self._broken or f"a step has failed: {error!r}")
+        else:
+            self._leave_all(new, self._broken)
+        free = idle or (alone and not self._fillings)
+        if free or wanted or self._storing or self._write_back.crowded:
+            self._hurry.set()
+        else:
+            self._hurry.clear()
+
+    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool) -> None:
+        for name in gone:
+            self._drop(name)
+        self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
+        for name in [name for name, ids in self._storing.items() if not self._write_back.pending(ids)]:
+            del self._storing[name]
+            self._done.add(name)
+        self._round([([one.fill], partial(self._take, one, one.go_on)) for one in self._fillings.values()])
+        budget, until = rows * self._stack.layout.layers, time.perf_counter() + slice_s
+        while budget > 0 and (group := self._group(idle)):
+            budget -= self._run_layer(group)
+            if self._ranks.size == 1 and time.perf_counter() > until:  # ranks must run the same layers
+                return
+
+    def finished(self) -> set[str]:
+        """Requests whose blocks are filled, or that are gone; each is returned once."""
+        done, self._done = self._done, set()
+        return done
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that vLLM has to compute itself; each is returned once."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def news(self) -> News | None:
+        """Reports and captures since the last call; None if there are no new ones."""
+        capturing = self._write_back.pending()
+        reports, self._reports = self._reports, {}
+        if not reports and capturing == self._last_capturing:
+            return None
+        self._last_capturing = capturing
+        return News(reports, capturing)
+
+    def close(self) -> None:
+        """Give up what is being filled, and finish the captures."""
+        for name in list(self._fillings):
+            self._drop(name)
+        self._hurry.set()
+        self._write_back.close()
+        self._describing.shutdown()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Take the turn to compute. A waiting thread holds the turnstile, so the other one cannot overtake it."""
+        with self._turnstile:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _turn_and_rest(self) -> Iterator[None]:
+        """Take the turn for a part of a description, and leave the device to requests after it."""
+        with self._turn():
+            began = time.perf_counter()
+            yield
+            spent = time.perf_counter() - began
+        self._hurry.wait(_RESTS * spent)
+
+    def _describe(self, steps: Work[Any], ended: Ended) -> None:
+        """Describe a capture in a thread, in turns with the steps."""
+
+        def work() -> None:
+            try:
+                stored = run(self._stack, steps, self._turn_and_rest)
+            except Exception as error:  # noqa: BLE001  # it is logged and counted there
+                ended(None, error)
+            else:
+                ended(stored, None)
+
+        self._describing.submit(work)
+
+    # -- fillings -----------------------------------------------------------------------------------------------------
+
+    def _round(self, acts: Sequence[tuple[Sequence[Fill], Callable[[], object]]]) -> None:
+        """Do these one after the other, each for some requests. If one raises, vLLM computes its requests.
+
+        Every exception is caught here, our own mistakes included: in vLLM it would end the server for everybody, and if
+        it was caught further up, these requests would wait for their blocks for ever. A failure on one rank is one on
+        all, see `ranks`.
+        """
+        if not acts:
+            return
+        failed: dict[str, str] = {}
+        for number, (fills, act) in enumerate(acts):
+            if any(fill.request_id in failed for fill in fills):
+                continue
+            self._ranks.act(number)
+            try:
+                act()
+            except RanksApartError:
+                raise
+            except AnotherRankFailedError:
+                failed |= {fill.request_id: "" for fill in fills}
+            except Exception as error:  # see above
+                logger.exception("Requests %s failed on this rank", [fill.request_id for fill in fills])
+                failed |= {fill.request_id: f"a mistake while it was filled: {error!r}" for fill in fills}
+        everywhere = self._ranks.settle(failed)
+        for fill in {fill.request_id: fill for fills, _ in acts for fill in fills}.values():
+            if fill.request_id in everywhere:
+                self._leave(fill, everywhere[fill.request_id])
+
+    def _leave(self, fill: Fill, reason: str) -> None:
+        """Leave a request to vLLM, which computes those of its blocks that are reported as failed."""
+        name = fill.request_id
+        logger.warning("Request %s is computed as any other: %s", name, reason)
+        if (filling := self._fillings.pop(name, None)) is not None:
+            self._give_up(filling)
+        self._storing.pop(name, None)  # this rank may have finished it
+        first = fill.first // self._block_size
+        self._failed_blocks.update(fill.blocks[first : fill.last // self._block_size + 1])
+        self._reports[name] = {"refused": reason}
+        self._done.add(name)
+
+    def _leave_all(self, new: Mapping[str, Fill], reason: str) -> None:
+        self._done |= self._storing.keys()  # they are filled
+        self._storing.clear()
+        for fill in [*new.values(), *(one.fill for one in self._fillings.values() if one.fill.request_id not in new)]:
+            if fill.request_id not in self._done:
+                self._leave(fill, reason)
+
+    def _give_up(self, filling: Filling) -> None:
+        try:
+            filling.give_up()
+        except Exception:  # nobody waits for it, and raising on one rank would part them
+            logger.exception("Giving up request %s failed", filling.fill.request_id)
+
+    def _begin(self, fill: Fill) -> None:
+        self._fillings[fill.request_id] = Filling(
+            fill,
+            stack=self._stack,
+            store=self._store,
+            loader=self._loader,
+            speed=self._speed,
+            whole=self._ranks.size > 1,
+        )
+
+    def _take(self, filling: Filling, act: Callable[[], object]) -> None:
+        """Act for one filling, and finish it if it is done."""
+        act()
+        if filling.result is not None:
+            self._finish(filling)
+
+    def _drop(self, name: str) -> None:
+        if (filling := self._fillings.pop(name, None)) is not None:
+            self._give_up(filling)
+        elif self._storing.pop(name, None) is None:
+            return
+        self._done.add(name)  # vLLM keeps the blocks until it is reported
+
+    def _group(self, idle: bool) -> list[Filling]:
+        """The first filling that can compute, and those that stand before the same layer; new variants if `idle`."""
+        layers = {
+            one: one.row_pass.layer
+            for one in self._fillings.values()
+            if one.row_pass is not None and one.fill.ask.waits <= idle
+        }
+        return [one for one, layer in layers.items() if layer == next(iter(layers.values()))]
+
+    def _run_layer(self, group: list[Filling]) -> int:
+        """Run one layer of these fillings as one forward; returns the number of rows."""
+        passes = [one.row_pass for one in group if one.row_pass is not None]
+        for one in group:
+            one.begin_layer()
+        rows = sum(len(one.positions) for one in passes)
+
+        def run() -> None:
+            with self._turn():
+                advance(self._stack, passes)
+
+        fills = [one.fill for one in group]  # a failed forward cannot be blamed on one of them
+        self._round([(fills, run), *(([one.fill], partial(self._take, one, one.end_layer)) for one in group)])
+        return rows
+
+    def _finish(self, filling: Filling) -> None:
+        fill, result = filling.fill, filling.end()
+        positions = torch.arange(fill.first, fill.last, device=self._stack.device)
+        blocks = torch.tensor(fill.blocks, device=self._stack.device)
+        slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        self._stack.write_blocks(result.buffer.kv, slots, fill.first)
+        captured = self._capture(filling, result)
+        if self.first_rank and not fill.again and not fill.ask.idle:
+            for planned in filling.plan.segments:
+                if planned.variant is not None:
+                    self._store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
+        self._reports[fill.request_id] = filling.report()
+        del self._fillings[fill.request_id]
+        if fill.ask.when_stored:
+            self._storing[fill.request_id] = captured
+        else:
+            self._done.add(fill.request_id)
+
+    def _capture(self, filling: Filling, result: PrefillResult) -> frozenset[str]:
+        """Hand over the captures; returns the segments that this rank stores.
+
+        Chunk-caches hold all heads, so that any number of ranks can use them. The heads are gathered here, in the step:
+        a collective in the thread that describes captures would meet those of the next forward.
+        """
+        recorder, keys = result.recorder, result.buffer.kv[:, 0]
+        if isinstance(ranks := self._ranks, TensorParallel):
+            for segment in ranks.agree(recorder.missing):
+                recorder.forget(segment)
+            if recorder.captures:
+                keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
+                recorder = recorder.with_all_heads(ranks.gather_heads)
+        if not recorder.captures:
+            return frozenset()
+        ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
+        shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
+        another = {one.segment for one in recorder.captures if ask.idle and one.segment not in ask.first}
+        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, another=another)
+        self._write_back.submit(recorder, keys, context)
+        return frozenset(segments[one.segment].segment_id for one in recorder.captures)

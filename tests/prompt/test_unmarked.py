@@ -1,0 +1,330 @@
+"""Reuse in prompts that nobody marked: what is found, what is captured and when, whose it is, and that it is right.
+
+TESTS_PROMPTS  number of odd prompts; 49 by default, 10,000 take the better part of an hour
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.store import ChunkCacheStore, found_texts
+from cachecraft_rag.store.catalog_records import RowFilter
+from cachecraft_rag.types import Chunk
+
+SHORT = SamplingParams(max_new_tokens=2)
+CONFIG = ReuseConfig(recompute_ratio=0.15, loading="layerwise")
+WORDS = [
+    "kettle",
+    "vinegar",
+    "toaster",
+    "crumb",
+    "tray",
+    "fridge",
+    "oven",
+    "door",
+    "lever",
+    "filter",
+    "hood",
+    "month",
+    "hose",
+    "lid",
+    "valve",
+    "steam",
+]
+PROMPTS = int(os.environ.get("TESTS_PROMPTS", "49"))
+MakeEngine = Callable[..., Engine]
+
+
+def passage(seed: int, words: int = 24) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(words)).capitalize() + f" number {seed}."
+
+
+PASSAGES = [passage(seed) for seed in range(6)]
+
+
+def prompt_of(*passages: str, question: str = "Which of them is about the kettle?") -> str:
+    """As LlamaIndex writes it."""
+    context = "\n\n".join(passages)
+    return (
+        f"Context information is below.\n---------------------\n{context}\n---------------------\n"
+        f"Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: "
+    )
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
+    return tiny_decoder("Llama", max_position_embeddings=4096)
+
+
+@pytest.fixture
+def make_engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[MakeEngine]:
+    with ExitStack() as opened:
+        given = {"decoder": decoder, "store": store, "config": CONFIG, "new_variants": NewVariants(share=1e9)}
+        yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Engine:
+    return make_engine()
+
+
+def ask(engine: Engine, prompt: str, *, settle: bool = True, **how: object) -> Generation:
+    answer = engine.stream_text(prompt, **({"sampling": SHORT} | how))  # type: ignore[arg-type]
+    for _ in answer:
+        pass
+    if settle:
+        assert engine.settle(60)
+    return answer
+
+
+def reused(answer: Generation) -> float:
+    """Share of the passages' tokens that came from chunk-caches."""
+    found = [one for one in answer.stats.chunks if one.outcome in ("exact", "reused")]
+    return sum(one.tokens for one in found) / sum(map(len, PASSAGES[:3]))
+
+
+def logits_of(engine: Engine, prompt: str, **config: object) -> torch.Tensor:
+    target = [ord(letter) % 200 for letter in "answer"]
+    chosen = ReuseConfig(**({"loading": "layerwise", "capture": False} | config))  # type: ignore[arg-type]
+    return engine.score_answer(prompt, (), target=target, max_new_tokens=8, config=chosen).logits
+
+
+def test_the_third_time_passages_are_reused_in_another_order_beside_others(engine: Engine) -> None:
+    first = ask(engine, prompt_of(PASSAGES[0], PASSAGES[1], PASSAGES[2]))
+    second = ask(engine, prompt_of(PASSAGES[3], PASSAGES[2], PASSAGES[0], PASSAGES[1]))
+    assert (reused(first), reused(second)) == (0.0, 0.0)
+    third = ask(engine, prompt_of(PASSAGES[1], PASSAGES[4], PASSAGES[0], PASSAGES[2]))
+    assert reused(third) > 0.9
+    assert third.stats.tokens_reused > 0.75 * sum(map(len, PASSAGES[:3]))
+    assert 0 < third.stats.tokens_recomputed <= 0.2 * sum(map(len, PASSAGES[:3]))
+    assert not third.stats.exact
+    assert sum(one.outcome == "computed" for one in third.stats.chunks) == 1  # the new passage
+
+
+def test_a_prompt_that_comes_again_is_exact(engine: Engine) -> None:
+    prompt = prompt_of(*PASSAGES[:3])
+    full = logits_of(engine, prompt, plain_prompts="off")
+    for time in range(3):
+        answer = ask(engine, prompt)
+        assert answer.stats.exact
+        assert reused(answer) == (0.0 if time < 2 else pytest.approx(1.0, abs=0.05))
+    assert engine.score_answer(prompt, (), max_new_tokens=2).stats.tokens_recomputed == 0
+    torch.testing.assert_close(logits_of(engine, prompt), full, atol=1e-3, rtol=0)
+    other = prompt_of(*PASSAGES[:3], question="And what of the toaster, the oven and the hood?")
+    answer = ask(engine, other)  # another question behind the same passages
+    assert answer.stats.exact
+    assert reused(answer) > 0.9
+
+
+def test_recomputing_everything_is_the_model_itself_and_nothing_is_not(engine: Engine) -> None:
+    for order in ((0, 1, 2), (2, 0, 1)):
+        ask(engine, prompt_of(*(PASSAGES[place] for place in order)))
+    prompt = prompt_of(PASSAGES[1], PASSAGES[2], PASSAGES[0])
+    full = logits_of(engine, prompt, plain_prompts="off")
+    torch.testing.assert_close(logits_of(engine, prompt, recompute_ratio=1.0), full, atol=1e-3, rtol=0)
+    stale = (logits_of(engine, prompt, recompute_ratio=0.0) - full).abs().max()
+    half = (logits_of(engine, prompt, recompute_ratio=0.5) - full).abs().max()
+    assert 1e-3 < half < stale
+
+
+def test_chunks_captured_as_documents_are_recognised_at_once(engine: Engine) -> None:
+    chunks = [Chunk(text) for text in PASSAGES[:3]]
+    list(engine.stream("Which is it?", chunks, sampling=SHORT))
+    assert engine.settle(60)
+    answer = ask(engine, prompt_of(PASSAGES[2], PASSAGES[5], PASSAGES[0], PASSAGES[4]))
+    outcomes = {one.chunk_id: one.outcome for one in answer.stats.chunks}
+    assert [outcomes[chunk.chunk_id] for chunk in (chunks[2], chunks[0])] == ["reused", "reused"]
+    engine.store.evict(RowFilter(chunk_ids=(chunks[0].chunk_id,)))
+    outcomes = {one.chunk_id: one.outcome for one in ask(engine, prompt_of(*PASSAGES[:4])).stats.chunks}
+    assert chunks[0].chunk_id not in outcomes
+    assert outcomes[chunks[2].chunk_id] == "reused"
+
+
+def test_short_prompts_the_last_words_and_history_are_computed(engine: Engine) -> None:
+    for _ in range(3):
+        short = ask(engine, PASSAGES[0][:200])
+        assert short.stats.chunks == ()
+    last = (
+        prompt_of(*PASSAGES[:2]).rsplit("\n-----", 1)[0] + "\n-----\n" + PASSAGES[2]
+    )  # a passage in place of a question
+    assert len(ask(engine, last).stats.chunks) == 2
+    history = [
+        ("user", "Hello."),
+        ("assistant", "\n\n".join(PASSAGES)),
+        ("user", "\n\n".join(PASSAGES)),
+        ("assistant", "Hm."),
+    ]
+    assert ask(engine, "What did I say?", history=history).stats.chunks == ()
+    assert len(ask(engine, prompt_of(*PASSAGES[:3]), history=history[:2]).stats.chunks) == 3
+
+
+def test_it_can_be_switched_off_and_computes_the_same_tokens(engine: Engine) -> None:
+    prompt = prompt_of(*PASSAGES[:3])
+    off = ReuseConfig(plain_prompts="off")
+    on, without = ask(engine, prompt), ask(engine, prompt, config=off)
+    assert without.stats.chunks == ()
+    assert on.stats.tokens_prompt == without.stats.tokens_prompt
+    rows = len(engine.store.rows(RowFilter()))
+    for _ in range(2):
+        ask(engine, prompt, config=ReuseConfig(capture=False))
+    assert len(engine.store.rows(RowFilter())) == rows
+
+
+def test_sessions_keep_what_is_found_to_themselves(engine: Engine) -> None:
+    for order in ((0, 1, 2), (2, 0, 1)):
+        ask(engine, prompt_of(*(PASSAGES[place] for place in order)), session="ada")
+    moved = prompt_of(PASSAGES[1], PASSAGES[2], PASSAGES[0])
+    assert reused(ask(engine, moved, session="bob")) == 0.0
+    assert reused(ask(engine, moved)) == 0.0
+    assert reused(ask(engine, moved, session="ada")) > 0.9
+
+
+def test_what_is_captured_for_everybody_stands_behind_nobodys_text(engine: Engine) -> None:
+    for order in ((0, 1, 2), (2, 0, 1), (2, 0, 1), (1, 2, 0)):
+        ask(engine, prompt_of(*(PASSAGES[place] for place in order), question="My name is Canary-4711, who am I?"))
+    system, stand_in = engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id
+    rows = [one.variant for one in engine.store.rows(RowFilter(), limit=1000)]
+    shared = [one for one in rows if one.session is None]
+    assert {one.key.origin_prefix for one in shared} == {(), (system,), (system, stand_in)}
+    assert len(shared) == 5  # the instruction, what stands in for neighbours, and three passages
+    assert all(one.session.startswith("prefix ") for one in rows if one.session is not None)
+
+
+def test_no_request_shows_the_text_of_another(engine: Engine) -> None:
+    """Canaries in private text: neither captured for others nor named in statistics."""
+    canary = "The secret word of Ada is Canary-4711, and nobody else may ever read it, not even in part or by accident."
+    for _ in range(3):
+        ask(engine, prompt_of(*PASSAGES[:3], question=canary), session="ada")
+        ask(engine, canary + "\n\n" + prompt_of(*PASSAGES[:3]), session="ada")
+    before = make_answer(engine, PASSAGES[2], PASSAGES[0])
+    for text in (str(before.stats.as_dict()), str(engine.store.counts()), str(list(engine.request_counts.collect()))):
+        assert "Canary" not in text
+        assert "kettle" not in text.lower().replace("kettle?", "")
+    assert reused(before) == 0.0
+
+
+def make_answer(engine: Engine, *passages: str) -> Generation:
+    return ask(engine, prompt_of(*passages, *PASSAGES[3:]), session="bob")
+
+
+def test_what_was_seen_is_remembered_across_engines_and_bounded(
+    make_engine: MakeEngine, store: ChunkCacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(make_engine(), prompt_of(*PASSAGES[:3]))
+    ask(make_engine(), prompt_of(PASSAGES[1], PASSAGES[0], PASSAGES[2]))
+    assert reused(ask(make_engine(), prompt_of(PASSAGES[2], PASSAGES[1], PASSAGES[0]))) > 0.9
+    monkeypatch.setattr(found_texts, "MOST_SEEN", 100)
+    for start in range(0, 1000, 10):
+        assert store.seen_texts([f"text {start + i}" for i in range(10)]) == set()
+    assert store.seen_texts(["text 995", "text 3"]) == {"text 995"}
+    with store._durable.catalog._db.reading() as connection:
+        assert connection.execute("SELECT count(*) FROM seen_texts").fetchone()[0] <= 101
+
+
+def test_with_new_variants_off_nothing_is_captured(make_engine: MakeEngine) -> None:
+    engine = make_engine(new_variants="off")
+    for _ in range(3):
+        assert reused(ask(engine, prompt_of(*PASSAGES[:3]))) == 0.0
+    assert len(engine.store.rows(RowFilter())) == 1  # the instruction
+
+
+def odd_prompts(count: int) -> Iterator[str]:
+    rng = random.Random(7)
+    pool = [passage(seed, rng.randrange(5, 80)) for seed in range(40)]
+    for place in range(count):
+        kind = place % 7
+        length = rng.randrange(1, 2400)
+        if kind == 0:
+            yield "".join(
+                chr(rng.choice((rng.randrange(32, 0x2FF), rng.randrange(0x4E00, 0x4F00), 0x1F600)))
+                for _ in range(length // 3)
+            )
+        elif kind == 1:
+            yield (
+                rng.choice(["a", "\n", "ab\n", "- ", "<a>", "\u0000", "\ud83d", "0", "===\n", PASSAGES[0]]) * length
+            )[:length] or "a"
+        elif kind == 2:
+            yield json.dumps(
+                {rng.choice(WORDS): rng.choices(pool, k=3) for _ in range(4)}, indent=rng.choice((None, 1))
+            )
+        elif kind == 3:
+            yield "\n".join(
+                f"def {rng.choice(WORDS)}_{i}(a, b):\n    return a < b > {i}\n" for i in range(length // 40 + 1)
+            )
+        elif kind == 4:
+            yield "\n\n".join(f"Q: {rng.choice(pool)}\nA: {rng.choice(WORDS)}" for _ in range(rng.randrange(1, 7)))
+        elif kind == 5:
+            yield " ".join(rng.choices(WORDS, k=length // 7 + 1))
+        else:
+            yield prompt_of(*rng.choices(pool, k=rng.randrange(1, 6)), question=rng.choice(pool))
+
+
+def test_odd_prompts_raise_nothing_and_claim_nothing_wrong(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompts = [one for one in odd_prompts(PROMPTS) if one.strip() and len(one.encode("utf-8", "replace")) < 3900]
+    rng = random.Random(11)
+    compared = 0
+    for place, prompt in enumerate(prompts):
+        again = place % 3 == 2
+        text = rng.choice(prompts[: place + 1]) if again else prompt
+        answer = ask(engine, text, settle=place % 5 == 0)
+        stats = answer.stats
+        assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+        if stats.tokens_reused and place % 4 == 0:
+            assert engine.settle(60)
+            scored = engine.score_answer(text, (), target=[65, 66], max_new_tokens=2)
+            full = logits_of_two(engine, text)
+            if scored.stats.exact:
+                compared += 1
+                torch.testing.assert_close(scored.logits, full, atol=1e-3, rtol=0)
+    assert compared >= 3
+
+
+def test_prompts_of_any_kind_keep_their_tokens_and_hold_no_segment_twice(engine: Engine) -> None:
+    list(engine.stream("Which?", [Chunk(text) for text in PASSAGES], sampling=SHORT))
+    assert engine.settle(60)
+    engine.prompts._context_length = 200_000  # the model is not asked
+    found = 0
+    for place, prompt in enumerate(one for one in odd_prompts(6 * PROMPTS) if one.strip()):
+        session = "ada" if place % 2 else None
+        built = engine.prompts.build(prompt, (), recognise=engine._recogniser(session), private=session is not None)
+        assert built.token_ids == engine.prompts.build(prompt, ()).token_ids
+        names = [one.segment_id for one in built.segments]
+        assert len(set(names)) == len(names)
+        kinds = [one.kind for one in built.segments]
+        assert (kinds[0], kinds[-1]) == ("system", "question")
+        assert all(
+            one.private for one in built.segments if one.kind == "question" or (session is not None and one.found)
+        )
+        found += any(one.found for one in built.segments)
+    assert found > PROMPTS
+
+
+def logits_of_two(engine: Engine, text: str) -> torch.Tensor:
+    config = ReuseConfig(plain_prompts="off", capture=False)
+    return engine.score_answer(text, (), target=[65, 66], max_new_tokens=2, config=config).logits
+
+
+def test_one_line_of_a_hundred_thousand_characters_is_cut(engine: Engine) -> None:
+    rng = random.Random(5)
+    line = " ".join(rng.choices(WORDS, k=16_000))[:100_000]
+    prompts = engine.prompts
+    prompts._context_length = 200_000  # the model is not asked
+    built = prompts.build(line, (), recognise=lambda ids: [])
+    found = [one for one in built.segments if one.found]
+    assert sum(len(one.token_ids) for one in found) > 0.95 * len(line)
+    assert built.token_ids == prompts.build(line, ()).token_ids

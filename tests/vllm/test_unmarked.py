@@ -1,0 +1,394 @@
+"""Reuse for stock clients of a server: prompts without documents over HTTP, and the parts that decide about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from cachecraft_rag.planning.candidates import Candidate
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import STAND_IN
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.catalog_records import Listed
+from cachecraft_rag.types import Prompt, Segment, chunk_id_of
+from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.records import Records
+from cachecraft_rag.vllm.server.unmarked import Origin, PlainPrompts, ServedPrompts, marked
+from tests.prompt.test_unmarked import passage, prompt_of
+from tests.vllm.http_server import START_S, ServerProcess
+
+HERE = Origin(None, "", ReuseConfig())
+
+
+def words(start: int) -> list[str]:
+    """Passages that no other test has sent."""
+    return [passage(seed) for seed in range(start, start + 8)]
+
+
+# -- what vLLM's prefix cache is likely to have ------------------------------------------------------------------------
+
+
+def asked(lengths: tuple[int, ...]) -> Ask:
+    ids = iter(range(sum(lengths)))
+    kinds = ["system", *["chunk"] * (len(lengths) - 2), "question"]
+    segments = tuple(
+        Segment(kind, f"{kind} {place}", tuple(next(ids) for _ in range(n)))  # type: ignore[arg-type]
+        for place, (kind, n) in enumerate(zip(kinds, lengths, strict=True))
+    )
+    return Ask(Prompt(segments), ReuseConfig())
+
+
+def test_the_longest_beginning_that_was_served() -> None:
+    served = ServedPrompts(10_000)
+    served.note(range(100), HERE, None)
+    assert served.longest(range(200), HERE) == (96, None)
+    assert served.longest([*range(50), 7], HERE) == (48, None)
+    assert served.longest([7, *range(100)], HERE) == (0, None)
+    for other in (
+        Origin("ada", "", HERE.config),
+        Origin(None, "salt", HERE.config),
+        Origin(None, "", ReuseConfig(alpha=1.0)),
+    ):
+        assert served.longest(range(200), other) == (0, None)
+
+
+def test_what_chunk_caches_served_counts_from_behind_the_last_of_them() -> None:
+    served, ask = ServedPrompts(10_000), asked((20, 60, 40))
+    served.note(range(120), HERE, ask)
+    assert served.longest(range(79), HERE) == (0, None)
+    assert served.longest(range(100), HERE) == (96, ask)
+    served.note(range(64), HERE, None)  # vLLM has computed the beginning, too
+    assert served.longest(range(79), HERE) == (64, None)
+    assert served.longest(range(200), HERE) == (112, ask)
+
+
+def test_no_more_is_remembered_than_the_prefix_cache_holds() -> None:
+    served = ServedPrompts(160)
+    for start in range(5):
+        served.note(range(1000 * start, 1000 * start + 80), HERE, None)
+    assert [served.longest(range(1000 * start, 1000 * start + 80), HERE)[0] for start in range(5)] == [0, 0, 0, 80, 80]
+    without = ServedPrompts(0)
+    without.note(range(80), HERE, None)
+    assert without.longest(range(80), HERE) == (0, None)
+
+
+def test_a_mistake_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def notes() -> dict[str, Candidate]:
+        raise KeyError("of this test")
+
+    engine: Any = SimpleNamespace()
+    prompts = PlainPrompts(engine, Records(lambda _: None), cached_tokens=0)
+    prompts.note(notes)
+    prompts._threads.shutdown()
+    assert "of this test" in caplog.text
+
+
+def test_the_last_message_of_a_role_is_marked() -> None:
+    first, answer = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}
+    parts = {"role": "user", "content": [{"type": "text", "text": "Three?"}]}
+    assert marked([first, answer], "user") == [{"role": "user", "content": "?"}, answer]
+    assert marked([first, answer], "assistant") == [first, {"role": "assistant", "content": "?"}]
+    assert marked([first, answer, parts], "user") == [
+        first,
+        answer,
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+    ]
+    assert marked([first, {"role": "user", "content": [{"type": "image_url"}]}], "user") is None
+    assert marked([answer], "user") is None
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def start(model: Path, folder: Path, *options: str) -> ServerProcess:
+    store, log = folder / "store", folder / "log"
+    return ServerProcess(model, store, log, "--max-model-len", "4096", *options, new_variants="idle")
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("plain")
+    options = ("--reuse-plain-prompts", "--session-header", "X-Mine", "--dtype", "float32")
+    made = start(model_folder("Llama"), folder, *options)
+    yield made
+    made.stop()
+
+
+def rows(server: ServerProcess) -> list[Listed]:
+    """What is stored, but for the passage that stands in for neighbours: one of the first tests has it captured."""
+    with ChunkCacheStore.open(server.store / "caches") as store:
+        found = store.rows(RowFilter(), limit=10_000)
+    return [one for one in found if one.variant.key.chunk_id != chunk_id_of(STAND_IN)]
+
+
+def wait_for(server: ServerProcess, count: int) -> None:
+    """Wait until so many chunk-caches are stored: they are captured in idle time."""
+    deadline = time.monotonic() + START_S
+    while len(found := rows(server)) < count:
+        assert time.monotonic() < deadline, [one.variant.key for one in found]
+        time.sleep(0.2)
+
+
+def stats_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """Statistics of an answer that was not streamed."""
+    return dict(answer["kv_transfer_params"]["cachecraft"]["stats"])
+
+
+def exact(stats: dict[str, Any]) -> bool:
+    return all(one["outcome"] in ("exact", "computed") for one in stats["chunks"])
+
+
+def ask(server: ServerProcess, *passages: str, question: str = "Which is it?", **body: Any) -> dict[str, Any]:
+    answer = server.chat(None, prompt_of(*passages, question=question), max_tokens=2, **body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def reused(stats: dict[str, Any]) -> int:
+    """Tokens of passages that came from chunk-caches."""
+    return sum(
+        one["tokens"] - one["computed"]
+        for one in stats["chunks"]
+        if one["outcome"] in ("exact", "reused") and one["reason_code"] != "prefix_cached"
+    )
+
+
+@pytest.mark.slow
+def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProcess) -> None:
+    import openai
+
+    text, before = words(100), len(rows(server))
+    first = stats_of(ask(server, text[0], text[1], text[2]))
+    second = stats_of(ask(server, text[3], text[2], text[0], text[1]))
+    assert reused(first) == reused(second) == 0
+    assert exact(first)
+    assert exact(second)
+    wait_for(server, before + 3)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    third = prompt_of(text[1], text[4], text[0], text[2])
+    answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": third}], max_tokens=2)
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer.id}").json()["stats"]
+    whole = sum(map(len, text[:3]))  # a token is a byte here
+    assert found["tokens_reused"] >= 0.75 * whole
+    assert reused(found) >= 0.9 * whole
+    assert found["tokens_recomputed"] > 0
+    assert not exact(found)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == found["tokens_reused"]
+    pieces = list(
+        client.completions.create(
+            model=model, prompt=prompt_of(text[2], text[5], text[1], text[0]), max_tokens=2, stream=True
+        )
+    )
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0].id}-0").json()["stats"]
+    assert reused(found) >= 0.75 * whole
+
+
+TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the first one's passages in another order
+
+
+def reused_in_turns(
+    server: ServerProcess, text: list[str], ask_about: Callable[[list[str]], object]
+) -> tuple[list[float], float]:
+    """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages."""
+    chunks, tokens = ("cachecraft_chunks_total", ("reused", "")), ("cachecraft_tokens_total", ("reused",))
+    counts = [server.counts()]
+    for turn in TURNS:
+        stored = len(rows(server))
+        ask_about([text[place] for place in turn])
+        counts.append(server.counts())
+        if turn is TURNS[1]:
+            wait_for(server, stored + 3)
+    found = [after.get(chunks, 0) - before.get(chunks, 0) for before, after in pairwise(counts)]
+    return found, (counts[-1][tokens] - counts[-2][tokens]) / sum(map(len, text[:3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_third_time_llama_index_reuses_passages_over_its_own_client(server: ServerProcess, chat: bool) -> None:
+    from llama_index.core import SummaryIndex
+    from llama_index.core.schema import TextNode
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    llm = OpenAILike(
+        model=model, api_base=f"{server.url}/v1", api_key="none", is_chat_model=chat, context_window=4096, max_tokens=2
+    )
+
+    def ask_about(passages: list[str]) -> None:
+        index = SummaryIndex([TextNode(text=one) for one in passages])
+        index.as_query_engine(llm=llm).query("Which is it?")
+
+    chunks, share = reused_in_turns(server, words(600 + 100 * chat), ask_about)
+    assert chunks == [0, 0, 3]
+    assert share >= 0.75
+
+
+def langchain_at(server: ServerProcess) -> Callable[[list[str]], object]:
+    """Asks LangChain's own chain and client about passages, in its documentation's prompt: they stand in the system
+    message.
+    """
+    from langchain_classic.chains import create_retrieval_chain
+    from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+    from langchain_core.documents import Document
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_core.runnables import RunnableLambda
+    from langchain_openai import ChatOpenAI
+
+    instruction = "Use the given context to answer the question. Context:\n\n{context}"
+    prompt = ChatPromptTemplate.from_messages([("system", instruction), ("human", "{input}")])
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    chat = ChatOpenAI(model=model, base_url=f"{server.url}/v1", api_key="none", max_tokens=2)
+    turn: list[Document] = []
+    chain = create_retrieval_chain(RunnableLambda(lambda _: turn), create_stuff_documents_chain(chat, prompt))
+
+    def ask_about(passages: list[str]) -> None:
+        turn[:] = [Document(one) for one in passages]
+        chain.invoke({"input": "Which is it?"})
+
+    return ask_about
+
+
+@pytest.mark.slow
+def test_the_third_time_langchain_reuses_passages_over_its_own_client(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    server = start(model_folder("Llama"), tmp_path, "--reuse-plain-prompts", "--search-system", "--dtype", "float32")
+    try:
+        chunks, share = reused_in_turns(server, words(800), langchain_at(server))
+        assert chunks == [0, 0, 3]
+        assert share >= 0.75
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_system_message_is_vllm_s_unless_asked_for(server: ServerProcess) -> None:
+    text, before, stored = words(900), server.counts(), len(rows(server))
+    ask_about = langchain_at(server)
+    for turn in (*TURNS, TURNS[2]):
+        ask_about([text[place] for place in turn])
+    changed = {name for (name, labels), value in server.counts().items() if value != before.get((name, labels))}
+    assert "cachecraft_tokens_total" not in changed
+    assert len(rows(server)) == stored
+
+
+@pytest.mark.slow
+def test_a_prompt_that_comes_again_is_exact(server: ServerProcess) -> None:
+    text, before = words(200), len(rows(server))
+    how = {"logprobs": True, "top_logprobs": 3}
+    full = ask(server, *text[:3], **how, cachecraft={"plain_prompts": "off"})
+    assert "cachecraft" not in (full["kv_transfer_params"] or {})
+    for again in range(4):
+        answer = ask(server, *text[:3], **how)
+        assert exact(stats_of(answer))
+        assert_same_logprobs(answer, full)
+        if again == 1:
+            wait_for(server, before + 6)  # each passage alone, and behind those before it
+    # Not from vLLM's prefix cache: these settings have another salt.
+    filled = ask(server, *text[:3], **how, cachecraft={"recompute_ratio": 0.2})
+    assert reused(stats_of(filled)) > 0.9 * sum(map(len, text[:3]))
+    assert exact(stats_of(filled))
+    assert_same_logprobs(filled, full)
+    other = ask(
+        server, *text[:3], question="And what of the oven, the hood and the toaster?", cachecraft={"drift": 0.3}
+    )
+    assert exact(stats_of(other))
+
+
+def assert_same_logprobs(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = (
+        {
+            (place, one["token"]): one["logprob"]
+            for place, token in enumerate(answer["choices"][0]["logprobs"]["content"])
+            for one in token["top_logprobs"]
+        }
+        for answer in (one, other)
+    )
+    assert first == pytest.approx(second, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_private_text_shapes_nothing_that_others_are_served(server: ServerProcess) -> None:
+    """Canaries before, between and behind passages, in an earlier turn, an instruction and a session."""
+    text, before = words(300), len(rows(server))
+    canary = "My name is Canary-4711 and my number is 0815; nobody else may ever read it, not even a part of it."
+    for order in ([0, 1, 2], [2, 1, 0]):
+        passages = [text[place] for place in order]
+        messages = [
+            {"role": "system", "content": canary},
+            {"role": "user", "content": canary},
+            {"role": "assistant", "content": canary},
+            {"role": "user", "content": canary + "\n\n" + prompt_of(*passages, question=canary)},
+        ]
+        answer = server.chat(None, messages=messages, max_tokens=2).json()
+        assert reused(stats_of(answer)) == 0
+    for order in ([3, 4, 5], [5, 4, 3]):
+        hers = ask(server, *(text[place] for place in order), question=canary, headers={"X-Mine": "ada"})
+    wait_for(server, before + 6)
+    new = rows(server)[before:] if before else rows(server)
+    shared = [one.variant for one in rows(server) if one.variant.session is None]
+    system = httpx.get(f"{server.url}/v1/cachecraft").json()
+    assert system["system"]
+    (before_them,) = {one.key.origin_prefix for one in shared if one.key.origin_prefix}
+    assert len(before_them) == 2  # the server's own instruction, which no client writes, and nobody's text
+    assert before_them[1] == chunk_id_of(STAND_IN)
+    assert {one.variant.session for one in new} >= {None, "ada"}
+    statistics = f"{server.url}/v1/cachecraft/requests/{hers['id']}"
+    assert httpx.get(statistics, headers={"X-Mine": "ada"}).status_code == 200
+    shown = httpx.get(f"{server.url}/metrics").text + (server.store.parent / "log").read_text()
+    for user in ({}, {"X-Mine": "bob"}):
+        theirs = prompt_of(text[2], text[5], text[0], text[4], text[1])
+        answer = server.chat(None, theirs, max_tokens=2, headers=user)
+        others = stats_of(answer.json())
+        assert reused(others) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))
+        outcomes = [one["outcome"] for one in others["chunks"]]
+        assert outcomes.count("computed") >= 2  # Ada's
+        shown += f"{others} {answer.headers} {httpx.get(statistics, headers=user).text}"
+        assert httpx.get(statistics, headers=user).status_code == 404
+    assert "Canary" not in shown
+    assert "kettle" not in shown
+    salted = stats_of(ask(server, text[2], text[0], text[1], cache_salt="mine"))
+    assert reused(salted) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))  # shared ones serve it, too
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_behind_what_it_was_served(server: ServerProcess) -> None:
+    text, before = words(400), len(rows(server))
+    for order in ([0, 1, 2], [2, 0, 1]):
+        ask(server, *(text[place] for place in order))
+    wait_for(server, before + 3)
+    first = [{"role": "user", "content": prompt_of(text[1], text[2], text[0])}]
+    served = server.chat(None, messages=first, max_tokens=2).json()
+    assert reused(stats_of(served)) > 0
+    turns = [*first, {"role": "assistant", "content": "It is."}, {"role": "user", "content": "And the toaster?"}]
+    follow_up = stats_of(server.chat(None, messages=turns, max_tokens=2).json())
+    assert {one["reason_code"] for one in follow_up["chunks"]} == {"prefix_cached"}
+    assert not exact(follow_up)
+
+
+@pytest.mark.slow
+def test_off_by_default_nothing_changes(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    server = start(model_folder("Llama"), tmp_path, "--dtype", "float32")
+    try:
+        text, before = words(500), len(rows(server))
+        for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+            answer = ask(server, *(text[place] for place in order))
+            assert answer["kv_transfer_params"] is None
+            assert answer["usage"]["prompt_tokens_details"] is None
+        assert len(rows(server)) == before
+        with ChunkCacheStore.open(server.store / "caches") as store, store._durable.catalog._db.reading() as connection:
+            assert connection.execute("SELECT count(*) FROM seen_texts").fetchone() == (0,)
+    finally:
+        server.stop()
