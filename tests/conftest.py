@@ -181,7 +181,8 @@ def front_is_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[PromptBuilder, C
 
     It and the instruction come from the disk only after that, and all that stands behind them in time.
     """
-    from cachecraft_rag.compute import meeting, overlapped
+    from cachecraft_rag.compute import overlapped
+    from cachecraft_rag.compute.load_split import Cake, LoadingConstants
     from cachecraft_rag.store.layout import StoredVariant
 
     def arrange(prompts: PromptBuilder, chunk: Chunk) -> None:
@@ -202,10 +203,10 @@ def front_is_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[PromptBuilder, C
             read(self, *args, **kwargs)
 
         monkeypatch.setattr(StoredVariant, "read", read_late)
-        monkeypatch.setattr(meeting.Cake, "next_piece", next_piece)
+        monkeypatch.setattr(Cake, "next_piece", next_piece)
         # However slow this machine is: nothing more is computed instead of loaded.
         monkeypatch.setattr(overlapped.OverlappedPrefill, "_take_over", lambda *_: [])
-        monkeypatch.setattr(overlapped, "_STALL_S", 60.0)
+        monkeypatch.setattr(overlapped, "LOADING_CONSTANTS", LoadingConstants(stall_s=60.0))
 
     return arrange
 

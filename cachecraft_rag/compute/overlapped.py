@@ -1,12 +1,12 @@
-"""Overlapped prefill: the front of a prompt is computed while its chunk-caches are loaded from the back.
+"""Overlapped prefill: compute the front of a prompt while its chunk-caches are loaded from the end.
 
-Cake (Jin et al., 2024, Algorithm 1) computes pieces from the front and loads pieces from the back until they meet. Here
-the last front piece goes along with the last pass, which the question needs anyhow, and what is still missing then
-comes layer by layer just ahead of it (Cache-Craft, Algorithm 2). With a fast disk there is no front piece at all, and
-all that is left of Cake is layer-wise preloading; with a very slow one all that is left is full prefill.
+Cake (Jin et al., 2024, Algorithm 1) computes pieces from the front and loads pieces from the end until they meet. Here
+the last piece of the front is computed in the last pass, which the question needs anyway. Whatever is still missing
+then is loaded layer by layer, just before it is used (Cache-Craft, Algorithm 2). With a fast disk there is no front,
+which leaves layer-wise preloading. With a very slow disk everything is computed, which leaves full prefill.
 
-Nothing is configured: before every piece, and whenever the last pass has to wait, the share of the front is computed
-anew from what was measured up to then. What fails to come is computed like what the front took.
+Nothing has to be configured: before each piece, and whenever the last pass has to wait, the size of the front is
+decided again from the latest measurements. Tokens that fail to load are computed like those of the front.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.focus import FocusObserver
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.meeting import RULES, Ahead, BothEnds
+from cachecraft_rag.compute.load_split import LOADING_CONSTANTS, STRATEGIES, LoadSplit, WaitCondition
 from cachecraft_rag.compute.probe import QuestionProbe
 from cachecraft_rag.compute.refresh import AttentionReceived, Refresh
 from cachecraft_rag.compute.row_pass import Observer, RowPass
@@ -37,10 +37,6 @@ from cachecraft_rag.compute.timing import Timer, untimed, within
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
-
-_PATIENCE_S = 0.005  # a layer that is late by less is waited for
-_LEAST_SAVING_S = 0.01  # what taking over late tokens must save
-_STALL_S = 0.25  # what is late and has not moved for this long will not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +89,10 @@ class OverlappedPrefill:
         self._uncorrected = list(job.reused)
         self._late: set[int] = set()
         self._row_layers = 0
-        self._rule = RULES[job.loading]
-        if not self._rule.computes_front:  # else whole extents in single layers are too small to be placed one by one
+        self._constants = LOADING_CONSTANTS
+        self._strategy = STRATEGIES[job.loading]
+        # With a front, whole extents in single layers are too small to be placed one by one.
+        if not self._strategy.computes_front:
             self._send()
 
     @torch.inference_mode()
@@ -104,20 +102,22 @@ class OverlappedPrefill:
         It yields wherever it would wait and wherever a layer is to run. Before each pass it yields a `Wait` that is not
         `in_pass`: what follows, up to the next one of these, needs the driver's lock.
         """
-        loads, rule = self._loads, self._rule
-        if (look := rule.first_look(self._ends())).enough != "nothing":
+        loads = self._loads
+        strategy = self._strategy
+        look = strategy.first_look(self._split())
+        if look.enough != "nothing":
             with self._timer("loading"):
                 yield self._wait(look)
         while True:
             with self._timer("loading"):
-                yield self._wait(rule.ahead(self._ends(), self._layers))
-            tokens, last = self._stack.ranks.lead(rule.next_piece(self._ends()))  # only now: more has come
+                yield self._wait(strategy.before_pass(self._split(), self._layers))
+            tokens, last = self._stack.ranks.lead(strategy.next_piece(self._split()))  # only now: more has come
             loads.layer_first = last  # while a front is computed, whole extents from the back
             taken = loads.take(tokens)
             self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
             self._compute_instead(taken)
             if last:
-                if rule.computes_front:
+                if strategy.computes_front:
                     self._send()
                 return (yield from self._last_pass())
             if taken:
@@ -130,53 +130,61 @@ class OverlappedPrefill:
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, ahead: Ahead) -> Wait:
+    def _wait(self, condition: WaitCondition) -> Wait:
         """Wait for what is to be there before the next pass."""
-        loads, enough = self._loads, ahead.enough
-        if ahead.layer_first:
+        loads = self._loads
+        enough = condition.enough
+        if condition.layer_first:
             loads.layer_first = True
         if isinstance(enough, int):
             layers = enough
-            return Wait(loads, lambda: loads.depth() >= layers, ahead.timeout_s)
+            return Wait(loads, lambda: loads.depth() >= layers, condition.timeout_s)
         ready: dict[str, Callable[[], bool]] = {
             "nothing": lambda: True,
             "all": lambda: not loads.incomplete(),
-            "all soon": lambda: self._ends().comes_soon,
+            "all soon": lambda: self._split().loads_soon,
         }
-        return Wait(loads, ready[enough], ahead.timeout_s)
+        return Wait(loads, ready[enough], condition.timeout_s)
 
-    def _ends(self, rows: float | None = None) -> BothEnds:
-        """Both ends as they are now; `rows` are computed in any case, by default all open ones."""
+    def _split(self, rows: float | None = None) -> LoadSplit:
+        """Return the state of computing and loading.
+
+        Args:
+            rows: cost of the rows that are computed in any case; None = of all open rows.
+        """
         loads, speed = self._loads, self._speed
-        own = self._rows.open()
-        waiting, borders, bytes_left = loads.left()
-        return BothEnds(
+        own_positions = self._rows.open()
+        waiting, extent_ends, bytes_left = loads.left()
+        return LoadSplit(
             waiting=waiting,
-            borders=borders,
-            came=loads.meter.came,
+            extent_ends=extent_ends,
+            has_loaded=loads.meter.came,
             bytes_left=bytes_left,
             bytes_per_s=loads.meter.bytes_per_s,
-            settled=loads.meter.warm,
-            rows=speed.rows(own) if rows is None else rows,
+            is_settled=loads.meter.warm,
+            rows=speed.rows(own_positions) if rows is None else rows,
             speed=speed,
-            own=own,
-            cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
+            own_positions=own_positions,
+            busy_cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
             tokens=len(self._ids),
+            constants=self._constants,
         )
 
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
-        """Positions that are faster computed, from the first layer on, than waited for in the layers still to come."""
-        speed, loads = self._speed, self._loads
-        if not speed.known:
+        """Take late positions that are computed from the first layer on faster than they are loaded.
+
+        Args:
+            layer: the layer that the pass has reached.
+            late: positions that are to be computed already.
+        """
+        if not self._speed.known:
             return []
-        left = 1.0 - layer / self._layers
-        rows = left * speed.rows(self._rows.open()) + speed.rows(late)
-        ends = self._ends(rows)
-        share = ends.possible().share(layers_left=left)  # with what is left of this pass, and catching up
-        if not share:
-            return []
-        saves = ends.bytes_per_s <= 0.0 or share * ends.load_token_s > _LEAST_SAVING_S
-        return loads.take(share) if saves else []
+        layers_left = 1.0 - layer / self._layers
+        rest_of_pass = layers_left * self._speed.rows(self._rows.open())
+        catching_up = self._speed.rows(late)
+        split = self._split(rest_of_pass + catching_up)
+        share = split.optimistic().share(layers_left=layers_left)
+        return self._loads.take(share) if share else []
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -336,15 +344,15 @@ class OverlappedPrefill:
         reads, moved = loads.reads, time.perf_counter()
         while loads.depth() <= layer:
             with self._timer("loading"):
-                came = yield Wait(loads, lambda: loads.depth() > layer, _PATIENCE_S, in_pass=True)
+                came = yield Wait(loads, lambda: loads.depth() > layer, self._constants.patience_s, in_pass=True)
             if came:
                 break
             late += loads.failed()
-            if not self._rule.computes_front:
+            if not self._strategy.computes_front:
                 continue
             if reads != loads.reads:
                 reads, moved = loads.reads, time.perf_counter()
-            if time.perf_counter() - moved > _STALL_S:
+            if time.perf_counter() - moved > self._constants.stall_s:
                 late += loads.take(math.inf)
             elif take_over:
                 late += self._take_over(layer, late)

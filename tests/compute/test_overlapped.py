@@ -24,7 +24,7 @@ from cachecraft_rag.compute import overlapped
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
-from cachecraft_rag.compute.meeting import preload_depth, tokens_to_compute
+from cachecraft_rag.compute.load_split import LoadingConstants, preload_depth, tokens_to_compute
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Steps
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.speed import ComputeSpeed
@@ -708,7 +708,8 @@ def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(
     assert sum(extent.taken for extent in loads.extents) > 300
     assert len(not_loaded(result)) == sum(extent.taken for extent in loads.extents)
     disk.throttle.bytes_per_s = math.inf
-    monkeypatch.setattr(overlapped, "_STALL_S", math.inf)  # on a busy machine its readers may not run for long
+    # On a busy machine the readers may not run for a long time.
+    monkeypatch.setattr(overlapped, "LOADING_CONSTANTS", LoadingConstants(stall_s=math.inf))
     fast = disk.loads(expected=1e9)
     slow = ComputeSpeed(decoder.keys_per_row)
     slow.measured(1000.0, 50.0)  # a machine that takes 50 ms for a row
@@ -882,9 +883,9 @@ def test_what_is_recomputed_of_a_stored_chunk_belongs_to_an_untouched_prompt_onc
     rows = ONLY_QUESTION.rows.mark(range(20, 60), RowReason.RECOMPUTED)
     loads = disk.loads(readers=0)
     prefill = OverlappedPrefill(decoder, PrefillJob(IDS, rows), loads, measured(decoder))
-    assert prefill._ends().untouched
+    assert prefill._split().is_untouched
     loads.read()
-    assert not prefill._ends().untouched
+    assert not prefill._split().is_untouched
 
 
 def test_an_engine_that_has_measured_nothing_looks_longer_before_it_computes_a_front(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.compute.meeting import RULES, Ahead, BothEnds
+from cachecraft_rag.compute.load_split import STRATEGIES, LoadSplit, WaitCondition
 from cachecraft_rag.compute.speed import ComputeSpeed
 
 TOKENS, QUESTION = 2048, 40
@@ -22,16 +22,18 @@ def speed_of(*, row_s: float, fixed_s: float) -> ComputeSpeed:
     return speed
 
 
-def ends_of(times_as_fast: float, *, settled: bool = True, fixed_s: float = 0.03, cores: float = 0.0) -> BothEnds:
+def ends_of(
+    times_as_fast: float, *, is_settled: bool = True, fixed_s: float = 0.03, busy_cores: float = 0.0
+) -> LoadSplit:
     """A token is loaded so many times as fast as it is computed, and takes a byte."""
-    return BothEnds(
+    return LoadSplit(
         waiting=range(TOKENS),
         bytes_left=TOKENS,
         bytes_per_s=1000.0 * times_as_fast,
-        settled=settled,
+        is_settled=is_settled,
         rows=QUESTION,
         speed=speed_of(row_s=1e-3, fixed_s=fixed_s),
-        cores=cores,
+        busy_cores=busy_cores,
     )
 
 
@@ -44,9 +46,9 @@ def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_
 
 
 def test_until_the_rate_is_settled_a_front_goes_ahead_that_pays_with_loading_twice_as_fast() -> None:
-    first_reads = ends_of(1.0, settled=False)
+    first_reads = ends_of(1.0, is_settled=False)
     assert first_reads.next_piece() == (replace(first_reads, bytes_per_s=2000.0).share(), False)
-    assert replace(first_reads, settled=True).next_piece() == (first_reads.share() / 2, False)
+    assert replace(first_reads, is_settled=True).next_piece() == (first_reads.share() / 2, False)
 
 
 def test_the_first_tokens_of_a_long_prompt_attend_to_less_and_so_more_of_them_are_computed() -> None:
@@ -72,7 +74,7 @@ def test_where_a_whole_pass_attends_faster_than_others_do_there_is_that_pass() -
 
 def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
     """There is no way back from it. Pieces look expensive here, and loading may be twice as fast as it seems."""
-    first_reads = replace(ends_of(1.0, settled=False, fixed_s=0.0), tokens=TOKENS)
+    first_reads = replace(ends_of(1.0, is_settled=False, fixed_s=0.0), tokens=TOKENS)
     first_reads.speed.measured(1000.0, 0.6, kind="whole")
     for _ in range(9):
         first_reads.speed.measured(1000.0, 1.2, kind="piece")
@@ -85,7 +87,7 @@ def test_one_pass_is_not_begun_while_everything_may_come_sooner() -> None:
 
 def test_what_is_computed_in_any_case_costs_a_front_nothing_more() -> None:
     """Every second token of the chunks is recomputed."""
-    ends = replace(ends_of(1.0, fixed_s=0.0), own=range(0, TOKENS, 2), rows=TOKENS / 2)
+    ends = replace(ends_of(1.0, fixed_s=0.0), own_positions=range(0, TOKENS, 2), rows=TOKENS / 2)
     share = ends.share()
     assert TOKENS / 2 + share / 2 == pytest.approx(TOKENS - share)  # both ends take as long, in milliseconds
     assert replace(ends, bytes_per_s=250.0).next_piece() == (TOKENS, True)  # one pass over TOKENS rows, and no more
@@ -93,7 +95,7 @@ def test_what_is_computed_in_any_case_costs_a_front_nothing_more() -> None:
 
 def test_where_loading_is_quick_no_front_is_computed() -> None:
     assert ends_of(4.0).next_piece() == (0.0, True)
-    assert ends_of(400.0, settled=False).next_piece() == (0.0, True)
+    assert ends_of(400.0, is_settled=False).next_piece() == (0.0, True)
 
 
 def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -> None:
@@ -101,20 +103,20 @@ def test_a_rate_of_the_first_reads_is_not_trusted_where_that_would_cost_much() -
 
     The last pass begins, and looks again while little would have to catch up.
     """
-    first_reads = ends_of(3.0 / 2.0, settled=False)
+    first_reads = ends_of(3.0 / 2.0, is_settled=False)
     assert first_reads.share() > TOKENS / 4
     assert first_reads.next_piece() == (0.0, True)
-    assert first_reads.possible().share(layers_left=0.97) > 0.0
-    assert replace(first_reads, settled=True).next_piece() == (first_reads.share() / 2, False)
+    assert first_reads.optimistic().share(layers_left=0.97) > 0.0
+    assert replace(first_reads, is_settled=True).next_piece() == (first_reads.share() / 2, False)
 
 
 def test_before_anything_has_come_the_rate_is_at_most_what_was_asked_for() -> None:
-    slow = replace(ends_of(0.4, settled=False), came=False)
+    slow = replace(ends_of(0.4, is_settled=False), has_loaded=False)
     assert slow.next_piece() == (slow.share(), False)
     slower = replace(slow, bytes_per_s=200.0, tokens=TOKENS)
     assert slower.next_piece() == (TOKENS, True)  # at half of it a front would hardly be sooner than one pass
-    assert replace(slower, came=True).next_piece()[1] is False
-    assert ends_of(0.0, settled=False).next_piece() == (64, False)
+    assert replace(slower, has_loaded=True).next_piece()[1] is False
+    assert ends_of(0.0, is_settled=False).next_piece() == (64, False)
 
 
 def test_a_front_ends_with_an_extent_because_what_is_left_of_one_is_loaded_as_a_whole() -> None:
@@ -122,17 +124,17 @@ def test_a_front_ends_with_an_extent_because_what_is_left_of_one_is_loaded_as_a_
     share = ends.share()
     assert share == pytest.approx((4 * TOKENS - QUESTION - 30) / 5)
     near = [round(share) - 40, round(share) + 60]
-    assert replace(ends, borders=[*near, TOKENS]).share() == near[1]  # loading 40 tokens takes longer
-    assert replace(ends, borders=[near[0], round(share) + 200, TOKENS]).share() == near[0]
+    assert replace(ends, extent_ends=[*near, TOKENS]).share() == near[1]  # loading 40 tokens takes longer
+    assert replace(ends, extent_ends=[near[0], round(share) + 200, TOKENS]).share() == near[0]
 
 
 def test_half_a_front_ends_with_an_extent_too_and_one_large_extent_is_computed_whole_or_not_at_all() -> None:
     ends = ends_of(1.0)
     half = round(ends.share() / 2)
     borders = [half + 20, round(ends.share()) + 5, TOKENS]
-    assert replace(ends, borders=borders).next_piece() == (half + 20, False)
-    assert replace(ends, bytes_per_s=800.0, borders=[TOKENS]).next_piece() == (TOKENS, True)
-    assert replace(ends, borders=[TOKENS]).next_piece() == (0.0, True)
+    assert replace(ends, extent_ends=borders).next_piece() == (half + 20, False)
+    assert replace(ends, bytes_per_s=800.0, extent_ends=[TOKENS]).next_piece() == (TOKENS, True)
+    assert replace(ends, extent_ends=[TOKENS]).next_piece() == (0.0, True)
 
 
 def test_while_readers_have_not_begun_half_of_what_is_left_is_computed_at_a_time() -> None:
@@ -140,26 +142,26 @@ def test_while_readers_have_not_begun_half_of_what_is_left_is_computed_at_a_time
 
 
 def test_what_came_just_now_asks_for_nothing_more() -> None:
-    ends = replace(ends_of(1.0), waiting=range(2), bytes_left=0.0, own=range(4), borders=[2])
+    ends = replace(ends_of(1.0), waiting=range(2), bytes_left=0.0, own_positions=range(4), extent_ends=[2])
     assert ends.share() == 0.0
     assert ends.next_piece()[1]
 
 
 def test_the_first_look_is_a_small_part_of_computing_everything() -> None:
-    look = RULES["cake"].first_look
-    assert look(ends_of(1.0)) == Ahead("nothing")
-    unsettled = ends_of(1.0, settled=False)
-    assert look(unsettled) == Ahead("all", 0.02)
+    look = STRATEGIES["cake"].first_look
+    assert look(ends_of(1.0)) == WaitCondition("nothing")
+    unsettled = ends_of(1.0, is_settled=False)
+    assert look(unsettled) == WaitCondition("all", 0.02)
     short = replace(unsettled, waiting=range(160), bytes_left=160, tokens=200)
     assert look(short).timeout_s == pytest.approx(0.02 * (0.03 + 0.2))
     assert look(replace(short, speed=ComputeSpeed(keys_per_row=1e12))).timeout_s == 0.02
 
 
 def test_the_last_pass_waits_for_readers_that_would_take_its_cores() -> None:
-    assert ends_of(6.0, cores=1.0).load_first()
-    assert not ends_of(6.0, cores=0.3).load_first()  # they wait for the disk most of the time
-    assert not ends_of(1.0, cores=1.0).load_first()  # computing a front pays
-    assert not replace(ends_of(6.0, cores=1.0), waiting=(), bytes_left=0.0).load_first()
+    assert ends_of(6.0, busy_cores=1.0).load_first()
+    assert not ends_of(6.0, busy_cores=0.3).load_first()  # they wait for the disk most of the time
+    assert not ends_of(1.0, busy_cores=1.0).load_first()  # computing a front pays
+    assert not replace(ends_of(6.0, busy_cores=1.0), waiting=(), bytes_left=0.0).load_first()
 
 
 def test_on_a_machine_of_which_nothing_is_known_a_little_is_computed_unless_all_comes_soon() -> None:
@@ -177,7 +179,7 @@ def overlapped_s(tokens: int, *, row_s: float, fixed_s: float, load_token_s: flo
         back = max(front, tokens - int(now / load_token_s))
         waiting = range(front, back)
         left = len(waiting) * 1.0
-        count, last = BothEnds(waiting, left, 1.0 / load_token_s, True, QUESTION, speed).next_piece()
+        count, last = LoadSplit(waiting, left, 1.0 / load_token_s, True, QUESTION, speed).next_piece()
         front += round(count)
         passed = fixed_s + (round(count) + QUESTION * last) * row_s
         if last:
