@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
-from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval

@@ -31,7 +31,7 @@ from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Questions
 from cachecraft_rag.cli.options import out, print_json, progress_bar
-from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import AttentionSettings

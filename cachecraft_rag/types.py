@@ -372,6 +372,6 @@ class Damaged(Unavailable):
 
 
 class RemovedChunks(set[str]):
-    """Ids of the chunks removed since something began that may capture them; see `compute.write_back`."""
+    """Ids of the chunks removed since something began that may capture them; see `compute.captures.write_back`."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # by identity, to be held weakly

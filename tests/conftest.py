@@ -182,7 +182,7 @@ def front_is_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[PromptBuilder, C
     It and the instruction come from the disk only after that, and all that stands behind them in time.
     """
     from cachecraft_rag.compute import overlapped
-    from cachecraft_rag.compute.load_split import Cake, LoadingConstants
+    from cachecraft_rag.compute.balance.load_split import Cake, LoadingConstants
     from cachecraft_rag.store.layout import StoredVariant
 
     def arrange(prompts: PromptBuilder, chunk: Chunk) -> None:

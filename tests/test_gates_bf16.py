@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.decode import DecodeStep, extend_all
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.attention_paths import AttentionPaths

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.kv_buffer import KVBuffer
-from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.row_pass import Observer, RowPass, advance
 from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 
 
 class DecodeStep:

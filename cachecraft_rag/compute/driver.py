@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Wait
 from cachecraft_rag.compute.row_pass import advance
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.store.loading.pending import PendingLoads
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan
 

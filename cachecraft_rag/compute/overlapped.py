@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachecraft_rag.compute.capture import CaptureRecorder
-from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
-from cachecraft_rag.compute.focus import FocusObserver
+from cachecraft_rag.compute.balance.load_split import LOADING_CONSTANTS, STRATEGIES, LoadSplit, WaitCondition
+from cachecraft_rag.compute.balance.speed import ComputeSpeed, PassKind
+from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.load_split import LOADING_CONSTANTS, STRATEGIES, LoadSplit, WaitCondition
-from cachecraft_rag.compute.probe import QuestionProbe
-from cachecraft_rag.compute.refresh import AttentionReceived, Refresh
 from cachecraft_rag.compute.row_pass import Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason
-from cachecraft_rag.compute.speed import ComputeSpeed, PassKind
 from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
+from cachecraft_rag.compute.stale_tokens.focus import FocusObserver
+from cachecraft_rag.compute.stale_tokens.probe import QuestionProbe
+from cachecraft_rag.compute.stale_tokens.refresh import AttentionReceived, Refresh
 from cachecraft_rag.compute.timing import Timer, untimed, within
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.planning.planner import Plan

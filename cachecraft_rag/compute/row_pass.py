@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import CaptureRecorder, RecordedChunk
-from cachecraft_rag.compute.drift_correction import DriftCorrection
+from cachecraft_rag.compute.captures.capture import CaptureRecorder, RecordedChunk
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Stack
+from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection
 from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.cpu.calls import LayerRow

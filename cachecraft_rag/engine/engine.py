@@ -20,11 +20,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole, listed
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
+from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.engine.base import PathLike, StoreEngine
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError

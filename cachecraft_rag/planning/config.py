@@ -37,11 +37,11 @@ class ReuseConfig:
     budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added and
                      spent on the best tokens of the whole prompt
     drift            strength of drift correction, in [0, 1]: the part of the mean change of a chunk's recomputed
-                     tokens by which its stale tokens are moved (see `compute.drift_correction`); 0 = off, as in the
-                     paper
+                     tokens by which its stale tokens are moved (see `compute.stale_tokens.drift_correction`); 0 = off,
+                     as in the paper
     refresh_rows     number of stale tokens to recompute with each decode step, most attended first (see
-                     `compute.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry rows of the
-                     answer only
+                     `compute.stale_tokens.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry
+                     rows of the answer only
     early_termination         stop recomputing chunks that the question does not attend to (Algorithm 1 as printed)
     early_termination_window  w of Algorithm 1: consecutive layers that must agree
     plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured

@@ -50,7 +50,7 @@ class Selector:
 
     score   returns float `[tokens]`, higher = recomputed first; or None if it cannot score the chunk, in which case
             the scores of `leading` are used
-    probes  True if the selector needs the attention of the question (see `compute.probe`)
+    probes  True if the selector needs the attention of the question (see `compute.stale_tokens.probe`)
     """
 
     score: Score

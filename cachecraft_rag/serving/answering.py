@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.compute.decode import DecodeStep, extend
 from cachecraft_rag.compute.driver import Call, Until, Work
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
-from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan, exact_shares

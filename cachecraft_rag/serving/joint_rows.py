@@ -14,10 +14,10 @@ import torch
 from prometheus_client import CollectorRegistry, Histogram
 from torch import Tensor
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.decode import DecodeStep, extend_all
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import TOLERANCE
 

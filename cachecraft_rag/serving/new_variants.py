@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
+from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
-from cachecraft_rag.compute.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig

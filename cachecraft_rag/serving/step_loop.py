@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cachecraft_rag.compute.captures.write_back import Ended
 from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import AnyStep, Call, Until, Work
 from cachecraft_rag.compute.overlapped import Forward, Wait
 from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.timing import Timer, untimed
-from cachecraft_rag.compute.write_back import Ended
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.joint_rows import JointRows
 from cachecraft_rag.serving.scheduling import WaitingPass, next_group, pays_to_join

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step, Steps, Wait
 from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan, SegmentPlan

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute.balance.load_split import LoadingConstants, preload_depth, tokens_to_compute
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
-from cachecraft_rag.compute.load_split import LoadingConstants, preload_depth, tokens_to_compute
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Steps
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading

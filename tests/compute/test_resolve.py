@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from cachecraft_rag.compute.capture import CaptureRecorder
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
+from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve, rows_of
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.model.decoder import Decoder

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import CaptureRecorder
-from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
+from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import Observer, RowPass, advance
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import AttentionSettings
+from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import AttentionAccumulator
+from cachecraft_rag.compute.captures.capture import AttentionAccumulator
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.probe import QuestionProbe
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.stale_tokens.probe import QuestionProbe
 from cachecraft_rag.kernels.gpu import choice
 from cachecraft_rag.model.decoder import Decoder
 

@@ -75,10 +75,10 @@ BROKEN = {
     "cachecraft_rag.store.loading.pending:PendingLoads:place": "moved, three chunks",
     "cachecraft_rag.compute.row_pass::attention": "nothing reused",
     "cachecraft_rag.compute.overlapped:OverlappedPrefill:_arrive": "drift without probe",
-    "cachecraft_rag.compute.probe:QuestionProbe:observe": "five chunks, as by default",
-    "cachecraft_rag.compute.probe:QuestionProbe:seen": "probe without drift",
+    "cachecraft_rag.compute.stale_tokens.probe:QuestionProbe:observe": "five chunks, as by default",
+    "cachecraft_rag.compute.stale_tokens.probe:QuestionProbe:seen": "probe without drift",
     "cachecraft_rag.vllm.worker.stack:WorkerStack:write_blocks": "nothing recomputed",
-    "cachecraft_rag.compute.capture:CaptureRecorder:with_all_heads": "a capture",
+    "cachecraft_rag.compute.captures.capture:CaptureRecorder:with_all_heads": "a capture",
 }
 # Between the requests: after it the ranks have nothing in common.
 LAST = "cachecraft_rag.vllm.worker.working:Workers:_step"

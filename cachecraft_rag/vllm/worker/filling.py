@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step
 from cachecraft_rag.compute.resolve import executed_plan, resolve
 from cachecraft_rag.compute.row_pass import RowPass
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
+from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, run
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.row_pass import advance
-from cachecraft_rag.compute.speed import ComputeSpeed
-from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader

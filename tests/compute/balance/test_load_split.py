@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.compute.load_split import STRATEGIES, LoadSplit, WaitCondition
-from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.balance.load_split import STRATEGIES, LoadSplit, WaitCondition
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 
 TOKENS, QUESTION = 2048, 40
 

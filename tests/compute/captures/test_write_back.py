@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Segment

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Wait
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading import pending, rate

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
+from cachecraft_rag.compute.captures.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.planning.found_text import text_mark
 from cachecraft_rag.store import ChunkCacheStore

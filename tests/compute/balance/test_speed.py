@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 
 
 def test_compute_speed_separates_the_pass_from_its_rows() -> None:

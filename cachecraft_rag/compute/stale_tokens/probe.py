@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cachecraft_rag.compute.kv_buffer import KVBuffer
-from cachecraft_rag.compute.refresh import DEEPER, AttentionReceived
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stale_tokens.refresh import DEEPER, AttentionReceived
 
 # Most rows of a question that are probed, so that a long conversation is not computed twice.
 QUESTION_ROWS = 64

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.model.decoder import Decoder
 

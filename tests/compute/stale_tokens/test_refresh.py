@@ -13,8 +13,8 @@ from cachecraft_rag.compute.decode import DecodeStep, extend_all
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
-from cachecraft_rag.compute.refresh import Refresh
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.model.decoder import Decoder
 
 MakeDecoder = Callable[..., Decoder]

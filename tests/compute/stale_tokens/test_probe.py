@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.compute.speed import ComputeSpeed
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.planner import Plan, SegmentPlan

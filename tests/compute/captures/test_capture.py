@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.capture import AttentionAccumulator, AttentionStatistics
+from cachecraft_rag.compute.captures.capture import AttentionAccumulator, AttentionStatistics
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV

@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cachecraft_rag.compute.speed import ComputeSpeed
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.planning.config import Loading
 
 
