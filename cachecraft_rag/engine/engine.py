@@ -34,7 +34,7 @@ from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.output_schema import Constraints
-from cachecraft_rag.prompt.unmarked import Recognise, recognised
+from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
 from cachecraft_rag.serving.admission import Line
 from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.config import NewVariants
@@ -253,7 +253,7 @@ class Engine(StoreEngine):
 
     def _recogniser(self, session: str | None) -> Recognise | None:
         look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
-        return partial(recognised, look_up=look_up)
+        return partial(recognise_captured, look_up=look_up)
 
     def _request(self, *arguments: Any, sampling: SamplingParams, **options: Any) -> Request:
         request = super()._request(*arguments, sampling=sampling, **options)

@@ -1,4 +1,4 @@
-"""Constrained decoding: only tokens that can lead to JSON of a schema are drawn. llguidance keeps the grammar."""
+"""Constrained decoding: draw only tokens that can lead to JSON of a schema. llguidance keeps the grammar."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from cachecraft_rag.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# No free white space: small models would fill the answer with it.
+# White space is fixed, because small models would fill the answer with it.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_GRAMMARS = 64  # schemas whose grammar is kept
+_KEPT_GRAMMARS = 64  # schemas whose compiled grammar is kept
+_OPEN_BY_OTHERS = frozenset(("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"))
 
 
 class Constraint:
-    """The grammar of one answer, as far as it has been written.
+    """The grammar of one answer, advanced to the tokens drawn so far.
 
     Args:
-        matcher: llguidance's, for this answer alone.
+        matcher: llguidance's matcher, for this answer alone.
     """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def mask(self, logits: Tensor) -> Tensor:
-        """`[vocabulary]` logits with -inf for tokens that the grammar does not allow next; the text's end is allowed
-        once the JSON is complete, and nothing else is then.
+        """Return `[vocabulary]` logits with -inf for tokens that the grammar does not allow next.
+
+        Once the JSON is complete, only the tokens that end the text are allowed.
         """
         import torch
 
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=min(len(logits), 8 * len(bits)), bitorder="little"))
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        count = min(len(logits), 8 * len(packed))
+        allowed = torch.from_numpy(np.unpackbits(packed, count=count, bitorder="little"))
+        places = allowed.nonzero()[:, 0].to(logits.device)
         masked = torch.full_like(logits, -torch.inf)
-        place = allowed.nonzero()[:, 0].to(logits.device)
-        masked[place] = logits[place]
+        masked[places] = logits[places]
         return masked
 
     def take(self, token: int) -> None:
-        """Go on behind a token that was drawn."""
+        """Advance the grammar by a token that was drawn."""
         self._matcher.consume_token(token)
 
 
@@ -57,26 +60,31 @@ class Constraints:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._width, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
-        self._grammar = lru_cache(_GRAMMARS)(self._checked)
+        self._tokenizer = tokenizer
+        self._width = vocabulary
+        self._end_tokens = sorted(end_tokens)
+        self._grammar = lru_cache(_KEPT_GRAMMARS)(self._compiled)
 
     def json(self, schema: str) -> Constraint:
-        """A new constraint to JSON of a schema. Raises ConfigError for a schema that cannot be kept to."""
+        """Return a new constraint to JSON of a schema. Raises ConfigError if no answer can be kept to the schema."""
         grammar = self._grammar(schema)
         import llguidance
 
         return Constraint(llguidance.LLMatcher(self._vocabulary, grammar, log_level=0))
 
-    def _checked(self, schema: str) -> str:
+    def _compiled(self, schema: str) -> str:
         try:
             import llguidance
         except ImportError as error:
             raise ConfigError(
                 'a json_schema needs llguidance, which is not installed: pip install "cachecraft-rag[structured]"'
             ) from error
+
         options: Any = _COMPACT
-        grammar: str = llguidance.LLMatcher.grammar_from_json_schema(_closed(json.loads(schema)), overrides=options)
-        if problem := llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary):
+        closed = _closed(json.loads(schema))
+        grammar: str = llguidance.LLMatcher.grammar_from_json_schema(closed, overrides=options)
+        problem = llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary)
+        if problem:
             raise ConfigError(f"json_schema: an answer cannot be kept to this schema: {problem.strip()}")
         return grammar
 
@@ -91,29 +99,32 @@ class Constraints:
 
 
 def asking_for(schema: str) -> str:
-    """The end of a question whose answer keeps to a schema: drawing alone would not say what its fields mean."""
+    """Return the end of a question that asks for JSON of a schema.
+
+    Constrained decoding alone would not tell the model what the fields mean.
+    """
     return f"\n\nAnswer in JSON of this schema: {schema}"
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no properties but those it names, or a small model would go on to invent some.
+    """Forbid properties that the schema does not name; a small model would go on to invent some.
 
     >>> _closed({"properties": {"a": {}}})
     {'properties': {'a': {}}, 'additionalProperties': False}
     """
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
-        name: {key: _closed(one) for key, one in value.items()}
-        if name in ("properties", "$defs", "definitions") and isinstance(value, dict)
-        else value
-        if name in ("const", "enum", "default", "examples")
-        else _closed(value)
-        for name, value in schema.items()
-    }
-    open_by_others = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-    if "properties" in schema and open_by_others.isdisjoint(schema):
+
+    closed: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            closed[name] = {key: _closed(part) for key, part in value.items()}
+        elif name in ("const", "enum", "default", "examples"):
+            closed[name] = value
+        else:
+            closed[name] = _closed(value)
+    if "properties" in schema and _OPEN_BY_OTHERS.isdisjoint(schema):
         closed["additionalProperties"] = False
     return closed

@@ -1,4 +1,4 @@
-"""Tools: how a chat template writes calls, found by having it write one, and calls in an answer's text.
+"""Tools: calls in an answer's text, and the form in which a chat template writes them, found by having it write one.
 
 A tool is a dict in OpenAI's form: `{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`.
 """
@@ -16,7 +16,9 @@ from cachecraft_rag.errors import ConfigError
 
 Tool = Mapping[str, Any]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PROBE, _ARGUMENTS = "cachecraft_probe", {"cachecraft_key": ""}
+_PROBE_NAME = "cachecraft_probe"
+_PROBE_ARGUMENTS = {"cachecraft_key": ""}
+_PROBE_RESULT = "cachecraft_result"
 
 
 class ToolCall(NamedTuple):
@@ -28,10 +30,10 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes a call: `begin`, then a JSON object with the tool's name and its arguments.
+    """The form in which a model writes a call: `begin`, then a JSON object with the tool's name and its arguments.
 
-    begin   visible text before the JSON; empty if there is none
-    native  the chat template itself writes tools, calls and results; otherwise they are plain text
+    begin   visible text before the JSON; empty if the model writes the JSON alone
+    native  whether the chat template itself writes tools, calls and results; otherwise they are plain text
     """
 
     name_key: str = "name"
@@ -40,31 +42,35 @@ class CallFormat:
     native: bool = False
 
     def schema(self, tools: Sequence[Tool]) -> dict[str, Any]:
-        """The JSON schema of an answer that calls one of these tools."""
+        """Return the JSON schema of an answer that calls one of these tools."""
         calls = []
-        for function in (tool["function"] for tool in tools):
+        for tool in tools:
+            function = tool["function"]
             arguments = function.get("parameters") or {"type": "object", "properties": {}}
-            properties = {self.name_key: {"const": function["name"]}, self.arguments_key: arguments}
+            properties = {
+                self.name_key: {"const": function["name"]},
+                self.arguments_key: arguments,
+            }
             calls.append({"type": "object", "properties": properties, "required": list(properties)})
         return {"anyOf": calls}
 
     def instruction(self, tools: Sequence[Tool]) -> str:
-        """The text of the tools for a model whose template has no place for them."""
+        """Return a description of the tools for a model whose template has no place for them."""
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        return (
-            f"You may call these functions:\n{lines}\nTo call one, answer with nothing but\n{self.text('NAME', '{…}')}"
-        )
+        example = self.text("NAME", "{…}")
+        return f"You may call these functions:\n{lines}\nTo call one, answer with nothing but\n{example}"
 
     def text(self, name: str, arguments: str) -> str:
-        """A call as plain text."""
-        call = f"{json.dumps({self.name_key: name})[:-1]}, {json.dumps(self.arguments_key)}: {arguments}}}"
+        """Return a call as plain text."""
+        name_part = json.dumps({self.name_key: name}).removesuffix("}")
+        call = f"{name_part}, {json.dumps(self.arguments_key)}: {arguments}}}"
         return f"{self.begin}\n{call}\n</tool_call>"
 
 
 def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
-    """A list of tools. Raises ConfigError."""
-    found: list[Tool] = listed("tools", tools)
-    for tool in found:
+    """Return the tools as a list. Raises ConfigError for an invalid tool."""
+    checked: list[Tool] = listed("tools", tools)
+    for tool in checked:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _NAME.fullmatch(str(function.get("name"))):
             raise ConfigError(
@@ -72,122 +78,163 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
                 f"letters, digits, _, . and -; not {shown(tool)}"
             )
         check_mapping(f"the parameters of {function['name']}", function.get("parameters") or {})
+
     try:
-        json.dumps(found)
+        json.dumps(checked)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"tools cannot be written as JSON: {error}") from error
-    return found
+    return checked
 
 
 def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
-    """The form of calls in a chat template; plain text where it has none, or none with a JSON object.
+    """Return the form of calls in a chat template; plain text if the template writes no calls as JSON objects.
 
     Args:
         render: renders messages; keyword argument `tools`.
     """
     from jinja2.exceptions import TemplateError
 
-    tool = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+    tool = {
+        "name": _PROBE_NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    tools = [{"type": "function", "function": tool}]
     messages = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call_message(_PROBE, _ARGUMENTS, 0)]},
-        result_message(_PROBE, "cachecraft_result", 0),
+        {"role": "assistant", "content": "", "tool_calls": [call_message(_PROBE_NAME, _PROBE_ARGUMENTS, 0)]},
+        result_message(_PROBE_NAME, _PROBE_RESULT, 0),
     ]
     try:
-        before, whole = (
-            render(messages[:count], tools=[{"type": "function", "function": tool}]) for count in (1, len(messages))
-        )
+        without_call = render(messages[:1], tools=tools)
+        with_call = render(messages, tools=tools)
     except (TemplateError, TypeError, ValueError):
         return CallFormat()
-    start = next((n for n, (one, other) in enumerate(zip(before, whole, strict=False)) if one != other), len(before))
-    if _PROBE not in before or "cachecraft_result" not in whole[start:]:
+
+    pairs = enumerate(zip(without_call, with_call, strict=False))
+    start = next((place for place, (old, new) in pairs if old != new), len(without_call))
+    added = with_call[start:]
+    if _PROBE_NAME not in without_call or _PROBE_RESULT not in added:
         return CallFormat()
-    begins = [place.start() for place in re.finditer(r"\{", whole[start:])]
-    for place in reversed(begins):
-        found = _json_at(whole[start:], place)
-        keys = {str(value): key for key, value in found.items()} if isinstance(found, dict) else {}
-        if _PROBE in keys and str(_ARGUMENTS) in keys:
-            ids = tokenizer(whole[start : start + place], add_special_tokens=False)["input_ids"]
+
+    braces = [match.start() for match in re.finditer(r"\{", added)]
+    for brace in reversed(braces):
+        call = _json_at(added, brace)
+        keys = {str(value): key for key, value in call.items()} if isinstance(call, dict) else {}
+        if _PROBE_NAME in keys and str(_PROBE_ARGUMENTS) in keys:
+            ids = tokenizer(added[:brace], add_special_tokens=False)["input_ids"]
             begin = tokenizer.decode(ids, skip_special_tokens=True).strip(" \n\t[")
-            return CallFormat(keys[_PROBE], keys[str(_ARGUMENTS)], begin, native=True)
+            return CallFormat(
+                name_key=keys[_PROBE_NAME],
+                arguments_key=keys[str(_PROBE_ARGUMENTS)],
+                begin=begin,
+                native=True,
+            )
     return CallFormat()
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """The calls of a turn. Raises ConfigError.
+    """Return the calls of a turn. Raises ConfigError.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')
     [{'name': 'add', 'arguments': {'a': 1}}]
     """
-    found = _json_at(text, 0)
-    if isinstance(found, list) and all(
-        isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("arguments"), dict)
-        for one in found
-    ):
-        for one in found:
-            if not _NAME.fullmatch(one["name"]):
-                raise ConfigError(f"{shown(one['name'])} is no name of a tool")
-        return found
-    raise ConfigError(f'calls must be JSON such as [{{"name": "add", "arguments": {{}}}}], not {shown(text)}')
+    calls = _json_at(text, 0)
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise ConfigError(f'calls must be JSON such as [{{"name": "add", "arguments": {{}}}}], not {shown(text)}')
+    for call in calls:
+        if not _NAME.fullmatch(call["name"]):
+            raise ConfigError(
+                f"{shown(call['name'])} is not the name of a tool; names hold up to 64 letters, digits, _, . and -"
+            )
+    return calls
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
 
 
 def call_message(name: str, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A call as templates take it."""
-    return {"id": f"{number:09}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    """Return a call in the form that templates take."""
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"id": f"{number:09}", "type": "function", "function": function}
 
 
 def result_message(name: str, text: str, number: int) -> dict[str, Any]:
-    """The result of a call as templates take it."""
+    """Return the result of a call in the form that templates take."""
     return {"role": "tool", "name": name, "tool_call_id": f"{number:09}", "content": text}
 
 
 class CallReader:
-    """Separates an answer's text from its calls while it comes.
+    """Separates an answer's text from its calls while it arrives.
 
     Args:
         form: of calls.
-        names: of the tools; JSON about others is text.
+        names: of the tools; JSON that names others is text.
         forced: the whole answer is one call.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str], *, forced: bool = False) -> None:
-        self._form, self._names, self._forced = form, frozenset(names), forced
+        self._form = form
+        self._names = frozenset(names)
+        self._forced = forced
         self._held = ""
-        self._reading = forced
-        self._any = False
+        self._is_reading_call = forced
+        self._has_text = False
 
     def push(self, piece: str) -> str:
-        """Take a piece; returns the text that belongs to no call."""
+        """Take a piece of the answer; returns the text that belongs to no call."""
         self._held += piece
-        if self._reading:
+        if self._is_reading_call:
             return ""
-        begin, stripped = self._form.begin, self._held.lstrip()
-        if begin and (place := self._held.find(begin)) >= 0:
-            self._reading = True
-            text, self._held = self._held[:place], self._held[place:]
-        elif not self._any and (not stripped or stripped[0] in "[{"):  # some models write the JSON alone
-            self._reading, text = bool(stripped), ""
+
+        begin = self._form.begin
+        stripped = self._held.lstrip()
+        call_start = self._held.find(begin) if begin else -1
+        if call_start >= 0:
+            self._is_reading_call = True
+            text = self._release(call_start)
+        elif not self._has_text and (not stripped or stripped[0] in "[{"):  # some models write the JSON alone
+            self._is_reading_call = bool(stripped)
+            text = ""
         else:
-            kept = next((n for n in range(len(begin) - 1, 0, -1) if self._held.endswith(begin[:n])), 0)
-            cut = len(self._held) - kept
-            text, self._held = self._held[:cut], self._held[cut:]
-        self._any |= bool(text)
+            text = self._release(len(self._held) - self._begun_length())
+        self._has_text |= bool(text)
         return text
 
+    def _release(self, length: int) -> str:
+        """Remove the first `length` letters from what is held back, and return them."""
+        text = self._held[:length]
+        self._held = self._held[length:]
+        return text
+
+    def _begun_length(self) -> int:
+        """Return how many of the last letters may be the beginning of `begin`."""
+        begin = self._form.begin
+        for length in range(len(begin) - 1, 0, -1):
+            if self._held.endswith(begin[:length]):
+                return length
+        return 0
+
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest that was held back, if it is no call, and the calls."""
-        text, place, calls = self._held, 0, []
-        while (place := text.find("{", place)) >= 0:
+        """Return the text that is still held back (empty if it holds calls) and the calls."""
+        text = self._held
+        calls = []
+        place = text.find("{")
+        while place >= 0:
             try:
-                found, place = json.JSONDecoder().raw_decode(text, place)
+                value, stop = json.JSONDecoder().raw_decode(text, place)
             except (ValueError, RecursionError):
                 break
-            if (call := self._call(found)) is not None:
+            call = self._call(value)
+            if call is not None:
                 calls.append(call)
+            place = text.find("{", stop)
         return ("" if calls else text), calls
 
-    def _call(self, found: Any) -> ToolCall | None:
-        name, arguments = found.get(self._form.name_key), found.get(self._form.arguments_key, {})
+    def _call(self, value: Any) -> ToolCall | None:
+        name = value.get(self._form.name_key)
+        arguments = value.get(self._form.arguments_key, {})
         if isinstance(arguments, str):  # some models write the object as a string
             arguments = _json_at(arguments, 0)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
@@ -196,7 +243,7 @@ class CallReader:
 
 
 def _json_at(text: str, place: int) -> Any:
-    """The JSON value that begins there, or None."""
+    """Return the JSON value that begins at this place, or None."""
     try:
         return json.JSONDecoder().raw_decode(text, place)[0]
     except (ValueError, RecursionError):

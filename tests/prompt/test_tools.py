@@ -145,7 +145,7 @@ def test_names_that_are_no_names_are_refused(byte_tokenizer: Any, name: str) -> 
     with pytest.raises(ConfigError, match="name"):
         builder_of(byte_tokenizer, TEMPLATES["tagged"], [{"type": "function", "function": {"name": name}}])
     calls = json.dumps([{"name": name, "arguments": {}}])
-    with pytest.raises(ConfigError, match="no name of a tool"):
+    with pytest.raises(ConfigError, match="not the name of a tool"):
         builder_of(byte_tokenizer, TEMPLATES["tagged"]).build(
             "", [], history=[("user", "a"), ("calls", calls), ("result", "b")]
         )

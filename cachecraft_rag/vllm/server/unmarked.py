@@ -27,7 +27,7 @@ from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
-from cachecraft_rag.prompt.unmarked import Piece, candidates_of, recognised, session_of, tail_of
+from cachecraft_rag.prompt.unmarked import PromptPiece, candidates_of, recognise_captured, segments_of, session_of
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
@@ -190,12 +190,13 @@ class PlainPrompts:
         head = tuple(ids[: max(1, min((text.start for text in texts), default=0))])
         look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
         pieces = _pieces(ids, texts, len(head))
-        tail = tail_of(pieces, engine.prompts.kinds, partial(recognised, look_up=look_up), private=owner is not None)
+        recognise = partial(recognise_captured, look_up=look_up)
+        tail = segments_of(pieces, engine.prompts.kinds, recognise, private=owner is not None)
         if tail is None:
             return None, dict, 0, False
         private = not engine.settings.shared_system
         system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
-        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1][0]))))
+        prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1].token_ids))))
         session = session_of(prompt, owner)
         sought = [one for one in prompt.segments if one.kind != "question"]
         found = engine.look_up(sought, session=session)
@@ -240,19 +241,21 @@ class PlainPrompts:
             self._engine.new_variants.answered(0, found[name])
 
 
-def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[Piece]:
+def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[PromptPiece]:
     """What follows the first tokens, in pieces; those of the texts are searched. A text that is not in the prompt, such
     as a system message that the template leaves out, is empty.
 
-    >>> _pieces([5, 6, 7, 8, 9], [range(5, 5), range(3, 4), range(1, 2)], 1)
+    >>> [tuple(piece) for piece in _pieces([5, 6, 7, 8, 9], [range(5, 5), range(3, 4), range(1, 2)], 1)]
     [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
     """
-    pieces: list[Piece] = []
+    pieces: list[PromptPiece] = []
     for text in sorted(filter(len, texts), key=attrgetter("start")):
         begin, stop = max(start, text.start), max(start, text.stop)
-        pieces += [(tuple(ids[start:begin]), False), (tuple(ids[begin:stop]), True)]
+        pieces.append(PromptPiece(tuple(ids[start:begin]), is_searched=False))
+        pieces.append(PromptPiece(tuple(ids[begin:stop]), is_searched=True))
         start = stop
-    return [*pieces, (tuple(ids[start:]), False)]
+    pieces.append(PromptPiece(tuple(ids[start:]), is_searched=False))
+    return pieces
 
 
 def _behind(before: Ask, ids: Sequence[int]) -> Ask:
