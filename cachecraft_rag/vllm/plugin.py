@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
+from cachecraft_rag.vllm.versions import is_known_version
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
 ARCHITECTURES = {  # architecture → the module of vllm.model_executor.models that defines it
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -9,11 +15,28 @@ ARCHITECTURES = {  # architecture → the module of vllm.model_executor.models t
     "Qwen3ForCausalLM": "qwen3",
 }
 CONNECTOR = "CacheCraftConnector"
-PLUGIN, ENDPOINT = "cachecraft", "cachecraft_http"  # names of the entry points, as in pyproject.toml
+PLUGIN = "cachecraft"  # name of the entry point in pyproject.toml
+ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; may be called any number of times."""
+    """Entry point of `vllm.general_plugins`; may be called any number of times.
+
+    Plain `vllm serve` loads it too and lets its exceptions end the server. So an unknown version is left alone, and a
+    failure is logged.
+    """
+    import vllm
+
+    if not is_known_version(vllm.__version__):
+        logger.info("vLLM %s is unknown to this package, so nothing is registered", vllm.__version__)
+        return
+    try:
+        _register()
+    except Exception:  # whatever it is: see above
+        logger.exception("Registering with vLLM %s failed: chunk-caches cannot be used", vllm.__version__)
+
+
+def _register() -> None:
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -22,13 +22,15 @@ from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.types import Chunk
-from cachecraft_rag.vllm.engine import VLLMEngine, require_vllm
+from cachecraft_rag.vllm.engine import VLLMEngine
+from cachecraft_rag.vllm.plugin import register
 from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server import launch as server
 from cachecraft_rag.vllm.server.documents import Asked, plain_config
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
+from cachecraft_rag.vllm.versions import require_vllm
 
 # What a client says with each question, or does itself before it asks.
 OF_CLIENTS = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
@@ -207,6 +209,23 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
         else:
             with pytest.raises(ConfigError, match=f"vLLM {version} is installed, and this needs 0.32 or 0.33"):
                 require_vllm()
+
+
+def test_the_plugin_registers_nothing_in_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM lets a plugin's exception end the server, plain `vllm serve` too."""
+    unknown = SimpleNamespace(__version__="0.40.0")  # an import of anything else from it would raise
+    monkeypatch.setitem(sys.modules, "vllm", unknown)  # type: ignore[misc]
+    register()
+
+
+def test_the_plugin_leaves_a_vllm_alone_where_its_registry_has_moved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved = SimpleNamespace(__version__="0.33.0")
+    monkeypatch.setitem(sys.modules, "vllm", moved)  # type: ignore[misc]
+    with caplog.at_level("ERROR", logger="cachecraft_rag.vllm"):
+        register()
+    assert "chunk-caches cannot be used" in caplog.text
 
 
 def test_heads_that_ranks_cannot_divide(tiny_decoder: Callable[..., Any], byte_tokenizer: Any) -> None:

