@@ -1,4 +1,4 @@
-"""Decoding in the buffers that prefills have filled."""
+"""Decode steps in the buffers that prefills have filled."""
 
 from __future__ import annotations
 
@@ -16,43 +16,59 @@ from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 
 
 class DecodeStep:
-    """The next token of an answer, at `position`, where its K/V join the buffer. Computing it is idempotent.
+    """The next token of an answer. Its keys and values are written to the buffer. Computing it again is harmless.
 
-    `refresh`: chooses stale tokens of the prompt to recompute with it; None = there are none.
+    Attributes:
+        buffer: keys and values of the request.
+        token: id of the token.
+        position: position of the token.
+        refresh: chooses stale tokens of the prompt to recompute with it; None = there are none.
     """
 
     __slots__ = ("buffer", "position", "refresh", "token")
 
     def __init__(self, buffer: KVBuffer, token: int, position: int, refresh: Refresh | None = None) -> None:
-        self.buffer, self.token, self.position, self.refresh = buffer, token, position, refresh
+        self.buffer = buffer
+        self.token = token
+        self.position = position
+        self.refresh = refresh
 
 
 @torch.inference_mode()
 def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int) -> Tensor:
-    """Hidden states `[streams, tokens, hidden]` of these tokens, the first at `position`; their K/V join the buffer."""
-    return _computed(stack, [_pass(stack, buffer, tokens, np.arange(position, position + len(tokens)))])
+    """Compute these tokens, the first at `position`, and write their keys and values to the buffer.
+
+    Returns:
+        Their hidden states `[streams, tokens, hidden]`.
+    """
+    positions = np.arange(position, position + len(tokens))
+    return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
 
 
 @torch.inference_mode()
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
-    """Hidden states `[streams, steps, hidden]` of one step of each of several answers, computed in one pass."""
+    """Compute one step of each of several answers in one pass.
+
+    Returns:
+        Hidden states `[streams, steps, hidden]`.
+    """
     passes = [_step_pass(stack, step) for step in steps]
-    hidden = _computed(stack, passes)
-    if all(len(one.positions) == 1 for one in passes):
+    hidden = _compute(stack, passes)
+    if all(len(row_pass.positions) == 1 for row_pass in passes):
         return hidden
-    last = np.cumsum([len(one.positions) for one in passes]) - 1
-    return hidden[:, torch.from_numpy(last).to(stack.device)]
+    last_rows = np.cumsum([len(row_pass.positions) for row_pass in passes]) - 1
+    return hidden[:, torch.from_numpy(last_rows).to(stack.device)]
 
 
 def _step_pass(stack: Stack, step: DecodeStep) -> RowPass:
     if step.refresh is None:
-        return _pass(stack, step.buffer, [step.token], np.array([step.position]))
-    stale, seen = step.refresh.begin(step.position)
+        return _row_pass(stack, step.buffer, [step.token], np.array([step.position]))
+    stale, observer = step.refresh.begin(step.position)
     tokens = [*step.refresh.token_ids[stale].tolist(), step.token]
-    return _pass(stack, step.buffer, tokens, np.append(stale, step.position), seen)
+    return _row_pass(stack, step.buffer, tokens, np.append(stale, step.position), observer)
 
 
-def _pass(
+def _row_pass(
     stack: Stack,
     buffer: KVBuffer,
     tokens: Sequence[int],
@@ -62,7 +78,10 @@ def _pass(
     return RowPass(stack, buffer, torch.tensor(tokens, device=stack.device), positions, observer=observer)
 
 
-def _computed(stack: Stack, passes: Sequence[RowPass]) -> Tensor:
-    for _ in range(stack.layout.layers):
+def _compute(stack: Stack, passes: Sequence[RowPass]) -> Tensor:
+    """Run all layers; return the hidden states `[streams, rows, hidden]` of all passes together."""
+    for _layer in range(stack.layout.layers):
         advance(stack, passes)
-    return torch.cat([one.hidden for one in passes], dim=1) if len(passes) > 1 else passes[0].hidden
+    if len(passes) == 1:
+        return passes[0].hidden
+    return torch.cat([row_pass.hidden for row_pass in passes], dim=1)

@@ -1,7 +1,8 @@
-"""Steps of work on the model, and the simplest driver of them: one after the other, in the caller's thread.
+"""Steps of work on the model, and the simplest driver: one step after the other, in the caller's thread.
 
-A generator yields its steps and is sent their results: `Wait` and `Forward` of a prefill, `DecodeStep` of an answer,
-`Until`, `Call`, and a `Future` for what other threads do. `serving.step_loop` drives many such generators at once.
+A generator yields steps and receives their results. Steps are `Wait` and `Forward` of a prefill, `DecodeStep` of an
+answer, `Until`, `Call`, and a `Future` for the work of other threads. `serving.step_loop` drives many generators at
+once.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call `function`, which computes on the model's device; send back what it returns."""
+    """Call `function`, which computes on the model's device, and send back its result."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Go on once `ready()`, or after `timeout_s` (None = never); send back whether it is.
+    """Continue when `ready()` is true or after `timeout_s`; send back True if it is ready.
 
-    for_reader  it waits until the reader of an answer takes a piece
+    ready       condition to wait for
+    timeout_s   longest wait in seconds; None = no limit
+    for_reader  True if it waits until the reader of an answer takes a piece
     """
 
     ready: Callable[[], bool]
@@ -49,32 +52,42 @@ Work = Generator[Any, Any, T]  # of `AnyStep`
 def run(
     stack: Stack, steps: Generator[Any, Any, T], turn: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> T:
-    """Take the steps of a prefill, or of a capture, one after the other; `turn` surrounds each that computes."""
-    came: Any = None
+    """Run the steps of a prefill or of a capture, and return the result of the generator.
+
+    Args:
+        stack: the model's layers.
+        steps: the generator of steps; it is closed in the end.
+        turn: makes the context in which a step that computes is run.
+    """
+    outcome: Any = None
     try:
         while True:
             try:
-                step = steps.send(came)
+                step = steps.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
             if isinstance(step, Wait):
-                came = step.loads.wait(step.ready, step.timeout_s)
+                outcome = step.loads.wait(step.ready, step.timeout_s)
             elif isinstance(step, Future):
-                came = step.result()
+                outcome = step.result()
+            elif isinstance(step, Call):
+                with turn():
+                    outcome = step.function()
             else:
                 with turn():
-                    came = step.function() if isinstance(step, Call) else advance(stack, [step.row_pass])
+                    outcome = advance(stack, [step.row_pass])
     finally:
         steps.close()
 
 
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
-    """Run a job that has everything at hand."""
+    """Run a job that has nothing to load."""
     return run(stack, prefill_steps(stack, job))
 
 
 def prefill_steps(stack: Stack, job: PrefillJob) -> Generator[Any, Any, PrefillResult]:
-    """The steps of a job that has everything at hand."""
-    nothing = PendingLoads.of_nothing(stack.layout.layers)
-    return OverlappedPrefill(stack, job, nothing, ComputeSpeed(stack.keys_per_row)).steps()
+    """Return the steps of a job that has nothing to load."""
+    no_loads = PendingLoads.of_nothing(stack.layout.layers)
+    speed = ComputeSpeed(stack.keys_per_row)
+    return OverlappedPrefill(stack, job, no_loads, speed).steps()

@@ -1,4 +1,4 @@
-"""A prefill as decided before any tensor moves, and its result."""
+"""A prefill as it was decided before any tensor moves, and its result."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows], Plan]
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """Look at the prompt before the last pass.
+    """Request for a probe before the last pass.
 
-    question  the positions of the question's own text
-    choose    makes a new plan from the scores of each reused segment (float32 `[tokens]`, 1 on average over all of
-              them) and the rows computed by then
+    question  positions of the question's own text
+    choose    makes a new plan from the scores of each reused segment (float32 `[tokens]`, 1 on average over all
+              segments) and the rows computed by then
     """
 
     question: range
@@ -34,9 +34,10 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTermination:
-    """Algorithm 1: w, how many layers in a row must agree, and the positions of the question's own text.
+    """Settings of early termination (Algorithm 1).
 
-    Without positions it is the whole last segment.
+    window    w of the paper: number of consecutive layers that must agree
+    question  positions of the question's own text; None = the whole last segment
     """
 
     window: int
@@ -47,16 +48,19 @@ class EarlyTermination:
 class PrefillJob:
     """Rows and chunk-caches of one prefill.
 
-    token_ids  of the whole prompt
-    rows       positions computed in any case, and why; the last segment is the question
-    resident   chunk-caches in memory; the other stored ones are being loaded, see `OverlappedPrefill`
-    captures   segments to record where one pass computes them whole
-    capacity   positions to make room for: the prompt and the answer
-    shared_until  keys and values before this position must not depend on the question: chunks before it will be
-               captured for all users, and one user's question must not shape the answers of others
-    reused     segments for drift correction (see `drift_correction`)
-    drift      strength of the drift correction
-    refresh_rows  tokens to recompute with each decode step
+    token_ids     token ids of the whole prompt
+    rows          positions that are computed in any case, with their reasons; the last segment is the question
+    resident      chunk-caches in memory; the other stored ones are being loaded, see `OverlappedPrefill`
+    captures      segments to record if one pass computes them whole
+    capacity      number of positions to make room for: the prompt and the answer
+    shared_until  position up to which keys and values must not depend on the question: chunks before it will be
+                  captured for all users, and one user's question must not shape the answers of others
+    reused        segments for drift correction (see `drift_correction`)
+    drift         strength of drift correction
+    refresh_rows  number of tokens to recompute with each decode step
+    loading       strategy for chunk-caches that are not in memory
+    early_termination  settings of early termination; None = off
+    probe         request for a probe; None = no probe
     """
 
     token_ids: Sequence[int]
@@ -77,17 +81,17 @@ class PrefillJob:
 class PrefillResult:
     """Result of a job.
 
-    hidden       `[streams, rows, hidden]` of the last pass: its last row is the prompt's last token
+    hidden       `[streams, rows, hidden]`, hidden states of the last pass; the last row is the prompt's last token
     buffer       keys and values, to decode in
-    recorder     captures, perhaps none
-    rows         positions computed in the end, and why
-    late         segments of which tokens were computed only after other rows had attended to what was stored of them,
-                 in the first layers
-    plan         as chosen anew after a probe; None without one
-    refresh      chooses stale tokens to recompute while decoding; None where there are none
-    focus_layer  the layer that settled the focused chunks, where one did
-    row_layers   rows computed, summed over passes and layers: what early termination saves shows here
-    waited_s     seconds that computing waited for loading
+    recorder     recorded captures, possibly none
+    rows         positions that were computed in the end, with their reasons
+    late         segments with tokens that were computed only after other rows had attended to their stored values in
+                 the first layers
+    plan         plan after the probe; None without a probe
+    refresh      chooses stale tokens to recompute while decoding; None = there are none
+    focus_layer  layer that settled the focused chunks; None = no layer did
+    row_layers   number of computed rows, summed over passes and layers; early termination lowers it
+    waited_s     time that computing waited for loading, in seconds
     """
 
     hidden: Tensor

@@ -1,4 +1,8 @@
-"""One pass of some rows through the layers, a layer at a time: rotate, correct, write, attend."""
+"""A pass of some rows through the layers, one layer at a time.
+
+In each layer the rows' queries and keys are rotated, drift is corrected, the rows' keys and values are written to the
+buffer, and the rows attend to everything before them.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +31,34 @@ class Observer(Protocol):
     """Observer of the attention of some rows of a pass, layer by layer.
 
     Attributes:
-        watched: positions whose rows it is shown, as far as they are rows of the pass.
+        watched: positions of the observed rows; positions that are not rows of the pass are skipped.
     """
 
     watched: range
 
     def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
-        """Look at one layer.
+        """Observe one layer.
 
         Args:
-            q: `[rows shown, heads, head_dim]`, rotated.
-            k: `[keys, kv_heads, head_dim]`, rotated; of positions that no row sees, uninitialised.
-            visible: positions of the rows shown, and the keys that they see.
+            layer: index of the layer.
+            q: `[watched rows, heads, head_dim]`, rotated queries.
+            k: `[keys, kv_heads, head_dim]`, rotated keys; uninitialised at positions that no row sees.
+            visible: positions of the watched rows, and the keys that they see.
+            settings: attention settings of the layer.
         """
 
 
 class RowPass:
-    """Rows on their way through the layers. A row sees every position before its own, computed or placed by then.
+    """Rows on their way through the layers. A row attends to every earlier position that is computed or placed by then.
 
     Attributes:
-        layer: the next one to run.
-        positions, where: of the rows, ascending; int64 `[rows]` on the host and on the device.
-        hidden: `[streams, rows, hidden]`, what goes into `layer`.
-        recorder, absent, timer: the arguments.
+        layer: index of the next layer to run.
+        positions: int64 `[rows]`, positions of the rows, ascending.
+        where: the same on the device.
+        hidden: `[streams, rows, hidden]`, input of the next layer.
+        recorder: see `__init__`.
+        absent: see `__init__`.
+        timer: see `__init__`.
     """
 
     def __init__(
@@ -69,34 +78,51 @@ class RowPass:
         """Begin a pass.
 
         Args:
-            ids: int64 `[rows]`, their tokens.
-            positions: int64 `[rows]`, ascending.
-            rows: the reasons why they run; `drift` needs them.
+            stack: the model's layers.
+            buffer: keys and values of the request.
+            ids: int64 `[rows]`, token ids of the rows.
+            positions: int64 `[rows]`, positions of the rows, ascending.
+            rows: the rows of the prompt with their reasons; required by `drift`.
             recorder: copies the keys and values of new chunks.
-            drift: correction of the tokens that are not computed.
-            absent: int64, positions that hold nothing yet: no row sees them.
+            observer: observes the attention of some rows.
+            drift: drift correction of the tokens that are not computed.
+            absent: int64, positions without keys and values, hidden from every row.
             timer: called with each part.
         """
-        self._device, self._buffer, self._paths = stack.device, buffer, stack.attention_paths
-        self._rows, self._observer, self._drift = rows, observer, drift
-        self.recorder, self.absent, self.timer = recorder, absent, timer
+        self._device = stack.device
+        self._paths = stack.attention_paths
+        self._buffer = buffer
+        self._rows = rows
+        self._observer = observer
+        self._drift = drift
+        self.recorder = recorder
+        self.absent = absent
+        self.timer = timer
         self._hidden_keys = None if absent is None else self._on_device(absent)
+
         self.layer = 0
-        self._begun = self._done = -1  # the last layer in which `attend` began and ended its changes
-        self._go_on_with(positions)
+        self._started_layer = -1  # the last layer in which `attend` began its changes
+        self._finished_layer = -1  # the last layer in which `attend` finished its changes
+        self._set_rows(positions)
         self.hidden = stack.embed(ids)
 
     def _on_device(self, positions: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(positions)).to(self._device)
 
-    def _go_on_with(self, positions: NDArray[np.int64]) -> None:
-        self.positions, self.where = positions, self._on_device(positions)
-        self._cos, self._sin = self._buffer.cos[self.where], self._buffer.sin[self.where]
-        self._shown = slice(0)  # the rows that the observer watches
+    def _set_rows(self, positions: NDArray[np.int64]) -> None:
+        """Set the rows for the layers that follow."""
+        self.positions = positions
+        self.where = self._on_device(positions)
+        self._cos = self._buffer.cos[self.where]
+        self._sin = self._buffer.sin[self.where]
+
+        self._watched_rows = slice(0)
         if self._observer is not None:
             watched = self._observer.watched
-            self._shown = slice(*np.searchsorted(positions, [watched.start, watched.stop]).tolist())
-        self._visible: dict[int | None, tuple[Visibility, Visibility]] = {}
+            edges = np.searchsorted(positions, [watched.start, watched.stop])
+            self._watched_rows = slice(*edges.tolist())
+
+        self._visible: dict[int | None, tuple[Visibility, Visibility]] = {}  # by window
         self._captures: list[tuple[RecordedChunk, slice]] = []
         if self.recorder is not None:
             self._captures = self.recorder.locate(positions)
@@ -107,103 +133,144 @@ class RowPass:
             self._drift.locate(self.positions, self._rows)
 
     def update(self, rows: Rows) -> None:
-        """Change the rows' reasons: stored keys and values of a running row failed to load."""
+        """Change the reasons of the rows, after stored keys and values of a running row failed to load."""
         self._rows = rows
         self._locate_drift()
 
     def join(self, other: RowPass) -> None:
-        """Merge the rows of another pass that stands before the same layer."""
-        assert other.layer == self.layer, "only passes before the same layer can join"
+        """Add the rows of another pass that has reached the same layer."""
+        assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
         order = np.argsort(positions, kind="stable")
-        self._go_on_with(positions[order])
+        self._set_rows(positions[order])
         self.hidden = torch.cat((self.hidden, other.hidden), dim=1)[:, self._on_device(order)]
 
     def keep(self, chosen: NDArray[np.bool_]) -> None:
-        """Go on with these rows only, bool `[rows]`."""
+        """Keep these rows only, bool `[rows]`."""
         kept = np.flatnonzero(chosen)
-        self._go_on_with(self.positions[kept])
+        self._set_rows(self.positions[kept])
         self.hidden = self.hidden[:, self._on_device(kept)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
         """See `stack.LayerPass`."""
-        merged, (visible, shown) = self._buffer.kv[layer], self._visibility(settings.window)
-        again = layer == self._done  # a joint forward failed behind this, and is repeated
-        if layer == self._begun and not again and (self._drift is not None or self._observer is not None):
-            raise RuntimeError(f"layer {layer} failed while stored rows were corrected; it cannot be repeated")
-        self._begun = layer
+        merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
+        visible, visible_to_watched = self._visibility(settings.window)
+        is_repeated = layer == self._finished_layer  # a joint forward failed after this, and runs again
+        self._check_repeatable(layer, is_repeated)
+        self._started_layer = layer
+
         with self.timer("placing"):
-            queries, keys = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
-        if self._drift is not None and not again:
+            queries = rotate(q, self._cos, self._sin)
+            keys = rotate(k, self._cos, self._sin)
+
+        if self._drift is not None and not is_repeated:
             with self.timer("drift"):
                 self._drift.correct(merged, keys, v)
+
         with self.timer("placing"):
             scatter_rows(merged, keys, v, self.where)
+
         if self.recorder is not None:
             self.recorder.record(layer, self._captures, (queries, k, v), settings)
-        if self._observer is not None and not again:
-            self._observer.observe(layer, queries[self._shown], merged[0], shown, settings)
-        self._done = layer
+        if self._observer is not None and not is_repeated:
+            watched_queries = queries[self._watched_rows]
+            self._observer.observe(layer, watched_queries, merged[0], visible_to_watched, settings)
+        self._finished_layer = layer
+
         with self.timer("attention"):
-            scale, softcap = settings.scale, settings.softcap
-            return attention(queries, merged[0], merged[1], visible, scale=scale, softcap=softcap, paths=self._paths)
+            return attention(
+                queries,
+                merged[0],
+                merged[1],
+                visible,
+                scale=settings.scale,
+                softcap=settings.softcap,
+                paths=self._paths,
+            )
+
+    def _check_repeatable(self, layer: int, is_repeated: bool) -> None:
+        """Raise RuntimeError if the layer failed half-way through changes that cannot be made twice."""
+        has_failed = layer == self._started_layer and not is_repeated
+        if has_failed and (self._drift is not None or self._observer is not None):
+            raise RuntimeError(f"layer {layer} failed while stored rows were corrected; it cannot be repeated")
 
     @property
     def plain(self) -> bool:
-        """True if its rows do nothing but write their keys and values and attend to what stands before them."""
-        watched = (self._drift, self._observer, self.recorder, self.absent)
-        return self.timer is untimed and all(one is None for one in watched)
+        """True if its rows only write their keys and values and attend to earlier positions."""
+        extras = (self._drift, self._observer, self.recorder, self.absent)
+        return self.timer is untimed and all(extra is None for extra in extras)
 
     def addresses(self, layer: int) -> list[LayerRow]:
-        """Where the rows' keys, values and angles lie."""
-        kv, size = self._buffer.kv, self._buffer.kv.element_size()
-        keys = kv.data_ptr() + layer * kv.stride(0) * size
-        values, turn = keys + kv.stride(1) * size, self._cos.stride(0) * size
-        cos, sin = self._cos.data_ptr(), self._sin.data_ptr()
-        places = enumerate(self.positions.tolist())
-        return [LayerRow(keys, values, cos + n * turn, sin + n * turn, position) for n, position in places]
+        """Return the memory addresses of each row's keys, values, cos and sin in one layer."""
+        kv = self._buffer.kv
+        item_bytes = kv.element_size()
+        keys = kv.data_ptr() + layer * kv.stride(0) * item_bytes
+        values = keys + kv.stride(1) * item_bytes
+        cos = self._cos.data_ptr()
+        sin = self._sin.data_ptr()
+        row_bytes = self._cos.stride(0) * item_bytes
+        return [
+            LayerRow(keys, values, cos + row * row_bytes, sin + row * row_bytes, position)
+            for row, position in enumerate(self.positions.tolist())
+        ]
 
     def _visibility(self, window: int | None) -> tuple[Visibility, Visibility]:
-        """Keys that all rows see, and those that the observer's rows see; shared by the layers with this window."""
+        """Return the keys that all rows see, and those that the watched rows see; shared by layers with this window."""
         if window not in self._visible:
-            wheres = self.where, self.where[self._shown]
-            first, second = (Visibility(where, window=window, absent=self._hidden_keys) for where in wheres)
-            self._visible[window] = first, second
+            for_all = Visibility(self.where, window=window, absent=self._hidden_keys)
+            watched = self.where[self._watched_rows]
+            for_watched = Visibility(watched, window=window, absent=self._hidden_keys)
+            self._visible[window] = (for_all, for_watched)
         return self._visible[window]
 
 
-class _Together:
-    """Several passes as one: linear layers run on all rows at once, attention pass by pass."""
+class _JointPass:
+    """Several passes as one: linear layers run on all rows at once, attention runs pass by pass."""
 
     def __init__(self, passes: Sequence[RowPass]) -> None:
-        edges = np.cumsum([0, *(len(one.positions) for one in passes)]).tolist()
         self.passes = passes
-        self._parts = [(one, slice(a, b)) for one, a, b in zip(passes, edges, edges[1:], strict=False)]
+        self._slices: list[slice] = []
+        start = 0
+        for row_pass in passes:
+            stop = start + len(row_pass.positions)
+            self._slices.append(slice(start, stop))
+            start = stop
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
-        return torch.cat([one.attend(layer, q[rows], k[rows], v[rows], settings) for one, rows in self._parts])
+        """See `stack.LayerPass`."""
+        outputs = []
+        for row_pass, rows in zip(self.passes, self._slices, strict=True):
+            outputs.append(row_pass.attend(layer, q[rows], k[rows], v[rows], settings))
+        return torch.cat(outputs)
 
 
 def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
-    """The rows of a pass, or of several together, that are all `plain`; else none."""
+    """Return the rows of a pass, or of several joint passes, if all of them are `plain`; else an empty list."""
     passes = [layer_pass] if isinstance(layer_pass, RowPass) else getattr(layer_pass, "passes", [])
-    if not all(one.plain for one in passes):
+    if not all(row_pass.plain for row_pass in passes):
         return []
-    return [row for one in passes for row in one.addresses(layer)]
+    return [row for row_pass in passes for row in row_pass.addresses(layer)]
 
 
 @torch.inference_mode()
 def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
-    """Run the next layer of passes that all stand before the same one, of one or several requests, as one forward."""
-    first, *others = passes
-    if others:
-        hidden = torch.cat([one.hidden for one in passes], dim=1)
-        where = torch.cat([one.where for one in passes])
-        hidden = stack.layer(first.layer, hidden, positions=where, layer_pass=_Together(passes))
-        parts = torch.split(hidden, [len(one.positions) for one in passes], dim=1)
+    """Run the next layer as one forward of all passes, which must have reached the same layer.
+
+    The passes may belong to different requests.
+    """
+    layer = passes[0].layer
+    if len(passes) == 1:
+        only = passes[0]
+        with only.timer("layers"):
+            output = stack.layer(layer, only.hidden, positions=only.where, layer_pass=only)
+        outputs: Sequence[Tensor] = [output]
     else:
-        with first.timer("layers"):
-            parts = (stack.layer(first.layer, first.hidden, positions=first.where, layer_pass=first),)
-    for one, part in zip(passes, parts, strict=True):
-        one.hidden = part
-        one.layer += 1
+        hidden = torch.cat([row_pass.hidden for row_pass in passes], dim=1)
+        positions = torch.cat([row_pass.where for row_pass in passes])
+        joint_pass = _JointPass(passes)
+        output = stack.layer(layer, hidden, positions=positions, layer_pass=joint_pass)
+        outputs = torch.split(output, [len(row_pass.positions) for row_pass in passes], dim=1)
+
+    for row_pass, rows_output in zip(passes, outputs, strict=True):
+        row_pass.hidden = rows_output
+        row_pass.layer += 1

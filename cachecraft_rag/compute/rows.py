@@ -1,4 +1,4 @@
-"""Positions of a prompt that are computed, with their reasons: immutable arrays over the whole prompt."""
+"""Positions of a prompt that are computed, and why: immutable arrays over the whole prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 
 class RowReason(IntEnum):
-    """Why a position is a row of a pass.
+    """Reason why a position is a row of a pass.
 
-    STORED      not a row: its keys and values come from a chunk-cache
-    NEW         no chunk-cache has it
-    RECOMPUTED  a chunk-cache has it, and it was chosen to be recomputed
-    NOT_LOADED  a chunk-cache has it, but loading it failed, or computing it was faster
+    STORED      not a row: its keys and values are taken from a chunk-cache
+    NEW         no chunk-cache contains it
+    RECOMPUTED  a chunk-cache contains it, and it was selected for recomputation
+    NOT_LOADED  a chunk-cache contains it, but loading failed, or computing was faster
     """
 
     STORED = 0
@@ -28,12 +28,12 @@ class RowReason(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The positions of one prompt; no array is ever written to.
+    """The positions of one prompt. The arrays are never written to.
 
-    bounds   `[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`
-    segment  int64 `[tokens]`
-    reason   uint8 `[tokens]`, `RowReason`
-    done     bool `[tokens]`, computed by an earlier pass
+    bounds   `[segments + 1]`; segment i covers the positions `bounds[i]:bounds[i + 1]`
+    segment  int64 `[tokens]`, segment of each position
+    reason   uint8 `[tokens]`, `RowReason` of each position
+    done     bool `[tokens]`, True if an earlier pass computed the position
     """
 
     bounds: tuple[int, ...]
@@ -49,7 +49,7 @@ class Rows:
         new: Iterable[int] = (),
         recomputed: Iterable[int] = (),
     ) -> Self:
-        """The rows of a prompt with these segments; positions neither new nor recomputed are stored.
+        """Return the rows of a prompt with these segments. Positions neither new nor recomputed are stored.
 
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()
@@ -61,7 +61,7 @@ class Rows:
         return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
-        """A copy with this reason at these positions.
+        """Return a copy with this reason at these positions.
 
         >>> Rows.of([0, 3]).mark([1], RowReason.NOT_LOADED).reason.tolist()
         [0, 3, 0]
@@ -71,23 +71,26 @@ class Rows:
         return replace(self, reason=changed)
 
     def finish(self, positions: Iterable[int]) -> Self:
-        """A copy in which these positions are computed."""
+        """Return a copy in which these positions are done."""
         done = self.done.copy()
         done[_indices(positions)] = True
         return replace(self, done=done)
 
     def open(self, below: int | None = None) -> NDArray[np.int64]:
-        """Ascending positions that are still to be computed, those before `below` only."""
-        return np.flatnonzero((self.reason[:below] != RowReason.STORED) & ~self.done[:below])
+        """Return the positions that are still to be computed, ascending; only those before `below`, if given."""
+        is_row = self.reason[:below] != RowReason.STORED
+        return np.flatnonzero(is_row & ~self.done[:below])
 
     def span(self, segment: int) -> slice:
-        """The positions of a segment."""
+        """Return the positions of a segment."""
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
-        """Offsets of a segment's tokens that are computed for one of these reasons, ascending."""
+        """Return the offsets of a segment's tokens that have one of these reasons, ascending."""
         return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
 
 
 def _indices(positions: Iterable[int]) -> NDArray[np.int64]:
-    return np.fromiter(positions, np.int64) if not isinstance(positions, np.ndarray) else positions
+    if isinstance(positions, np.ndarray):
+        return positions
+    return np.fromiter(positions, np.int64)

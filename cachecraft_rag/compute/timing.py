@@ -14,14 +14,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 Timer = Callable[[Part], AbstractContextManager[None]]
 """Called with the part that begins: `with timer("attention"): …`.
 
-planning   look-up, plan and opening what it reuses
-loading    waiting for what is being loaded
-placing    chunk-caches into the request's buffer, and rows among them; rotating both
-probe      all that a probe computes
-drift      the correction of tokens that are not recomputed
-attention  of the rows
+planning   look-up, plan, and opening of reused variants
+loading    waiting for chunk-caches that are being loaded
+placing    chunk-caches and computed rows into the request's buffer, and the rotation of both
+probe      everything that a probe computes
+drift      drift correction of tokens that are not recomputed
+attention  attention of the rows
 layers     the rest of the model's layers: projections, MLP, norms
-logits     of the last token
+logits     logits of the last token
 other      everything else
 """
 
@@ -29,23 +29,25 @@ _BLOCK = nullcontext()
 
 
 def untimed(_part: Part) -> AbstractContextManager[None]:
-    """Measure nothing."""
+    """A timer that measures nothing."""
     return _BLOCK
 
 
 def within(timer: Timer, part: Part) -> Timer:
-    """A timer for which every part is this one."""
-    return timer if timer is untimed else lambda _part: timer(part)
+    """Return a timer that counts every part as `part`."""
+    if timer is untimed:
+        return untimed
+    return lambda _part: timer(part)
 
 
 class PartTimer:
-    """Each moment counts for the innermost part that is open, so the parts sum up to the whole. For one thread.
+    """A timer that counts each moment for the innermost open part, so the parts sum up to the whole. For one thread.
 
     Args:
-        clock: what seconds are read from.
+        clock: returns the time in seconds.
 
     Attributes:
-        seconds: of each part, `total` their sum.
+        seconds: seconds of each part.
 
     >>> now = iter([0.0, 1.0, 4.0, 6.0])
     >>> timer = PartTimer(lambda: next(now))
@@ -57,14 +59,16 @@ class PartTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        self._clock, self._open, self._since = clock, list[Part](), 0.0
+        self._clock = clock
+        self._open: list[Part] = []
+        self._since = 0.0
 
     @property
     def total(self) -> float:
-        """Seconds of all parts."""
+        """Sum of all parts, in seconds."""
         return sum(self.seconds.values())
 
-    def _turn(self) -> None:
+    def _count_until_now(self) -> None:
         now = self._clock()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
@@ -73,10 +77,10 @@ class PartTimer:
     @contextmanager
     def __call__(self, part: Part) -> Iterator[None]:
         """See `Timer`."""
-        self._turn()
+        self._count_until_now()
         self._open.append(part)
         try:
             yield
         finally:
-            self._turn()
+            self._count_until_now()
             self._open.pop()

@@ -8,82 +8,107 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW_ROWS = 96  # a pass of fewer is mostly fixed cost
-_WEIGHT = 0.5  # of the newest pass in the average
-_MOST_APART = 2.0  # a piece's row may take this many times as long as one of a whole prompt's pass
+# A pass of fewer rows consists mostly of its fixed cost.
+_FEW_ROWS = 96
+
+# Weight of the newest pass in the average.
+_NEWEST_WEIGHT = 0.5
+
+# Weight of the newest decode step in the average of steps; a faster step replaces the average.
+_STEP_WEIGHT = 0.02
+
+# Largest ratio of the row time of a piece to that of a whole prompt.
+_MAX_ROW_RATIO = 2.0
+
+# Smallest fraction of a pass that is counted as the time of its rows.
+_MIN_ROWS_FRACTION = 0.2
 
 PassKind = Literal["last", "piece", "whole"]
-"""last   the question's: it also places what is reused
-piece  of a front: it places little
-whole  a prompt from its first token to its last: it attends by torch's causal kernel, so its rows take less
+"""
+last   the pass that contains the question; it also places reused chunk-caches
+piece  a pass over a piece of the front; it places little
+whole  one pass over a whole prompt; it uses torch's causal kernel, so its rows take less time
 """
 
 
 class ComputeSpeed:
-    """Seconds of a pass: a fixed part, and a part for each row that grows with the keys it attends to.
+    """Estimate of the time of a pass: a fixed cost, and a cost per row that grows with the keys it attends to.
 
     Args:
-        keys_per_row: attending to this many keys costs as much as the rest of a row, see `Stack.keys_per_row`.
+        keys_per_row: number of keys that cost as much to attend to as the rest of a row, see `Stack.keys_per_row`.
 
     Attributes:
-        piece_s: the fixed part of a pass that places little: a decoding step. The rest is in its rows' time.
+        piece_s: fixed cost in seconds of a pass that places little, measured on decode steps.
     """
 
     def __init__(self, keys_per_row: float) -> None:
         self._keys_per_row = keys_per_row
-        self._row_s: float | None = None  # of the last pass and of pieces
-        self._whole_row_s: float | None = None
-        self._apart = 1.0  # the first / the second
         self.piece_s = 0.0
-        self._few_s: float | None = None  # of a last pass of few rows, apart from them
+        self._row_s: float | None = None  # per row, in last passes and pieces
+        self._whole_row_s: float | None = None  # per row, in passes over a whole prompt
+        self._row_ratio = 1.0  # of the two above
+        self._last_pass_s: float | None = None  # fixed cost of a last pass, from those with few rows
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
-        """Rows at these positions, in rows that attend to nothing."""
-        return float(len(positions) + np.sum(positions, dtype=np.float64) / self._keys_per_row)
+        """Return the cost of rows at these positions, in units of a row that attends to no keys."""
+        keys = np.sum(positions, dtype=np.float64)
+        return float(len(positions) + keys / self._keys_per_row)
 
     @property
     def known(self) -> bool:
-        """True once a pass was measured."""
+        """True once a pass has been measured."""
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
-        """Time of rows (see `rows`) in this many passes; needs `known`."""
+        """Return the time in seconds of rows (see `rows`) in this number of passes; requires `known`."""
         assert self._row_s is not None, "no pass was measured yet"
-        return passes * self._pass_s + rows * self._row_s
+        return passes * self._fixed_s + rows * self._row_s
 
     def whole_s(self, rows: float) -> float:
-        """Time of a whole prompt of this many rows in one pass; needs `known`."""
+        """Return the time in seconds of one pass over a whole prompt with these rows; requires `known`."""
         assert self._row_s is not None, "no pass was measured yet"
         return self.piece_s + rows * (self._whole_row_s or self._row_s)
 
     @property
-    def _pass_s(self) -> float:
-        """The fixed part. A question's pass also places chunk-caches, and packs weights that a step does not."""
-        return self.piece_s if self._few_s is None else self._few_s
+    def _fixed_s(self) -> float:
+        """Fixed cost of a last pass, which also places chunk-caches and packs weights that a decode step does not."""
+        return self.piece_s if self._last_pass_s is None else self._last_pass_s
 
     def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
-        """Record a pass; one with few rows is mostly fixed cost and updates that only.
+        """Record a pass. A pass with few rows updates only the fixed cost of last passes.
 
-        Taking the fixed part of a question's pass for that of a piece would make its rows look several times as fast as
-        they are.
+        The fixed costs of last passes and of pieces are separate: with the former, the rows of a piece would seem
+        several times as fast as they are.
         """
         if rows < _FEW_ROWS and self._row_s is not None:
             if kind == "last":
-                self._few_s = _average(self._few_s, max(seconds - rows * self._row_s, 0.0))
+                fixed_s = max(seconds - rows * self._row_s, 0.0)
+                self._last_pass_s = _average(self._last_pass_s, fixed_s)
             return
-        row_s = max(seconds - (self._pass_s if kind == "last" else self.piece_s), 0.2 * seconds) / rows
+
+        fixed_s = self._fixed_s if kind == "last" else self.piece_s
+        row_s = max(seconds - fixed_s, _MIN_ROWS_FRACTION * seconds) / rows
         if kind == "whole":
             self._whole_row_s = _average(self._whole_row_s, row_s)
-            self._row_s = _average(self._row_s, row_s * self._apart)  # a machine that slows down does so for both
+            # A machine that slows down does so for both kinds of rows.
+            self._row_s = _average(self._row_s, row_s * self._row_ratio)
             return
+
         self._row_s = _average(self._row_s, row_s)
         if self._whole_row_s is not None:
-            self._apart = min(max(self._row_s / self._whole_row_s, 1.0), _MOST_APART)
+            ratio = self._row_s / self._whole_row_s
+            self._row_ratio = min(max(ratio, 1.0), _MAX_ROW_RATIO)
 
     def stepped(self, seconds: float) -> None:
-        """Record a decoding step: one row, so nearly all of it is the fixed part. The fastest counts most."""
-        self.piece_s = min(seconds, 0.98 * self.piece_s + 0.02 * seconds) if self.piece_s else seconds
+        """Record a decode step, which is almost entirely fixed cost. The fastest step counts most."""
+        if not self.piece_s:
+            self.piece_s = seconds
+            return
+        average = (1.0 - _STEP_WEIGHT) * self.piece_s + _STEP_WEIGHT * seconds
+        self.piece_s = min(seconds, average)
 
 
 def _average(old: float | None, new: float) -> float:
-    return new if old is None else _WEIGHT * new + (1.0 - _WEIGHT) * old
+    if old is None:
+        return new
+    return _NEWEST_WEIGHT * new + (1.0 - _NEWEST_WEIGHT) * old

@@ -28,10 +28,11 @@ from cachecraft_rag.types import KVLayout, TokenScores
 class RecordedChunk:
     """A chunk computed in one pass.
 
-    segment      its index in the prompt
-    start, stop  its positions
-    kv           `[layers, 2, tokens, kv_heads, head_dim]`, raw
-    queries      layer → `[tokens, heads, head_dim]`, rotated
+    segment  index of its segment in the prompt
+    start    its first position
+    stop     the position after its last
+    kv       `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values
+    queries  layer → `[tokens, heads, head_dim]`, rotated
     """
 
     segment: int
@@ -42,7 +43,7 @@ class RecordedChunk:
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Memory of this capture, in bytes."""
         return self.kv.nbytes + sum(queries.nbytes for queries in self.queries.values())
 
 
@@ -50,56 +51,75 @@ class CaptureRecorder:
     """Copies raw keys and values of newly computed chunks out of the passes of one prompt and keeps their queries."""
 
     def __init__(self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
-        """`like` gives dtype and device; `spans` are (segment, start, stop), ascending."""
-        self._layout, self._like, self._spans = layout, like, spans
-        self._found: dict[int, RecordedChunk] = {}
+        """Make a recorder for these chunks.
+
+        Args:
+            layout: layout of a chunk-cache.
+            like: a tensor with the dtype and device of the recorded keys and values.
+            spans: (segment, start, stop) of each chunk to capture, ascending.
+        """
+        self._layout = layout
+        self._like = like
+        self._spans = spans
+        self._recorded: dict[int, RecordedChunk] = {}  # by segment
         self.settings: list[AttentionSettings] = []
 
     @property
     def captures(self) -> tuple[RecordedChunk, ...]:
         """The chunks that were computed through all layers, ascending."""
-        whole = [capture for capture in self._found.values() if len(capture.queries) == self._layout.layers]
-        return tuple(sorted(whole, key=lambda capture: capture.segment))
+        complete = [capture for capture in self._recorded.values() if len(capture.queries) == self._layout.layers]
+        return tuple(sorted(complete, key=lambda capture: capture.segment))
 
     def forget(self, segment: int) -> None:
         """Drop the capture of a segment, if there is one."""
-        self._found.pop(segment, None)
+        self._recorded.pop(segment, None)
 
     @property
     def missing(self) -> frozenset[int]:
-        """Segments that were to be captured and were not."""
-        return frozenset(segment for segment, *_ in self._spans) - {one.segment for one in self.captures}
+        """Segments that should have been captured and were not."""
+        wanted = frozenset(segment for segment, _start, _stop in self._spans)
+        return wanted - {capture.segment for capture in self.captures}
 
     def with_all_heads(self, gather: Callable[[Tensor], Tensor]) -> CaptureRecorder:
-        """The same of all tensor-parallel ranks on the first one; nothing on the others. All must have the same chunks.
+        """Join the heads of all tensor-parallel ranks on the first rank; the result is empty on the other ranks.
+
+        Every rank must have recorded the same chunks.
 
         Args:
-            gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first one, and gives others none.
+            gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first rank and returns an empty
+                tensor on the others.
         """
-        whole = CaptureRecorder(self._layout, self._like, self._spans)
-        whole.settings = self.settings
-        for one in self.captures:  # ascending: in the same order on every rank
-            kv = gather(one.kv)
-            queries = gather(torch.stack([one.queries[layer] for layer in range(self._layout.layers)]))
+        joined = CaptureRecorder(self._layout, self._like, self._spans)
+        joined.settings = self.settings
+        for capture in self.captures:  # ascending: in the same order on every rank
+            kv = gather(capture.kv)
+            queries = gather(torch.stack([capture.queries[layer] for layer in range(self._layout.layers)]))
             if kv.numel():
-                whole._found[one.segment] = replace(one, kv=kv.contiguous(), queries=dict(enumerate(queries)))
-        return whole
+                joined._recorded[capture.segment] = replace(
+                    capture,
+                    kv=kv.contiguous(),
+                    queries=dict(enumerate(queries)),
+                )
+        return joined
 
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
-        """The captures among the ascending positions `[rows]` of a pass, and their rows.
+        """Return the captures among the ascending positions `[rows]` of a pass, with their rows.
 
         A chunk is captured only by a pass that computes all of its tokens.
         """
-        rows = np.searchsorted(positions, [edge for _, *span in self._spans for edge in span]).tolist()
-        found = []
-        for (segment, start, stop), first, last in zip(self._spans, rows[::2], rows[1::2], strict=True):
-            if last - first != stop - start:  # this pass computes some of its tokens, or none
+        edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
+        edge_rows = np.searchsorted(positions, edges).tolist()
+
+        places: list[tuple[RecordedChunk, slice]] = []
+        spans_with_rows = zip(self._spans, edge_rows[::2], edge_rows[1::2], strict=True)
+        for (segment, start, stop), first_row, end_row in spans_with_rows:
+            if end_row - first_row != stop - start:  # this pass computes some of its tokens, or none
                 continue
-            if segment not in self._found:
+            if segment not in self._recorded:
                 kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
-                self._found[segment] = RecordedChunk(segment, start, stop, kv, {})
-            found.append((self._found[segment], slice(first, last)))
-        return found
+                self._recorded[segment] = RecordedChunk(segment, start, stop, kv, {})
+            places.append((self._recorded[segment], slice(first_row, end_row)))
+        return places
 
     def record(
         self,
@@ -108,19 +128,21 @@ class CaptureRecorder:
         qkv: tuple[Tensor, Tensor, Tensor],
         settings: AttentionSettings,
     ) -> None:
-        """Keep one layer of the captures that `locate` found.
+        """Keep one layer of these captures.
 
         Args:
+            layer: index of the layer.
+            places: captures and their rows, as returned by `locate`.
             qkv: rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`.
-            settings: how the layer attends.
+            settings: attention settings of the layer.
         """
         if layer == len(self.settings):
             self.settings.append(settings)
-        q, k, v = qkv
+        queries, keys, values = qkv
         for capture, rows in places:
-            capture.kv[layer, 0] = k[rows]
-            capture.kv[layer, 1] = v[rows]
-            capture.queries[layer] = q[rows]
+            capture.kv[layer, 0] = keys[rows]
+            capture.kv[layer, 1] = values[rows]
+            capture.queries[layer] = queries[rows]
 
 
 @dataclass(frozen=True)
@@ -137,46 +159,56 @@ class AttentionAccumulator:
     """Adds up one capture's attention layer by layer, so that the work can be done in small pieces between requests.
 
     Args:
-        capture, settings: from the recorder.
-        bounds: `[segments + 1]` of the prompt; segment 0 is the system's.
+        capture: the recorded chunk.
+        settings: attention settings of each layer, from the recorder.
+        bounds: `[segments + 1]`, segment bounds of the prompt; segment 0 is the system's.
     """
 
     def __init__(self, capture: RecordedChunk, settings: Sequence[AttentionSettings], *, bounds: Sequence[int]) -> None:
-        self._capture, self._settings, self._bounds = capture, settings, list(bounds)
+        self._capture = capture
+        self._settings = settings
+        self._bounds = list(bounds)
+
         device = capture.kv.device
         self._edges = torch.tensor(self._bounds[: capture.segment + 2], device=device)
         self._positions = torch.arange(capture.start, capture.stop, device=device)
         self._visible: dict[int | None, Visibility] = {}
-        # The dtype is named: transformers changes the process's default while it loads another model.
+        # Explicit dtype: transformers changes the process's default while it loads another model.
         self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, dtype=torch.float32, device=device)
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:
-        """Add one layer, from the rotated `keys` `[keys, kv_heads, head_dim]` down to the capture's end."""
-        use = self._settings[layer]
-        visible = self._visible.setdefault(use.window, Visibility(self._positions, window=use.window))
-        mass, _ = attention_mass(
+        """Add one layer.
+
+        Args:
+            layer: index of the layer.
+            keys: `[keys, kv_heads, head_dim]`, the layer's rotated keys up to the capture's end or beyond.
+        """
+        settings = self._settings[layer]
+        visible = self._visible.setdefault(settings.window, Visibility(self._positions, window=settings.window))
+        mass, _received = attention_mass(
             self._capture.queries[layer],
             keys[: self._capture.stop],
             visible,
             self._edges,
-            scale=use.scale,
-            softcap=use.softcap,
+            scale=settings.scale,
+            softcap=settings.softcap,
         )
         self._mass += mass
 
     def statistics(self) -> AttentionStatistics:
-        """The averages over the layers added (eq. 10) and what follows from them."""
-        mass = self._mass.cpu().numpy() / len(self._settings)  # [tokens, segments up to the capture's own]
-        own = self._capture.segment
-        prior = mass[:, 1:own]  # the chunks before it; the system segment is in every prompt and tells nothing
-        lengths = [self._bounds[i + 1] - self._bounds[i] for i in range(1, own)]
-        intra = float(mass[:, own].sum())
+        """Return the averages over the added layers (eq. 10) and the scores derived from them."""
+        mass = self._mass.cpu().numpy() / len(self._settings)  # [tokens, segments up to the capture's]
+        segment = self._capture.segment
+        prior = mass[:, 1:segment]  # the chunks before it; the system segment is in every prompt
+        lengths = [self._bounds[i + 1] - self._bounds[i] for i in range(1, segment)]
+        intra = float(mass[:, segment].sum())
         cci = context_impact(
             inter=prior.sum(0).tolist(),
             prefix_tokens=lengths,
             intra=intra,
             tokens=self._capture.stop - self._capture.start,
         )
-        scores = TokenScores(prior.sum(1).astype(np.float32) if own > 1 else None)
-        return AttentionStatistics(tuple(mass[:, :own].sum(0).tolist()), intra, cci, scores)
+        scores = TokenScores(prior.sum(1).astype(np.float32) if segment > 1 else None)
+        inter = tuple(mass[:, :segment].sum(0).tolist())
+        return AttentionStatistics(inter, intra, cci, scores)

@@ -1,7 +1,7 @@
-"""Write-back: captures are described and stored in the background, one at a time.
+"""Write-back: describe and store captures in the background, one at a time.
 
-No answer waits for its own captures. A later question that needs a chunk whose capture is still under way waits for it
-(`wait_for`): finishing the capture costs a fraction of computing the chunk again.
+An answer does not wait for its own captures. A later question that needs a chunk while it is being captured waits for
+the capture (`wait_for`): finishing it costs a fraction of computing the chunk again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ Ended = Callable[[Any, BaseException | None], object]
 class CaptureContext:
     """Facts shared by all captures of one prefill.
 
-    segments, bounds  of the prompt they were captured in
-    exact_shares      per segment, see `planner.exact_shares`
-    session           whose they are if something private stood before them
-    primed            see `types.Variant`
-    another           segments that are captured once more, see `types.Capture`
-    removed           chunks that must not be stored any more
+    segments      segments of the prompt they were captured in
+    bounds        `[segments + 1]`, segment bounds of the prompt
+    exact_shares  exact share of each segment, see `planner.exact_shares`
+    session       session that the captures belong to if their context is private
+    primed        see `types.Variant`
+    another       segments that are captured once more, see `types.Capture`
+    removed       chunks that must not be stored any more
     """
 
     segments: Sequence[Segment]
@@ -62,10 +63,13 @@ class WriteBackQueue:
     """Describes and stores recorded captures. Any thread may call any method.
 
     Args:
-        store, namespace, fingerprint, layout: where and as what they are stored.
-        start: drives the steps of one capture in the background, and calls its second argument with their result and
+        store: the store to write to.
+        namespace: namespace of the stored variants.
+        fingerprint: fingerprint of the model.
+        layout: layout of a chunk-cache.
+        start: runs the steps of one capture in the background, then calls its second argument with their result and
             their error.
-        max_bytes: most memory for captures that wait; those of a pass that finds more waiting are dropped.
+        max_bytes: limit for waiting captures, in bytes; while more are waiting, new captures are dropped.
     """
 
     def __init__(
@@ -78,23 +82,30 @@ class WriteBackQueue:
         start: Callable[[Work[Any], Ended], object],
         max_bytes: int = 2 << 30,
     ) -> None:
-        self._store, self._start = store, start
-        self._namespace, self._fingerprint, self._layout = namespace, fingerprint, layout
-        self._guard = threading.Lock()
-        self._pending: dict[str, Future[None]] = {}
-        self._max_bytes, self._waiting_bytes, self._closed = max_bytes, 0, False
-        # Each is held by the request that may capture, so this forgets it when that does.
+        self._store = store
+        self._start = start
+        self._namespace = namespace
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._max_bytes = max_bytes
+
+        self._guard = threading.Lock()  # for everything below
+        self._pending: dict[str, Future[None]] = {}  # by chunk id
+        self._waiting_bytes = 0
+        self._closed = False
+        # A set is held by the request that may capture, and leaves this one together with the request.
         self._followers: weakref.WeakSet[RemovedChunks] = weakref.WeakSet()
 
     def follow(self, removed: RemovedChunks) -> RemovedChunks:
-        """From now on, add the chunks that are removed to this set."""
+        """Add chunks that are removed from now on to this set, and return it."""
         with self._guard:
             self._followers.add(removed)
         return removed
 
     def remove(self, chunk_ids: Sequence[str]) -> None:
-        """Prepare the removal of these chunks: nothing that began before captures them any more, and what is on its way
-        to the store is there when this returns.
+        """Prepare the removal of these chunks.
+
+        Requests that began before do not capture them any more. Captures under way are stored when this returns.
         """
         with self._guard:
             for removed in self._followers:
@@ -102,85 +113,98 @@ class WriteBackQueue:
         self.wait_for(chunk_ids)
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
-        """Queue the captures of a prefill; returns at once.
+        """Queue the captures of a prefill and return at once.
 
-        Captures are dropped, without an effect on the answer, after `close` and where more than `max_bytes` wait.
+        Captures are dropped after `close` and while more than `max_bytes` are waiting. The answer is not affected.
 
         Args:
+            recorder: recorder of the prefill.
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end.
+            context: facts about the prompt.
         """
         for capture in recorder.captures:
-            name = context.segments[capture.segment].segment_id
-            if (refusal := self._refusal(capture, context)) is not None:
-                self._store.count_drop(name, *refusal)
+            chunk_id = context.segments[capture.segment].segment_id
+            refusal = self._refusal(capture, context)
+            if refusal is not None:
+                self._store.count_drop(chunk_id, *refusal)
                 continue
+
             job: Future[None] = Future()
             with self._guard:
-                self._pending[name] = job
+                self._pending[chunk_id] = job
                 self._waiting_bytes += capture.nbytes
-            ended = partial(self._ended, name, capture.nbytes, job)
-            self._start(self.steps(capture, recorder, keys, context=context), ended)
+            steps = self.steps(capture, recorder, keys, context=context)
+            self._start(steps, partial(self._ended, chunk_id, capture.nbytes, job))
 
     def steps(
         self, capture: RecordedChunk, recorder: CaptureRecorder, keys: Tensor, *, context: CaptureContext
     ) -> Work[Variant | Unavailable]:
-        """Describe and store one capture, a layer at a time; arguments as of `submit`."""
+        """Describe and store one capture, a layer at a time; arguments as in `submit`."""
         key = self._key(capture, context)
         describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         for layer in range(self._layout.layers):
             yield Call(partial(describer.add_layer, layer, keys[layer]))
+
         if key.chunk_id in context.removed:  # a removal from here on waits for this capture
-            why = "its chunk was removed meanwhile"
-            self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, why)
-            return Unavailable(key.variant_id, CaptureDrop.REMOVED, why)
+            reason = "its chunk was removed meanwhile"
+            self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, reason)
+            return Unavailable(key.variant_id, CaptureDrop.REMOVED, reason)
+
         segment = context.segments[capture.segment]
-        stored: Variant | Unavailable = yield self._store.put(
-            Capture(
-                key=key,
-                layout=self._layout,
-                tokens_digest=segment.tokens_digest,
-                kv=capture.kv.cpu(),
-                exact_share=context.exact_shares[capture.segment],
-                session=context.session if _private(capture, context) else None,
-                primed=context.primed,
-                another=capture.segment in context.another,
-                mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
-                **vars(describer.statistics()),
-            )
+        statistics = describer.statistics()
+        described = Capture(
+            key=key,
+            layout=self._layout,
+            tokens_digest=segment.tokens_digest,
+            kv=capture.kv.cpu(),
+            exact_share=context.exact_shares[capture.segment],
+            session=context.session if _is_private(capture, context) else None,
+            primed=context.primed,
+            another=capture.segment in context.another,
+            mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
+            inter=statistics.inter,
+            intra=statistics.intra,
+            cci=statistics.cci,
+            token_scores=statistics.token_scores,
         )
+        stored: Variant | Unavailable = yield self._store.put(described)
         return stored
 
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
-        """The segments whose captures are under way, of these or of all."""
+        """Return the segments with a capture under way, among these or among all."""
         with self._guard:
             under_way = frozenset(self._pending)
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
 
     @property
     def crowded(self) -> bool:
-        """True if more than a quarter of the memory for captures that wait is taken."""
+        """True if waiting captures fill more than a quarter of their limit."""
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Block until no capture of these segments is under way, or for `timeout` seconds; returns whether none is."""
+        """Block until no capture of these segments is under way; return False after `timeout` seconds."""
         with self._guard:
-            jobs = [self._pending[name] for name in segment_ids if name in self._pending]
+            jobs = [self._pending[chunk_id] for chunk_id in segment_ids if chunk_id in self._pending]
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Finish what is queued, and take nothing more."""
+        """Finish the queued captures and refuse new ones."""
         with self._guard:
             self._closed = True
         self.wait_for(self.pending())
 
     def _refusal(self, capture: RecordedChunk, context: CaptureContext) -> tuple[CaptureDrop, str] | None:
-        if _private(capture, context) and context.session is None:  # no request could ever be served this
+        """Return why this capture is dropped; None if it is not."""
+        if _is_private(capture, context) and context.session is None:
             return CaptureDrop.PRIVATE, "it is private, and there is no session"
+
         with self._guard:
-            waiting, closed = self._waiting_bytes, self._closed
-        if waiting > self._max_bytes:
-            return CaptureDrop.WRITE_BACK_FULL, f"captures are dropped: {waiting // 10**6} MB are waiting already"
-        if closed:
+            waiting_bytes = self._waiting_bytes
+            is_closed = self._closed
+        if waiting_bytes > self._max_bytes:
+            megabytes = waiting_bytes // 10**6
+            return CaptureDrop.WRITE_BACK_FULL, f"captures are dropped: {megabytes} MB are waiting already"
+        if is_closed:
             return CaptureDrop.CLOSED, "an answer ended after its engine was closed; its captures are dropped"
         return None
 
@@ -199,10 +223,11 @@ class WriteBackQueue:
             job.set_result(None)
 
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
+        chunk_id = context.segments[capture.segment].segment_id
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
-        return VariantKey(self._namespace, self._fingerprint, context.segments[capture.segment].segment_id, prefix)
+        return VariantKey(self._namespace, self._fingerprint, chunk_id, prefix)
 
 
-def _private(capture: RecordedChunk, context: CaptureContext) -> bool:
-    """Tell whether something private stands in it or before it."""
+def _is_private(capture: RecordedChunk, context: CaptureContext) -> bool:
+    """Return True if the captured segment or one before it is private."""
     return any(segment.private for segment in context.segments[: capture.segment + 1])

@@ -14,11 +14,12 @@ from cachecraft_rag.planning.early_termination import FocusMonitor
 
 
 class FocusObserver:
-    """Attention that the question's rows pay to each chunk; an `Observer`.
+    """Attention from the question's rows to each chunk; an `Observer`.
 
     Args:
         monitor: adds the attention up and decides when the focused chunks are known.
-        bounds: `[segments + 1]` of the prompt; the first segment is the system's, the last the question's.
+        bounds: `[segments + 1]`, segment bounds of the prompt; the first segment is the system's, the last the
+            question's.
         question: positions of the question's own text.
         ranks: the tensor-parallel ranks that run the model.
     """
@@ -26,21 +27,29 @@ class FocusObserver:
     def __init__(
         self, monitor: FocusMonitor, bounds: Sequence[int], question: range, *, device: torch.device, ranks: Ranks
     ) -> None:
-        self.monitor, self._ranks = monitor, ranks
+        self.monitor = monitor
+        self._ranks = ranks
         self.watched = question
         self._chunks = torch.tensor(bounds[1:-1], device=device)
-        self._mass: Tensor | None = None  # [chunks], of the layer seen last
+        self._mass: Tensor | None = None  # [chunks], in the layer observed last
 
     def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
         """See `Observer.observe`."""
         if self.monitor.focused is None and len(q):
-            mass, _ = attention_mass(q, k, visible, self._chunks, scale=settings.scale, softcap=settings.softcap)
+            mass, _received = attention_mass(
+                q,
+                k,
+                visible,
+                self._chunks,
+                scale=settings.scale,
+                softcap=settings.softcap,
+            )
             self._mass = mass.sum(0)
 
     def decide(self, layer: int) -> bool:
-        """Add up the attention of a layer that has run; True in the layer that settles the focused chunks.
+        """Add up the attention of a layer that has run; return True in the layer that settles the focused chunks.
 
-        Apart from `observe`, because ranks see different heads and have to exchange their sums.
+        Separate from `observe`, because ranks see different heads and have to exchange their sums.
         """
         if self.monitor.focused is not None or self._mass is None:
             return False

@@ -1,8 +1,8 @@
 """Refreshing: each decode step also recomputes the stale tokens that the answer attends to most.
 
-What is wrong in a stale token matters only as far as the answer looks at it, and that is known while the answer is
-decoded. A step reads all weights for one row, so a few rows more cost little. Their keys and values are written over
-the stale ones; later tokens see them.
+An error in a stale token matters only as far as the answer attends to it, which is known while the answer is decoded.
+A step reads all weights for one row, so a few additional rows cost little. Their keys and values overwrite the stale
+ones, and later tokens attend to them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.visibility import Visibility
 
-DEEPER = 0.4  # of the layers come before those whose attention is looked at: earlier ones choose worse (docs/log.md)
-_DECAY = 0.7  # of what was attended to, with each step
-_EVERY = 3  # a step looks at each third of the deeper layers: looking at all of them takes 7 % of a step
+# Fraction of the layers before those whose attention is observed: earlier layers choose worse tokens (docs/log.md).
+DEEPER = 0.4
+
+# Factor by which earlier attention fades with each step.
+_DECAY = 0.7
+
+# A step observes each third of the deeper layers: observing all of them takes 7 % of a step.
+_OBSERVE_EVERY = 3
 
 
 class AttentionReceived:
     """Attention that each position receives from some rows in the deeper layers; an `Observer`.
 
     Args:
-        watched: the positions whose rows are observed.
-        layers: of the model.
-        every: look at each n-th of the deeper layers.
+        watched: positions of the rows whose attention is observed.
+        layers: number of layers of the model.
+        every: observe each n-th of the deeper layers.
     """
 
     def __init__(self, watched: range, layers: int, *, every: int = 1) -> None:
@@ -41,34 +46,35 @@ class AttentionReceived:
         """See `row_pass.Observer`."""
         if layer not in self._layers:
             return
-        seen = k[: self.watched.stop]  # behind them lies what is not computed yet
-        everything = torch.arange(0, len(seen) + 1, len(seen), device=q.device)  # made there: a copy would wait for it
-        _, received = attention_mass(q, seen, visible, everything, scale=settings.scale, softcap=settings.softcap)
+        keys = k[: self.watched.stop]  # later keys are not computed yet
+        # Bounds of a single segment, made on the device: copying them there would wait for it.
+        bounds = torch.arange(0, len(keys) + 1, len(keys), device=q.device)
+        _mass, received = attention_mass(q, keys, visible, bounds, scale=settings.scale, softcap=settings.softcap)
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Attention to each position up to the last watched one, float32 `[positions]`."""
+        """Return the attention to each position up to the last watched one, float32 `[positions]`."""
         assert self._received is not None, "the range of layers is never empty"
         return self._received
 
     def received(self, positions: int) -> NDArray[np.float32]:
-        """Attention to each of the first `positions`, float32 `[positions]`."""
-        found: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
-        return found
+        """Return the attention to each of the first `positions` positions, float32 `[positions]`."""
+        attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
+        return attention
 
 
 class Refresh:
     """Stale tokens of one prompt, recomputed with the decode steps of its answer.
 
     Args:
-        token_ids: of the prompt.
+        token_ids: token ids of the prompt.
         stale: bool `[positions]`, the tokens that are neither exact nor computed.
         received: float32 `[positions]`, attention from the prompt's last row.
-        rows: tokens refreshed with a step, at most.
-        layers: of the model.
+        rows: largest number of tokens refreshed with a step.
+        layers: number of layers of the model.
 
     Attributes:
-        refreshed: how many have been.
+        refreshed: number of tokens refreshed so far.
     """
 
     def __init__(
@@ -81,25 +87,36 @@ class Refresh:
         layers: int,
     ) -> None:
         self.token_ids = np.asarray(token_ids, dtype=np.int64)
-        self._stale, self._score = stale.copy(), received.astype(np.float32)
-        self._rows, self._layers = rows, layers
+        self._stale = stale.copy()
+        self._score = received.astype(np.float32)
+        self._rows = rows
+        self._layers = layers
         self._position = -1
         self._chosen = np.empty(0, np.int64)
-        self._seen: AttentionReceived | None = None
+        self._observer: AttentionReceived | None = None
         self.refreshed = 0
 
     def begin(self, position: int) -> tuple[NDArray[np.int64], AttentionReceived]:
-        """The positions to recompute with the step at `position`, ascending, and the observer of that step.
+        """Return the positions to recompute with the step at `position`, ascending, and the observer of that step.
 
-        A step that failed is begun again, and gets the same positions.
+        If a step failed and begins again, it gets the same positions.
         """
         if position != self._position:
-            if self._seen is not None:  # the step before has been computed
-                self._score = _DECAY * self._score + self._seen.received(len(self._score))
+            self._add_last_step()
             self._position = position
-            best = np.argsort(np.where(self._stale, -self._score, np.inf), kind="stable")[: self._rows]
-            self._chosen = np.sort(best[self._stale[best]])
-            self._stale[self._chosen] = False
-            self.refreshed += len(self._chosen)
-        self._seen = AttentionReceived(range(position, position + 1), self._layers, every=_EVERY)
-        return self._chosen, self._seen
+            self._choose()
+        self._observer = AttentionReceived(range(position, position + 1), self._layers, every=_OBSERVE_EVERY)
+        return self._chosen, self._observer
+
+    def _add_last_step(self) -> None:
+        """Add the attention of the step before, which has been computed by now."""
+        if self._observer is not None:
+            self._score = _DECAY * self._score + self._observer.received(len(self._score))
+
+    def _choose(self) -> None:
+        """Choose the stale tokens with the highest scores."""
+        ranking = np.argsort(np.where(self._stale, -self._score, np.inf), kind="stable")
+        best = ranking[: self._rows]
+        self._chosen = np.sort(best[self._stale[best]])
+        self._stale[self._chosen] = False
+        self.refreshed += len(self._chosen)

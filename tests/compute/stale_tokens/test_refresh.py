@@ -78,9 +78,9 @@ def test_the_most_attended_stale_tokens_go_first_and_each_once(decoder: Decoder)
     assert refresh.begin(6)[0].tolist() == [2, 5]
     assert refresh.begin(6)[0].tolist() == [2, 5]  # the step failed
     assert refresh.refreshed == 2
-    refresh._seen = None  # nothing was observed
+    refresh._observer = None  # nothing was observed
     assert refresh.begin(7)[0].tolist() == [1, 3]
-    refresh._seen = None
+    refresh._observer = None
     assert refresh.begin(8)[0].tolist() == []
     assert refresh.refreshed == 4
 
