@@ -131,4 +131,4 @@ class Turn:
 
 def waiting(engine: Engine, count: int) -> None:
     """Wait until so many requests wait for their turn."""
-    until(lambda: len(engine._line) == count)
+    until(lambda: len(engine._admission) == count)

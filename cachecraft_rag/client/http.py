@@ -23,14 +23,14 @@ from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.tools import Tool
+from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.priming import Primer
-from cachecraft_rag.serving.request import Request, RequestProgress, answer_text
+from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, KVLayout, Prompt, Segment
-from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
 from cachecraft_rag.vllm.server.documents import ADMIN_HEADER, FIELD, MOST_DOCUMENTS, MOST_PRIMED
 
@@ -189,8 +189,8 @@ class HTTPEngine(AnswerEngine):
         finally:
             progress.end(request, "closed")
             if names:
-                self._unreported[request.request_id] = lambda: take_report(
-                    progress, self._link.report(names[-1], headers=headers)
+                self._unreported[request.request_id] = lambda: progress.reported(
+                    self._link.report(names[-1], headers=headers)
                 )
 
     def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
@@ -230,7 +230,7 @@ class ServerPrimer(Primer):
             found |= self._link.call("/v1/cachecraft/prime", _documents(some) | {"estimate": True})["missing"]
         return found
 
-    def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
+    def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
         """Raise UnsupportedCallError: a server captures whole documents."""
         raise UnsupportedCallError("a server captures documents: use prime")
 

@@ -35,15 +35,15 @@ from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.output_schema import Constraints
 from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
-from cachecraft_rag.serving.admission import Line
+from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.joint_rows import JointRows
 from cachecraft_rag.serving.new_variants import VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.serving.step_loop import Level, Run, StepLoop
-from cachecraft_rag.serving.token_queue import Outlet, Piece, Reader
+from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
+from cachecraft_rag.serving.token_queue import AnswerPiece, Reader, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.store.loading.loader import Loader
@@ -103,7 +103,7 @@ class Engine(StoreEngine):
         registry = self.request_counts.registry
         self.loop = StepLoop(decoder, JointRows(decoder, speed, most=own.decode_rows, registry=registry))
         weakref.finalize(self, self.loop.end).atexit = False
-        self._line = Line(own.max_waiting, own.wait_timeout_s, registry)
+        self._admission = AdmissionQueue(own.max_waiting, own.wait_timeout_s, registry)
         self._constraints = Constraints(decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens)
         self._opened = ExitStack()  # closed by `close`, besides the captures
         self.write_back = WriteBackQueue(
@@ -120,7 +120,7 @@ class Engine(StoreEngine):
         self.new_variants = VariantMaker(own.new_variants, stack=decoder, **shared)
         self._answering = Answering(
             decoder,
-            line=self._line,
+            admission=self._admission,
             new_variants=self.new_variants,
             namespace=own.namespace,
             stand_in=self.prompts.stand_in,
@@ -192,7 +192,7 @@ class Engine(StoreEngine):
         progress = RequestProgress()
         self.write_back.follow(progress.removed)
         scoring = partial(self._answering.score, request=request, progress=progress, target=target)
-        text, logits = self.loop.run(scoring, Level.ANSWER)
+        text, logits = self.loop.run(scoring, Priority.ANSWER)
         progress.end(request, "length")
         stats = stats_of(request, progress, self.decoder.layout.layers)
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
@@ -205,7 +205,7 @@ class Engine(StoreEngine):
         job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
         context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed, removed=removed)
 
-        def steps(_: Run) -> Work[None]:  # an interruption of the caller comes before `submit` or after it
+        def steps(_: LoopTask) -> Work[None]:  # an interruption of the caller comes before `submit` or after it
             result = yield from prefill_steps(self.decoder, job)
             self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
 
@@ -265,13 +265,13 @@ class Engine(StoreEngine):
         self.write_back.follow(progress.removed)
         return Reader(progress, partial(self._begin, request, progress), self.loop.wake, self._home)
 
-    def _begin(self, request: Request, progress: RequestProgress, reader: Reader, outlet: Outlet) -> None:
+    def _begin(self, request: Request, progress: RequestProgress, reader: Reader, queue: TokenQueue) -> None:
         def ended(_result: None, error: BaseException | None) -> None:
             if error is not None:
-                outlet.put(Piece("", error=error))
+                queue.put(AnswerPiece("", error=error))
 
-        answer = partial(self._answering.answer, request=request, progress=progress, outlet=outlet)
-        self.loop.start(Run(answer, ended, Level.ANSWER, self.loop.watched(reader)))
+        answer = partial(self._answering.answer, request=request, progress=progress, queue=queue)
+        self.loop.start(LoopTask(answer, ended, Priority.ANSWER, self.loop.watched(reader)))
 
     def _start(self, steps: Work[Any], ended: Ended) -> None:
         """Run a job in the background."""
@@ -280,7 +280,7 @@ class Engine(StoreEngine):
             ended(result, error)
             self._answering.stored_changed()
 
-        self.loop.start(Run(lambda _: steps, stored, Level.JOB))
+        self.loop.start(LoopTask(lambda _: steps, stored, Priority.JOB))
 
     def _later(self, function: Callable[..., object], *arguments: Any) -> None:
         if self.loop.alive:

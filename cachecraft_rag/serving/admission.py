@@ -1,4 +1,4 @@
-"""The line of requests that want to prefill, first come, first served. Used in the step loop's thread."""
+"""The admission queue of requests that want to prefill, first in, first out. Used in the step loop's thread."""
 
 from __future__ import annotations
 
@@ -13,124 +13,146 @@ from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.planning.config import ReuseConfig, Scope
 from cachecraft_rag.planning.planner import Plan
-from cachecraft_rag.serving.step_loop import Run
+from cachecraft_rag.serving.step_loop import LoopTask
 from cachecraft_rag.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class FutureVariant:
-    """A chunk-cache that will be captured: behind which prefix, and whose it will be; None: everybody's."""
+    """A chunk-cache that will be captured: its chunk, its origin prefix, and its session (None: shared)."""
 
     segment_id: str
     origin_prefix: tuple[str, ...]
     session: str | None
 
-    def serves(self, other: FutureVariant, scope: Scope) -> bool:
-        """Return whether it may serve where `other` stands.
+    def serves(self, wanted: FutureVariant, scope: Scope) -> bool:
+        """Return whether it may be used in place of `wanted`.
 
-        >>> one, moved = FutureVariant("c", ("system", "a"), None), FutureVariant("c", ("system", "b"), "ann")
-        >>> one.serves(moved, "anywhere"), one.serves(moved, "prefix"), moved.serves(one, "anywhere")
+        >>> shared = FutureVariant("c", ("system", "a"), None)
+        >>> private = FutureVariant("c", ("system", "b"), "ann")
+        >>> shared.serves(private, "anywhere"), shared.serves(private, "prefix"), private.serves(shared, "anywhere")
         (True, False, False)
         """
-        if self.segment_id != other.segment_id or self.session not in (None, other.session):
+        if self.segment_id != wanted.segment_id or self.session not in (None, wanted.session):
             return False
         if scope == "prefix":
-            return self.origin_prefix == other.origin_prefix
-        return scope == "anywhere" or set(self.origin_prefix) == set(other.origin_prefix)
+            return self.origin_prefix == wanted.origin_prefix
+        return scope == "anywhere" or set(self.origin_prefix) == set(wanted.origin_prefix)
 
 
 @dataclass(eq=False)
 class FutureCaptures:
-    """The captures of one request: `variants` that will come, whether they are `computed`, and how to `submit` them."""
+    """The captures that one request will make.
+
+    variants  the chunk-caches
+    computed  whether they are computed
+    submit    hands them to write-back
+    """
 
     variants: list[FutureVariant] = field(default_factory=list)
     computed: bool = False
     submit: Callable[[], object] | None = None
 
     def expect(self, prompt: Prompt, plan: Plan, *, session: str | None) -> None:
-        """Note what a plan computes afresh and will be stored."""
+        """Note the segments that a plan computes and that will be stored."""
         ids = tuple(segment.segment_id for segment in prompt.segments)
-        private = False
-        for i, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan.segments, strict=False)):
-            private = private or segment.private
-            captured = planned.variant is None and segment.kind != "question" and not segment.found
-            if captured and (session is not None or not private):  # the rest is not stored
-                self.variants.append(FutureVariant(ids[i], ids[:i], session if private else None))
+        is_private = False
+        for index, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan.segments, strict=False)):
+            is_private = is_private or segment.private
+            is_captured = planned.variant is None and segment.kind != "question" and not segment.found
+            is_stored = session is not None or not is_private
+            if is_captured and is_stored:
+                owner = session if is_private else None
+                self.variants.append(FutureVariant(ids[index], ids[:index], owner))
 
     def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:
-        """Return whether a prompt can use one of them."""
+        """Return whether a prompt can use at least one of them."""
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
-        wanted = [FutureVariant(name, ids[:i], session) for i, name in enumerate(ids)]
-        return any(coming.serves(want, config.scope) for coming in self.variants for want in wanted)
+        wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
+        return any(variant.serves(want, config.scope) for variant in self.variants for want in wanted)
 
     def hand_over(self) -> None:
         """Submit them to write-back, once."""
-        submit, self.submit = self.submit, None
+        submit = self.submit
+        self.submit = None
         if submit is not None:
             submit()
 
 
-class Line:
-    """Requests from asking up to their first token.
+class AdmissionQueue:
+    """Requests from the call up to their first token.
 
     Args:
-        max_waiting: most requests that wait for a turn while another one has it.
+        max_waiting: most requests that wait for a turn while another request has it.
         timeout_s: longest wait; None = no limit.
-        registry: takes the metrics of the line.
+        registry: takes the metrics of the queue.
     """
 
     def __init__(self, max_waiting: int, timeout_s: float | None, registry: CollectorRegistry | None = None) -> None:
-        self._max_waiting, self._timeout_s = max_waiting, timeout_s
-        self._waiting: list[Run] = []
-        self._prefilling: list[Run] = []
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
+        self._waiting: list[LoopTask] = []
+        self._prefilling: list[LoopTask] = []
+
         waiting = Gauge("cachecraft_waiting_requests", "Requests that wait for a turn", registry=registry)
         waiting.set_function(self.__len__)
         turned_away = Counter(
-            "cachecraft_turned_away", "Requests that got no turn, by reason", ["reason"], registry=registry
+            "cachecraft_turned_away",
+            "Requests that got no turn, by reason",
+            ["reason"],
+            registry=registry,
         )
-        self._rejected, self._timed_out = turned_away.labels("full"), turned_away.labels("timeout")
+        self._rejected = turned_away.labels("full")
+        self._timed_out = turned_away.labels("timeout")
 
     def __len__(self) -> int:
-        """Requests that wait for a turn; any thread may ask."""
+        """Number of requests that wait for a turn; any thread may ask."""
         return len(self._waiting)
 
-    def enter(self, run: Run) -> None:
-        """Take a place at the end. Raises BusyError where as many wait as may."""
-        if len(self._waiting) + bool(self._prefilling) > self._max_waiting:
+    def enter(self, task: LoopTask) -> None:
+        """Take the last place. Raises BusyError if `max_waiting` requests wait already."""
+        has_turn_taken = bool(self._prefilling)
+        if len(self._waiting) + has_turn_taken > self._max_waiting:
             self._rejected.inc()
             raise BusyError(
                 f"{self._max_waiting} requests are waiting already; ask again later, or raise max_waiting "
                 "(EngineConfig)"
             )
-        self._waiting.append(run)
+        self._waiting.append(task)
 
     def wait(self, ready: Callable[[], bool], since: float) -> Generator[Until, bool, None]:
-        """Wait until `ready()`. Raises WaitTimeoutError after too long a wait, which began at `since`."""
-        left = None if self._timeout_s is None else max(0.0, since + self._timeout_s - time.perf_counter())
-        if not (yield Until(ready, left)):
+        """Wait until `ready()`. Raises WaitTimeoutError once the wait that began at `since` is too long."""
+        left = None
+        if self._timeout_s is not None:
+            left = max(0.0, since + self._timeout_s - time.perf_counter())
+        is_ready = yield Until(ready, left)
+        if not is_ready:
             self._timed_out.inc()
             raise WaitTimeoutError(
                 f"the request waited longer than {self._timeout_s:g} s for its turn; ask again later, or raise "
                 "wait_timeout_s (EngineConfig)"
             )
 
-    def is_first(self, run: Run) -> bool:
-        """Return whether nobody waits before it."""
-        return self._waiting[0] is run
+    def is_first(self, task: LoopTask) -> bool:
+        """Return whether no request waits before this one."""
+        return self._waiting[0] is task
 
-    def free(self) -> bool:
-        """Return whether nobody prefills, or all who do wait for what is being loaded."""
-        return all(
-            isinstance(one.step, Wait) and not one.step.in_pass and not one.step.ready() for one in self._prefilling
-        )
+    def is_free(self) -> bool:
+        """Return whether no request prefills, or all that do wait for what is being loaded."""
+        return all(_waits_for_loading(task) for task in self._prefilling)
 
-    def begin(self, run: Run) -> None:
-        """Give it the turn."""
-        self._waiting.remove(run)
-        self._prefilling.append(run)
+    def begin(self, task: LoopTask) -> None:
+        """Give the turn to a request."""
+        self._waiting.remove(task)
+        self._prefilling.append(task)
 
-    def leave(self, run: Run) -> None:
-        """End its turn, or its wait; idempotent."""
-        for runs in (self._waiting, self._prefilling):
-            if run in runs:
-                runs.remove(run)
+    def leave(self, task: LoopTask) -> None:
+        """End a request's turn or its wait; idempotent."""
+        for tasks in (self._waiting, self._prefilling):
+            if task in tasks:
+                tasks.remove(task)
+
+
+def _waits_for_loading(task: LoopTask) -> bool:
+    step = task.step
+    return isinstance(step, Wait) and not step.in_pass and not step.ready()

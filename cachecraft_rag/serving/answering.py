@@ -27,12 +27,13 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan, exact_shares
 from cachecraft_rag.prompt.unmarked import candidates_of
-from cachecraft_rag.serving.admission import FutureCaptures, Line
+from cachecraft_rag.serving.admission import AdmissionQueue, FutureCaptures
+from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.new_variants import LookUp, VariantMaker
-from cachecraft_rag.serving.request import AnswerText, Request, RequestProgress
+from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import Sampler
-from cachecraft_rag.serving.step_loop import Level, Run, StepLoop
-from cachecraft_rag.serving.token_queue import Outlet, Piece
+from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
+from cachecraft_rag.serving.token_queue import AnswerPiece, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -52,7 +53,7 @@ class LoadingPlan:
     closed: bool = False
 
     def close(self) -> None:
-        """End loading; chunk-caches that came whole stay in memory. Idempotent."""
+        """End loading; chunk-caches that were loaded completely stay in memory. Idempotent."""
         if not self.closed:
             self.closed = True
             self.loader.end(self.loads)
@@ -61,8 +62,11 @@ class LoadingPlan:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt ready to be answered: `logits` `[vocabulary]` of its last token, its keys and values, and `refresh`,
-    which chooses stale tokens to recompute while decoding.
+    """A prompt ready to be answered.
+
+    logits   `[vocabulary]` of its last token
+    buffer   its keys and values
+    refresh  chooses stale tokens to recompute while decoding
     """
 
     logits: Tensor
@@ -70,16 +74,17 @@ class Prefilled:
     refresh: Refresh | None
 
 
-class _Start:
-    """A prefilled prompt that is answered several times: refreshing changes its keys and values."""
+class _Snapshot:
+    """A copy of a prefilled prompt that is answered several times, because refreshing changes its keys and values."""
 
     def __init__(self, output: Prefilled) -> None:
-        self._output, self._refresh = output, copy.deepcopy(output.refresh)
+        self._output = output
+        self._refresh = copy.deepcopy(output.refresh)
         self._kv = None if output.refresh is None else output.buffer.kv.clone()
 
     @torch.inference_mode()
-    def again(self) -> Prefilled:
-        """The prompt as it was."""
+    def restored(self) -> Prefilled:
+        """Return the prompt as it was."""
         if self._kv is not None:
             self._output.buffer.kv.copy_(self._kv)
         return replace(self._output, refresh=copy.deepcopy(self._refresh))
@@ -87,18 +92,18 @@ class _Start:
 
 @dataclass(eq=False)
 class Answering:
-    """The steps of one engine's requests. Generators run in the loop's thread, and plans in threads of their own.
+    """The steps of one engine's requests. Generators run in the loop's thread, and plans in other threads.
 
-    look_up     finds what is stored
-    namespace   of the engine
-    stand_in    the passage that text which nobody marked is captured behind
-    noting      prompts whose text is being noted as seen
+    look_up    looks up what is stored
+    namespace  of the engine
+    stand_in   passage after which passages of unmarked text are captured
+    noting     number of prompts whose unmarked text is being noted as seen
     """
 
     decoder: Decoder
     store: ChunkCacheStore
     loop: StepLoop
-    line: Line
+    admission: AdmissionQueue
     write_back: WriteBackQueue
     new_variants: VariantMaker
     look_up: LookUp
@@ -106,119 +111,149 @@ class Answering:
     namespace: str
     stand_in: Segment
     noting: int = 0
-    _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, by their plans' order
-    _changes: int = 0  # of what is stored, as far as this engine knows
+    _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, in the order of planning
+    _changes: int = 0  # number of changes to the store that this engine knows of
 
     def stored_changed(self) -> None:
-        """Note that captures came or went: a plan made before is out of date."""
+        """Note that captures were stored or dropped: plans made before are out of date."""
         self._changes += 1
 
     # -- up to the first token ----------------------------------------------------------------------------------------
 
     def prefill(
-        self, run: Run, request: Request, progress: RequestProgress, captures: FutureCaptures
+        self, task: LoopTask, request: Request, progress: RequestProgress, captures: FutureCaptures
     ) -> Work[Prefilled]:
-        """Wait for the turn, plan, and prefill while what is not in memory is being loaded. Raises BusyError,
-        WaitTimeoutError.
+        """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
+
+        Raises BusyError and WaitTimeoutError.
         """
+        admission = self.admission
         plan: LoadingPlan | None = None
-        self.line.enter(run)
+        admission.enter(task)
         try:
             began = time.perf_counter()
-            if not self.line.is_first(run):
-                yield from self.line.wait(lambda: self.line.is_first(run), began)
+            if not admission.is_first(task):
+                yield from admission.wait(lambda: admission.is_first(task), began)
+
+            # The next in line plans and loads while it waits.
             changes = self._changes
-            if not self.line.free():
+            if not admission.is_free():
                 plan = yield self.loop.aside(self._plan, request, progress, None)
                 rows = plan.resolved.job.rows.open()
-                yield from self.line.wait(lambda: self.line.free() or self._joins(rows, request), began)
-            self.line.begin(run)
-            progress.queued_s = time.perf_counter() - began
+                yield from admission.wait(lambda: admission.is_free() or self._joins(rows, request), began)
+
+            admission.begin(task)
+            progress.got_turn(after_s=time.perf_counter() - began)
             if request.config.reuse:
                 yield from self._captures_of_others(request)
-            if plan is None or (request.config.reuse and changes != self._changes):
+            is_out_of_date = request.config.reuse and changes != self._changes
+            if plan is None or is_out_of_date:
                 plan = yield self.loop.aside(self._plan, request, progress, plan)
-            progress.plan, progress.tiers, progress.planned_s = (
-                plan.resolved.plan, plan.resolved.tiers, request.clock()
-            )  # fmt: skip
+            progress.planned(plan.resolved.plan, plan.resolved.tiers, at=request.clock())
+
             if request.config.capture:
                 captures.expect(request.prompt, progress.plan, session=request.session)
                 self._captures.append(captures)
-            return (yield from self._compute(run, request, progress, plan, captures))
+            return (yield from self._compute(task, request, progress, plan, captures))
         except BaseException:
-            self._forget(captures)  # nothing comes of them
+            self._forget(captures)  # they will not be made
             raise
         finally:
-            self.line.leave(run)
+            admission.leave(task)
             if plan is not None:
                 plan.close()
 
     def _joins(self, rows: Sequence[int] | NDArray[np.int64], request: Request) -> bool:
-        """Return whether a request may prefill beside those that do: it joins their forwards, and needs none of their
-        captures.
+        """Return whether a request may prefill beside the running ones: it joins their forwards and waits for none of
+        their captures.
         """
-        return self.loop.would_join(rows) and not self._coming_for(request)
+        return self.loop.would_join(rows) and not self._captures_for(request)
 
-    def _coming_for(self, request: Request) -> list[FutureCaptures]:
+    def _captures_for(self, request: Request) -> list[FutureCaptures]:
+        """Return the captures of other requests that this one can use."""
         if not request.config.reuse:
             return []
-        return [one for one in self._captures if one.serve(request.prompt, request.config, session=request.session)]
+        return [
+            captures
+            for captures in self._captures
+            if captures.serve(request.prompt, request.config, session=request.session)
+        ]
 
     def _captures_of_others(self, request: Request) -> Generator[Until, bool, None]:
-        """Wait for chunks that other requests compute, instead of computing them again. A failed prefill gives none."""
+        """Wait for chunks that other requests compute, instead of computing them a second time.
+
+        A failed prefill makes no captures; it is not waited for any longer.
+        """
 
         def computed() -> bool:
-            return all(one.computed for one in self._coming_for(request))
+            return all(captures.computed for captures in self._captures_for(request))
 
         yield Until(computed)
-        for one in self._coming_for(request):
-            one.hand_over()
-            self._forget(one)
+        for captures in self._captures_for(request):
+            captures.hand_over()
+            self._forget(captures)
         ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
         yield Until(lambda: not self.write_back.pending(ids))
 
     def _plan(self, request: Request, progress: RequestProgress, early: LoadingPlan | None) -> LoadingPlan:
-        """Plan, and begin to load; an `early` plan goes on if it chose the same, because it loads already."""
+        """Plan, and begin to load; an `early` plan is kept if it chose the same variants, because it loads already."""
         resolved = self._resolve(request, progress)
         if early is not None:
             if _chosen(early.resolved) == _chosen(resolved):
                 resolved.close()
                 return early
-            early.close()  # chunk-caches that came whole are in memory now, and found there
+            early.close()  # what it has loaded completely is in memory now, and the new plan finds it there
             resolved.close()
             resolved = self._resolve(request, progress)
         return LoadingPlan(resolved, self.loader.begin(resolved.to_load), self.loader)
 
     def _resolve(self, request: Request, progress: RequestProgress) -> Resolved:
         """Look up and plan."""
-        prompt, config, found = request.prompt, request.config, Found({})
+        prompt = request.prompt
+        found = Found({})
         with self.loop.timer("planning"):
-            if config.reuse:
-                found = self.look_up(
-                    [one for one in prompt.segments if one.kind != "question"], session=request.session
-                )
-                progress.remote = found.remote
+            if request.config.reuse:
+                segments = [segment for segment in prompt.segments if segment.kind != "question"]
+                found = self.look_up(segments, session=request.session)
+                progress.looked_up(found.remote)
             return resolve(
                 prompt,
                 found,
-                config,
+                request.config,
                 store=self.store,
                 ranks=self.decoder.ranks,
                 answer_tokens=request.sampling.max_new_tokens,
             )
 
     def _compute(
-        self, run: Run, request: Request, progress: RequestProgress, plan: LoadingPlan, captures: FutureCaptures
+        self,
+        task: LoopTask,
+        request: Request,
+        progress: RequestProgress,
+        plan: LoadingPlan,
+        captures: FutureCaptures,
     ) -> Work[Prefilled]:
-        resolved, loads = plan.resolved, plan.loads
-        run.loads = loads
-        speed, timer = self.loop.joint.speed, self.loop.timer
+        resolved = plan.resolved
+        loads = plan.loads
+        task.loads = loads
         with closing(plan):
-            steps = OverlappedPrefill(self.decoder, resolved.job, loads, speed, timer=timer).steps()
-            result: PrefillResult = yield from steps
-        progress.plan = executed_plan(resolved, loads, result)
-        captures.submit, captures.computed = partial(self._submit, request, progress, result), True
-        progress.waited_s, progress.row_layers, progress.focus_layer = run.load_s, result.row_layers, result.focus_layer
+            prefill = OverlappedPrefill(
+                self.decoder,
+                resolved.job,
+                loads,
+                self.loop.joint.speed,
+                timer=self.loop.timer,
+            )
+            result: PrefillResult = yield from prefill.steps()
+
+        progress.prefilled(
+            executed_plan(resolved, loads, result),
+            waited_s=task.load_s,
+            row_layers=result.row_layers,
+            focus_layer=result.focus_layer,
+        )
+        captures.submit = partial(self._submit, request, progress, result)
+        captures.computed = True
         with self.loop.timer("logits"):
             logits = self.decoder.next_logits(result.hidden)
         return Prefilled(logits, result.buffer, result.refresh)
@@ -226,112 +261,122 @@ class Answering:
     def _submit(self, request: Request, progress: RequestProgress, result: PrefillResult) -> None:
         """Hand the captures of a request to write-back."""
         prompt = request.prompt
-        shares = exact_shares(progress.plan, [len(segment.token_ids) for segment in prompt.segments])
+        lengths = [len(segment.token_ids) for segment in prompt.segments]
+        shares = exact_shares(progress.plan, lengths)
         context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session, removed=progress.removed)
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.stored_changed()
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
-    def answer(self, run: Run, request: Request, progress: RequestProgress, outlet: Outlet) -> Work[None]:
-        """Answer a request into its outlet."""
+    def answer(self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue) -> Work[None]:
+        """Answer a request into a queue."""
         captures = FutureCaptures()
-        output = yield from self.prefill(run, request, progress, captures)
+        output = yield from self.prefill(task, request, progress, captures)
         try:
-            last = yield from self._decode(request, progress, output, outlet)
+            last = yield from self._decode(request, progress, output, queue)
         finally:
             self._finish(request, progress, captures)
-        outlet.put(last)
+        queue.put(last)
 
     def score(
-        self, run: Run, request: Request, progress: RequestProgress, target: Sequence[int] | None
+        self, task: LoopTask, request: Request, progress: RequestProgress, target: Sequence[int] | None
     ) -> Work[tuple[str, Tensor]]:
         """Answer greedily, and predict along the target tokens; returns the text and logits `[target, vocabulary]`."""
-        captures, outlet = FutureCaptures(), Outlet(bounded=False)
-        output = yield from self.prefill(run, request, progress, captures)
+        captures = FutureCaptures()
+        queue = TokenQueue(bounded=False)
+        output = yield from self.prefill(task, request, progress, captures)
         try:
-            int(output.logits.argmax())  # as drawing the first token would wait for a GPU
-            progress.first_token_s = request.clock()
-            begun: list[int] = []
-            start = _Start(output)
+            int(output.logits.argmax())  # waits for a GPU, as drawing the first token would
+            progress.drew_first(at=request.clock())
+            known: list[int] = []
+            snapshot = _Snapshot(output)
             if target is not None:
-                logits = yield from self._along(request, output, target)
+                logits = yield from self._predict(request, output, target)
                 if output.refresh is None:
-                    own = logits.argmax(-1).tolist()  # up to the first difference, its own answer is the other one
-                    same = next((place for place, token in enumerate(target) if own[place] != token), len(target) - 1)
-                    begun = own[: same + 1]
-                output = start.again()
-            last = yield from self._decode(request, progress, output, outlet, begun=begun)
+                    known = _known_tokens(logits, target)
+                output = snapshot.restored()
+            last = yield from self._decode(request, progress, output, queue, known=known)
             if target is None:
-                logits = yield from self._along(request, start.again(), progress.tokens)
+                logits = yield from self._predict(request, snapshot.restored(), progress.tokens)
         finally:
             self._finish(request, progress, captures)
-        progress.generated, progress.finish = last.generated, last.finish
-        return outlet.text() + last.text, logits
+        progress.read(last.generated)
+        progress.finished(last.finish)
+        return queue.text() + last.text, logits
 
     def _decode(
         self,
         request: Request,
         progress: RequestProgress,
         output: Prefilled,
-        outlet: Outlet,
+        queue: TokenQueue,
         *,
-        begun: Sequence[int] = (),
-    ) -> Work[Piece]:
-        """Put all pieces but the last one, which is returned, into the outlet, no faster than its reader takes them.
+        known: Sequence[int] = (),
+    ) -> Work[AnswerPiece]:
+        """Put all pieces but the last one, which is returned, into the queue, no faster than its reader takes them.
 
         Args:
-            begun: first tokens that are known and, but for the last, have their K/V.
+            known: first tokens, if they are known; all but the last have their keys and values.
         """
         text = AnswerText(request.sampling, self.decoder.tokenizer, self.decoder.end_tokens)
-        sampler, position = Sampler(request.sampling, request.constraint), request.prompt.bounds[-1]
-        token = begun[0] if begun else sampler.draw(output.logits)
-        progress.first_token_s = progress.first_token_s or request.clock()
+        sampler = Sampler(request.sampling, request.constraint)
+        prompt_tokens = request.prompt.bounds[-1]
+        token = known[0] if known else sampler.draw(output.logits)
         while True:
-            progress.tokens.append(token)
+            progress.drew(token, at=request.clock())
             piece = text.take(token)
             if text.finish is not None:
-                return Piece(piece, text.generated, text.finish)
-            outlet.put(Piece(piece, text.generated))
-            if (count := len(progress.tokens)) < len(begun):
-                token = begun[count]
-                continue
-            if not outlet.has_room():
-                yield Until(outlet.has_room, for_reader=True)
-            token = sampler.draw((yield DecodeStep(output.buffer, token, position + count - 1, output.refresh)))
-            progress.refreshed = 0 if output.refresh is None else output.refresh.refreshed
+                return AnswerPiece(piece, text.generated, text.finish)
+            queue.put(AnswerPiece(piece, text.generated))
 
-    def _along(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Work[Tensor]:
-        """`[answer, vocabulary]`: the predictions for each token of an answer that is given."""
-        logits, end = [output.logits], request.prompt.bounds[-1]
+            count = len(progress.tokens)
+            if count < len(known):
+                token = known[count]
+                continue
+            if not queue.has_room():
+                yield Until(queue.has_room, for_reader=True)
+            logits = yield DecodeStep(output.buffer, token, prompt_tokens + count - 1, output.refresh)
+            token = sampler.draw(logits)
+            if output.refresh is not None:
+                progress.recomputed_stale(output.refresh.refreshed)
+
+    def _predict(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Work[Tensor]:
+        """Return `[answer, vocabulary]`: the predictions for each token of a given answer."""
+        prompt_tokens = request.prompt.bounds[-1]
         if len(answer) > 1 and output.refresh is None:
-            rest = yield Call(partial(extend, self.decoder, output.buffer, answer[:-1], end))
-            return torch.cat((output.logits[None], self.decoder.logits(rest)))
+            hidden = yield Call(partial(extend, self.decoder, output.buffer, answer[:-1], prompt_tokens))
+            return torch.cat((output.logits[None], self.decoder.logits(hidden)))
+
+        logits = [output.logits]
         for place, token in enumerate(answer[:-1]):
-            logits.append((yield DecodeStep(output.buffer, token, end + place, output.refresh)))
+            logits.append((yield DecodeStep(output.buffer, token, prompt_tokens + place, output.refresh)))
         return torch.stack(logits)
 
     def _finish(self, request: Request, progress: RequestProgress, captures: FutureCaptures) -> None:
-        """Count the uses and hand over the captures."""
+        """Count the uses of variants and hand over the captures."""
+        config = request.config
         try:
             for planned in progress.plan.segments:
-                if planned.variant is not None:
-                    used = planned.variant
-                    self.store.used(used.variant_id, cfo=planned.cfo or 0.0, tokens=used.tokens)
+                variant = planned.variant
+                if variant is not None:
+                    self.store.used(variant.variant_id, cfo=planned.cfo or 0.0, tokens=variant.tokens)
             captures.hand_over()
             self._forget(captures)
+
             candidate = None
-            if any(segment.found for segment in request.prompt.segments):
-                if request.config.capture and self.new_variants.config.when != "off":
+            is_unmarked = any(segment.found for segment in request.prompt.segments)
+            if is_unmarked:
+                if config.capture and self.new_variants.config.when != "off":
                     self._note(request, progress.plan)
-            elif request.config.capture:
-                candidate = Candidate.of(request.prompt, progress.plan, request.config, session=request.session)
+            elif config.capture:
+                candidate = Candidate.of(request.prompt, progress.plan, config, session=request.session)
             self.new_variants.answered(request.prompt.bounds[-1], candidate)
         except Exception:  # of the store: the answer itself is complete
             logger.exception("What followed from an answer has failed")
 
     def _note(self, request: Request, plan: Plan) -> None:
-        """Note the text of a prompt that nobody marked, and have captured what was seen before."""
+        """Note the unmarked text of a prompt, and have captured what was seen before."""
         scope = (self.namespace, self.decoder.fingerprint)
         candidates = candidates_of(request.prompt, plan, request.session, scope, stand_in=self.stand_in)
 
@@ -347,7 +392,7 @@ class Answering:
                 self.new_variants.answered(0, candidates[name])
 
         self.noting += 1
-        self.loop.start(Run(lambda _: noted(), ended, Level.JOB))
+        self.loop.start(LoopTask(lambda _: noted(), ended, Priority.JOB))
 
     def _forget(self, captures: FutureCaptures) -> None:
         if captures in self._captures:
@@ -356,5 +401,13 @@ class Answering:
 
 
 def _chosen(resolved: Resolved) -> list[str | None]:
-    """The variant of each segment."""
-    return [None if one.variant is None else one.variant.variant_id for one in resolved.plan.segments]
+    """Return the chosen variant of each segment."""
+    return [None if planned.variant is None else planned.variant.variant_id for planned in resolved.plan.segments]
+
+
+def _known_tokens(logits: Tensor, target: Sequence[int]) -> list[int]:
+    """Return the first tokens of the greedy answer, up to where it leaves the target that `logits` predict along."""
+    greedy: list[int] = logits.argmax(-1).tolist()
+    places = (place for place, token in enumerate(target) if greedy[place] != token)
+    first_difference = next(places, len(target) - 1)
+    return greedy[: first_difference + 1]

@@ -14,10 +14,10 @@ When = Literal["off", "idle", "always"]
 class NewVariants:
     """When new variants are computed, and how much may be spent on them.
 
-    when     "idle": while nobody is being answered; "always": also beside answers, layer by layer in turn with them;
+    when     "idle": while no answer is under way; "always": also beside answers, layer by layer in turn with them;
              "off": never
-    share    tokens that may be computed for it, for each token of a prompt that was served
-    waiting  prompts that wait at most; of more, those go that would have saved least
+    share    tokens that may be computed for new variants, for each token of a prompt that was served
+    waiting  most prompts that wait; beyond it, the prompts that would have saved least are dropped
     """
 
     when: When = "idle"

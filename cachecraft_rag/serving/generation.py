@@ -1,4 +1,4 @@
-"""An answer as its reader sees it: pieces of text, and statistics."""
+"""The reader's view of an answer: pieces of text, and statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
 
-Ended = Callable[[Callable[[], RequestStats], str | None], object]
+OnEnd = Callable[[Callable[[], RequestStats], str | None], object]
 
 
 class Generation(Iterator[str], AsyncIterator[str]):
@@ -28,7 +28,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
         pieces: Any,
         *,
         layers: int,
-        ended: Ended,
+        ended: OnEnd,
         later: Callable[..., Any],
     ) -> None:
         """Wrap the pieces of an engine.
@@ -38,10 +38,15 @@ class Generation(Iterator[str], AsyncIterator[str]):
             ended: counts the answer once it has ended; its second argument names the kind of exception.
             later: calls a function later in another thread, without a lock.
         """
-        self._request, self._progress, self._pieces, self._layers = request, progress, pieces, layers
-        self._ended, self._later = ended, later
+        self._request = request
+        self._progress = progress
+        self._pieces = pieces
+        self._layers = layers
+        self._ended = ended
+        self._later = later
         self._open = [True]  # `pop` is atomic: an answer ends once
-        self._begun = self._closing = False
+        self._begun = False
+        self._closing = False
         self.text = ""
 
     def __next__(self) -> str:
@@ -55,7 +60,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._ended(self._stats, None)
             raise
         except BaseException as error:  # Ctrl-C too ends the answer
-            self._progress.finish = "failed"
+            self._progress.failed()
             self._pieces.close()
             if self._end():
                 self._ended(self._stats, type(error).__name__)
@@ -72,7 +77,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
     async def __anext__(self) -> str:
         """Return the next piece without blocking the event loop. A cancelled task ends the answer."""
         try:
-            if arrived := getattr(self._pieces, "arrived", None):
+            arrived = getattr(self._pieces, "arrived", None)
+            if arrived is not None:
                 await arrived()
                 return next(self)
             pieces = await _in_a_thread(lambda: list(islice(self, 1)))  # a future holds no StopIteration
@@ -88,10 +94,10 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def close(self) -> None:
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
 
-        Another thread that reads it gets no further piece; if it waits in line, it leaves at once.
+        Another thread that reads it gets no further piece; if it waits for its turn, it stops waiting at once.
         """
         self._closing = True
-        with suppress(ValueError):  # how Python says that a generator runs, in another thread
+        with suppress(ValueError):  # Python's error if the generator runs in another thread
             self._pieces.close()
             if self._begun and self._end():
                 self._later(self._ended, self._stats, None)
@@ -106,14 +112,14 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Numbers of the request so far; `finish` is None until it has ended."""
+        """Statistics of the request so far; `finish` is None until it has ended."""
         return self._stats()
 
     def _stats(self) -> RequestStats:
         return stats_of(self._request, self._progress, self._layers)
 
     def _end(self) -> bool:
-        """Note that it has ended; returns whether that is new."""
+        """Note that the answer has ended; returns False if that was noted before."""
         try:
             self._open.pop()
         except IndexError:

@@ -1,4 +1,4 @@
-"""Joint forwards: rows of several requests in one, where the model computes each row by itself.
+"""Joint forwards: rows of several requests in one forward, if the model computes each row independently.
 
 Reading the weights is most of a decode step, and one forward reads them once for all its rows.
 """
@@ -24,23 +24,30 @@ from cachecraft_rag.model.self_check import TOLERANCE
 logger = logging.getLogger("cachecraft_rag")
 
 ROW_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
-_MOST_FAILURES = 3  # in a row; then rows stay apart
-_CHECKED_ROWS = (1, 5, 12)  # of the passes that are compared before the first joint forward
+_MAX_FAILURES = 3  # in a row; then each request is computed separately
+_CHECKED_ROWS = (1, 5, 12)  # lengths of the prompts that are compared before the first joint forward
 
 
 class JointRows:
-    """Computes decode steps and layers of prefills, several in one forward where that gives the same. For one thread.
+    """Computes decode steps and layers of prefills, several in one forward if the result is the same. For one thread.
 
     Attributes:
         speed: of computing; learns from decode steps that run alone.
-        most: answers in a forward at most; 1 once each request is computed on its own.
+        most: answers in a forward at most; 1 once each request is computed separately.
     """
 
     def __init__(
-        self, decoder: Decoder, speed: ComputeSpeed, *, most: int, registry: CollectorRegistry | None = None
+        self,
+        decoder: Decoder,
+        speed: ComputeSpeed,
+        *,
+        most: int,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """`registry` takes the metrics."""
-        self.speed, self.most, self._decoder = speed, most, decoder
+        self.speed = speed
+        self.most = most
+        self._decoder = decoder
         self._rows = Histogram(
             "cachecraft_decode_rows",
             "Answers that a decode step computed together",
@@ -52,38 +59,45 @@ class JointRows:
 
     @property
     def fixed_rows(self) -> float:
-        """Rows that take as long as the fixed part of a forward; 0 while unknown, and where nothing runs jointly."""
-        row_s = self.speed.seconds(1.0, passes=0.0) if self.speed.known else 0.0
-        return self.speed.piece_s / row_s if row_s > 0.0 and self.most > 1 else 0.0
+        """Rows that take as long as the fixed part of a forward; 0 while unknown, and if nothing runs jointly."""
+        if self.most == 1 or not self.speed.known:
+            return 0.0
+        row_s = self.speed.seconds(1.0, passes=0.0)
+        return self.speed.piece_s / row_s if row_s > 0.0 else 0.0
 
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
-        """Logits `[vocabulary]` (float32) behind each step, or the error of each."""
-        if len(steps) > 1 and (found := self._jointly(lambda: self._decode_jointly(steps))) is not None:
-            return list(found)
+        """Return the logits `[vocabulary]` (float32) after each step, or the error of each."""
+        if len(steps) > 1:
+            logits = self._jointly(lambda: self._decode_jointly(steps))
+            if logits is not None:
+                return list(logits)
         return [_tried(lambda step=step: self._decode_alone(step)) for step in steps]  # type: ignore[misc]
 
     def advance(self, passes: Sequence[RowPass]) -> list[Exception | None]:
-        """Run the next layer of passes that stand before the same one; returns the error of each."""
+        """Run the next layer of passes that are before the same one; returns the error of each."""
         if len(passes) > 1 and self._jointly(lambda: advance(self._decoder, passes) or ()) is not None:
             return [None] * len(passes)
-        return [_tried(lambda one=one: advance(self._decoder, [one])) for one in passes]  # type: ignore[misc]
+        return [
+            _tried(lambda row_pass=row_pass: advance(self._decoder, [row_pass]))  # type: ignore[misc]
+            for row_pass in passes
+        ]
 
     def _jointly(self, forward: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | None:
-        """Run a joint forward, if the model allows; None where it did not go well."""
+        """Run a joint forward, if the model allows it; returns None if it does not, or if the forward failed."""
         if not self._checked:
             self._check()
         if self.most == 1:
             return None
         try:
-            found = forward()
-        except (RuntimeError, IndexError) as error:  # torch's: one caused by a single request comes again
+            result = forward()
+        except (RuntimeError, IndexError) as error:  # torch's: if one request causes it, its own forward raises it
             self._failures += 1
             logger.warning("A joint forward failed: %s", error)
-            if self._failures == _MOST_FAILURES:
-                self._stay_alone(f"{_MOST_FAILURES} joint forwards in a row failed")
+            if self._failures == _MAX_FAILURES:
+                self._compute_separately(f"{_MAX_FAILURES} joint forwards in a row failed")
             return None
         self._failures = 0
-        return found
+        return result
 
     def _decode_jointly(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         logits = self._decoder.logits(extend_all(self._decoder, steps))
@@ -93,40 +107,42 @@ class JointRows:
     def _decode_alone(self, step: DecodeStep) -> Tensor:
         started = time.perf_counter()
         logits = self._decoder.next_logits(extend_all(self._decoder, [step]))
-        if step.refresh is None:  # else it is no step of one row
+        if step.refresh is None:  # a step that refreshes has more than one row
             self.speed.stepped(time.perf_counter() - started)
         self._rows.observe(1)
         return logits
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Compare a few short prompts, computed as one forward, with the same computed one by one."""
+        """Compare a few short prompts, computed as one forward, with the same computed one after the other."""
         self._checked = True
         generator = torch.Generator().manual_seed(0)
-        size = int(self._decoder.model.config.vocab_size)
-        prompts = [torch.randint(0, size, (rows,), generator=generator) for rows in _CHECKED_ROWS]
-        alone = torch.stack([self._last_logits([ids])[0] for ids in prompts])
-        error = float(((self._last_logits(prompts) - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
-        if not error <= TOLERANCE[self._decoder.dtype]:
-            self._stay_alone(f"the logits of {self._decoder.name} differ by {error:.1%}")
+        vocabulary = int(self._decoder.model.config.vocab_size)
+        prompts = [torch.randint(0, vocabulary, (rows,), generator=generator) for rows in _CHECKED_ROWS]
+        separate = torch.stack([self._last_logits([ids])[0] for ids in prompts])
+        difference = self._last_logits(prompts) - separate
+        error = float((difference.norm(dim=-1) / separate.norm(dim=-1)).max())
+        if not error <= TOLERANCE[self._decoder.dtype]:  # NaN too is an error
+            self._compute_separately(f"the logits of {self._decoder.name} differ by {error:.1%}")
 
     def _last_logits(self, prompts: Sequence[Tensor]) -> Tensor:
         decoder = self._decoder
-        passes = [
-            RowPass(decoder, KVBuffer(decoder, len(ids)), ids.to(decoder.device), np.arange(len(ids)))
-            for ids in prompts
-        ]
+        passes = []
+        for ids in prompts:
+            buffer = KVBuffer(decoder, len(ids))
+            passes.append(RowPass(decoder, buffer, ids.to(decoder.device), np.arange(len(ids))))
         for _ in range(decoder.layout.layers):
             advance(decoder, passes)
-        return decoder.logits(torch.cat([one.hidden[:, -1:] for one in passes], dim=1))
+        hidden = torch.cat([row_pass.hidden[:, -1:] for row_pass in passes], dim=1)  # [streams, prompts, hidden]
+        return decoder.logits(hidden)
 
-    def _stay_alone(self, finding: str) -> None:
+    def _compute_separately(self, reason: str) -> None:
         self.most = 1
-        logger.warning("Each request is computed on its own from now on: %s", finding)
+        logger.warning("Each request is computed separately from now on: %s", reason)
 
 
 def _tried(function: Callable[[], Tensor | None]) -> Tensor | Exception | None:
     try:
         return function()
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is raised in the request's own steps
+    except Exception as error:  # noqa: BLE001  # it is raised in the request's own steps
         return error

@@ -1,8 +1,8 @@
-"""New variants (Cache-Craft §3.3): what was reused and fixed is captured behind the prefix that it really had.
+"""New variants (Cache-Craft §3.3): capture chunks that were reused and fixed after the prefix that they really had.
 
-Computed again, by itself and exactly, while nobody is being answered. Rejected: keeping what the request computed. Most
-of such a chunk was not computed, and the rest stood behind approximations; what is served to everybody would be worse
-with every generation, and would depend on one user's question.
+A chunk is computed a second time, separately and exactly, while no answer is under way. Rejected: keeping the rows that
+the request computed. Most of such a chunk was not computed, and the rest followed approximations; shared chunk-caches
+would become worse with every generation, and would depend on one user's question.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.config import NewVariants
-from cachecraft_rag.serving.step_loop import Level, Run, StepLoop
+from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -37,14 +37,14 @@ logger = logging.getLogger("cachecraft_rag.new_variants")
 
 # As much of the prefix as is stored exactly is taken from the store; everything else is computed.
 EXACT = ReuseConfig(scope="prefix", loading="whole")
-_MOST_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
-_MOST_DOUBLINGS = 16
-# The disk, the device (torch raises RuntimeError) or memory: the next prompt may do better.
-_TROUBLE = (CacheCraftError, OSError, RuntimeError, MemoryError)
+_MAX_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
+_MAX_DOUBLINGS = 16  # of the cost of a capture after refusals in a row
+# Errors of the disk, the device (torch raises RuntimeError) or memory: the next prompt may succeed.
+_EXPECTED_ERRORS = (CacheCraftError, OSError, RuntimeError, MemoryError)
 
 
 class Dropped(StrEnum):
-    """Why a prompt that waited was not captured."""
+    """Reason for not capturing a prompt that waited."""
 
     FULL = "too_many_waiting"
     STORED = "stored_meanwhile"
@@ -60,9 +60,9 @@ class NewVariantStats:
     """Results of new variants since the engine was opened.
 
     captured  variants that were stored
-    tokens    that were computed for them
+    tokens    tokens that were computed for them
     waiting   prompts that wait to be captured
-    dropped   prompts that were not captured, or not all of them, by `Dropped`
+    dropped   prompts that were not captured, or only in part, by `Dropped`
     """
 
     captured: int
@@ -72,43 +72,50 @@ class NewVariantStats:
 
 
 class WantedVariants:
-    """Prompts that wait to be captured, the tokens that may be computed for them, and results. Not thread-safe."""
+    """Prompts that wait to be captured, the token budget for them, and results. Not thread-safe."""
 
     def __init__(self, config: NewVariants) -> None:
         self.candidates = Candidates(config.waiting)
         self._share = config.share
-        self._allowance = 0.0  # tokens that may be computed; below zero by less than what is under way
+        self._allowance = 0.0  # tokens that may be computed; negative while captures under way exceed the budget
         self._refusals = 0  # in a row
-        self._captured = self._tokens = 0
+        self._captured = 0
+        self._tokens = 0
         self._dropped: Counter[str] = Counter()
 
     def stats(self) -> NewVariantStats:
-        """Numbers so far."""
+        """Return the statistics so far."""
         return NewVariantStats(self._captured, self._tokens, len(self.candidates), dict(self._dropped))
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Count the tokens of an answered prompt towards the budget, and note what was fixed in it."""
+        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it."""
         earned = self._share * prompt_tokens
-        self._allowance = min(self._allowance + earned, self._share * max(_MOST_SAVED_UP, prompt_tokens))
-        if candidate is not None and self.candidates.add(candidate) is not None:
-            self._dropped[Dropped.FULL] += 1
+        limit = self._share * max(_MAX_SAVED_UP, prompt_tokens)
+        self._allowance = min(self._allowance + earned, limit)
+        if candidate is not None:
+            dropped = self.candidates.add(candidate)
+            if dropped is not None:
+                self._dropped[Dropped.FULL] += 1
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """The most valuable candidate among these, or all; None while the budget is spent."""
-        return self.candidates.best(among) if self._allowance > 0.0 else None
+        """Return the most valuable candidate among these, or among all; None while the budget is spent."""
+        if self._allowance <= 0.0:
+            return None
+        return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Count tokens that were computed; after refusals they count several times."""
+        """Take computed tokens from the budget; each refusal in a row doubles their cost."""
         self._tokens += tokens
-        self._allowance -= math.ldexp(tokens, min(self._refusals, _MOST_DOUBLINGS))
+        doublings = min(self._refusals, _MAX_DOUBLINGS)
+        self._allowance -= math.ldexp(tokens, doublings)
 
     def stored(self, captured: int, refused: int = 0) -> None:
-        """Count captures that were stored, and such that the store refused; it was a full disk, say."""
+        """Count captures that were stored, and captures that the store refused, for example on a full disk."""
         self._captured += captured
         self._refusals = self._refusals + refused if refused else 0
 
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
-        """Remove a candidate; None where it was stored."""
+        """Remove a candidate; `reason` is None if it was stored."""
         self.candidates.remove(candidate)
         self.count(reason)
 
@@ -119,16 +126,16 @@ class WantedVariants:
 
 
 def exact_only(found: Found) -> Found:
-    """Those that may stand before a capture that is to be called exact: exact to the bit."""
+    """Keep the variants that may precede an exact capture: those that are exact to the bit."""
     exact = {
-        name: [variant for variant in offers if variant.lossless and variant.exact_share >= 1.0]
-        for name, offers in found.variants.items()
+        name: [variant for variant in variants if variant.lossless and variant.exact_share >= 1.0]
+        for name, variants in found.variants.items()
     }
     return replace(found, variants=exact)
 
 
 def missing_of(candidate: Candidate, found: Found) -> list[int]:
-    """The chunks that are not stored behind their prefix, by their places in the prompt."""
+    """Return the indices of the segments that are not stored after their prefix."""
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
@@ -138,10 +145,10 @@ LookUp = Callable[..., Found]  # `PrimedEngine.look_up`
 
 @dataclass(eq=False)
 class VariantMaker:
-    """Captures chunks that were reused and fixed, most asked for first. For the loop's thread, but for `stats`.
+    """Captures chunks that were reused and fixed, most requested first. For the loop's thread, except `stats`.
 
     stack, store, loader, write_back   of the engine
-    look_up    finds what is stored
+    look_up    looks up what is stored
     loop       runs the captures while it is idle
     """
 
@@ -152,9 +159,9 @@ class VariantMaker:
     write_back: WriteBackQueue
     look_up: LookUp
     loop: StepLoop
-    _run: Run | None = None
-    _running: Candidate | None = None
-    _dropped_as: Dropped = Dropped.CLOSED  # if the running one is given up
+    _task: LoopTask | None = None  # of the capture under way
+    _running: Candidate | None = None  # its candidate
+    _dropped_as: Dropped = Dropped.CLOSED  # reason that is counted if it is given up
     _closed: bool = False
 
     def __post_init__(self) -> None:
@@ -162,16 +169,16 @@ class VariantMaker:
 
     @property
     def stats(self) -> NewVariantStats:
-        """Numbers so far."""
+        """Return the statistics so far."""
         return self._wanted.stats()
 
     @property
     def busy(self) -> bool:
-        """True while one is being captured; false once nothing is left that the budget allows."""
-        return self._run is not None
+        """True while a candidate is being captured; False once none is left that the budget allows."""
+        return self._task is not None
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Count the tokens of an answered prompt towards the budget, and note what was fixed in it."""
+        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it."""
         if self.config.when == "off":
             return
         if self._closed and candidate is not None:
@@ -181,8 +188,9 @@ class VariantMaker:
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Capture none of these chunks any more; they were removed. The running one ends once `busy` is false, or goes
-        on without them.
+        """Stop capturing these chunks, because they were removed.
+
+        The capture under way ends before its next layer.
         """
         for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
             if candidate is self._running:
@@ -191,7 +199,7 @@ class VariantMaker:
                 self._wanted.drop(candidate, Dropped.REMOVED)
 
     def close(self) -> None:
-        """Forget what waits, and give up the running one before its next layer."""
+        """Drop all candidates, and give up the capture under way before its next layer."""
         self._closed = True
         if self._running is not None:
             self._wanted.candidates.remove(self._running)
@@ -199,64 +207,77 @@ class VariantMaker:
         self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return whether one of these chunks is in what is being computed."""
-        names = {segment.segment_id for segment in self._running.segments} if self._running is not None else set()
-        return not names.isdisjoint(chunk_ids)
+        """Return whether the capture under way holds at least one of these chunks."""
+        if self._running is None:
+            return False
+        return any(segment.segment_id in chunk_ids for segment in self._running.segments)
 
     def _give_up(self, reason: Dropped) -> None:
-        if self._run is not None:
-            self._run.closed, self._dropped_as = True, reason
+        if self._task is not None:
+            self._task.closed = True
+            self._dropped_as = reason
             self.loop.wake()
 
     def _begin(self) -> None:
-        """Begin with the best candidate, unless one is being captured or the budget is spent."""
+        """Begin with the best candidate, unless a capture is under way or the budget is spent."""
         candidate = self._wanted.best()
-        if self._run is None and not self._closed and candidate is not None:
-            self._running, self._dropped_as = candidate, Dropped.CLOSED
-            level = Level.JOB if self.config.when == "always" else Level.IDLE
-            self._run = Run(lambda _: self._capture(candidate), self._ended, level)
-            self.loop.start(self._run)
+        if self._task is not None or self._closed or candidate is None:
+            return
+        self._running = candidate
+        self._dropped_as = Dropped.CLOSED
+        priority = Priority.JOB if self.config.when == "always" else Priority.IDLE
+        self._task = LoopTask(lambda _: self._capture(candidate), self._ended, priority)
+        self.loop.start(self._task)
 
     def _ended(self, dropped: Dropped | None, error: BaseException | None) -> None:
-        """Count what came of the running one; None where it was stored."""
-        run, candidate, self._run, self._running = self._run, self._running, None, None
-        assert run is not None
+        """Count the result of the capture that was under way; `dropped` is None if it was stored."""
+        task = self._task
+        candidate = self._running
+        assert task is not None
         assert candidate is not None
+        self._task = None
+        self._running = None
         if error is not None:
             logger.error("A new variant could not be computed", exc_info=error)
             dropped = Dropped.FAILED
-            if not isinstance(error, _TROUBLE):  # a mistake of ours: no more variants are made
+            if not isinstance(error, _EXPECTED_ERRORS):  # a mistake of ours: no more variants are made
                 self.close()
-        elif run.closed:
+        elif task.closed:
             dropped = self._dropped_as
         self._wanted.drop(candidate, dropped)
         self._begin()
 
     def _capture(self, candidate: Candidate) -> Work[Dropped | None]:
-        """Compute and store what is still missing of it; returns why not all of it is stored now."""
-        yield Call(lambda: None)  # the look-up is as late as the first layer
+        """Compute and store the missing variants of a candidate; returns why not all are stored, or None."""
+        yield Call(lambda: None)  # puts the look-up off until the loop is idle
         planned = yield self.loop.aside(self._plan, candidate)
         if planned is None:
             return Dropped.STORED
+
         prompt, resolved, loads = planned
         try:
-            speed = ComputeSpeed(self.stack.keys_per_row)  # waits for turns would spoil the engine's own
+            speed = ComputeSpeed(self.stack.keys_per_row)  # waits for turns would distort the engine's speed
             result: PrefillResult = yield from OverlappedPrefill(self.stack, resolved.job, loads, speed).steps()
         finally:
             self.loader.end(loads)
             resolved.close()
         executed_plan(resolved, loads, result)
         self._wanted.spend(result.row_layers // self.stack.layout.layers)
-        exact_shares = [1.0] * len(prompt.segments)
-        another = candidate.fixed.keys() - candidate.first
-        context = CaptureContext(prompt.segments, prompt.bounds, exact_shares, candidate.session, another=another)
+
+        context = CaptureContext(
+            prompt.segments,
+            prompt.bounds,
+            [1.0] * len(prompt.segments),
+            candidate.session,
+            another=candidate.fixed.keys() - candidate.first,
+        )
         refused = None
         for capture in result.recorder.captures:
-            keys = result.buffer.kv[:, 0]
+            keys = result.buffer.kv[:, 0]  # [layers, tokens, kv_heads, head_dim]
             stored = yield from self.write_back.steps(capture, result.recorder, keys, context=context)
             if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
                 refused = refused or Dropped.REMOVED
-            elif isinstance(stored, Unavailable):  # a full disk, say: each one in a row costs twice as much
+            elif isinstance(stored, Unavailable):  # a full disk, for example
                 refused = Dropped.REFUSED
                 self._wanted.stored(0, refused=1)
             else:
@@ -264,7 +285,7 @@ class VariantMaker:
         return refused
 
     def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | None:
-        """Plan up to the last chunk that is still not stored behind its prefix, if there is one, and begin to load."""
+        """Plan up to the last chunk that is not stored after its prefix, and begin to load; None if all are stored."""
         found = self.look_up(candidate.segments, session=candidate.session)
         missing = missing_of(candidate, found)
         if not missing:

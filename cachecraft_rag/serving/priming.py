@@ -1,11 +1,11 @@
-"""Priming: capture a document's chunks ahead of the first question, each behind its neighbours in the document.
+"""Priming: capture a document's chunks before the first question, each after its neighbours in the document.
 
-These are the chunks before it. The first chunk has none, so it is captured behind the next ones too, in a pass of its
-own. A document of one chunk is captured behind a fixed passage.
+Its neighbours are the chunks before it. The first chunk has none, so it is also captured after the next ones, in a
+separate pass. A document of one chunk is captured after a fixed passage.
 
-A chunk captured behind neighbours from its own document loses less, on most questions, than one captured behind
-unrelated chunks (median KL 0.67 of it), and one pass captures many of them. How other origin prefixes compare:
-docs/fidelity.md.
+A chunk captured after neighbours from the same document loses less, on most questions, than a chunk captured after
+unrelated chunks (median KL divergence 0.67 times as large), and one pass captures many chunks. docs/fidelity.md
+compares other origin prefixes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
-_NEXT = 2  # chunks that a document's first one is captured behind
+_NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
@@ -32,7 +32,7 @@ class PrimedEngine(Closeable):
     Attributes:
         decoder: the model, or what is known of it where it runs elsewhere.
         namespace: the tenant; chunk-caches never cross it.
-        prompts: lays out prompts.
+        prompts: builds prompts.
     """
 
     decoder: ModelFacts
@@ -50,20 +50,20 @@ class PrimedEngine(Closeable):
 
     @abstractmethod
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """The stored variants of these segments for this model; what does not fit model or segment is left out."""
+        """Return the stored variants of these segments for this model; variants that do not fit are left out."""
 
     @abstractmethod
     def disk_space(self) -> DiskSpace:
-        """Space of the folder where captures are stored."""
+        """Return the space of the folder where captures are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrimingEstimate:
     """Cost of priming, before anything is computed.
 
-    captures     chunk-caches that are missing, the instruction's included
+    captures     chunk-caches that are missing, including that of the instruction
     tokens       their tokens
-    nbytes       their size on disk with the store's codec; for `entropy` about
+    nbytes       their size on disk with the store's codec; approximate for `entropy`
     disk_used    size of the store's files now
     disk_budget  limit of the store's files: beyond it the least useful chunk-caches are evicted
     disk_free    free space of the disk
@@ -86,10 +86,10 @@ class Primer:
     """Captures chunk-caches in bulk, for one engine and with its model, prompt and store.
 
     Args:
-        engine: whose questions are to find the chunk-caches.
+        engine: captures the chunks; its questions will reuse them.
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
-        alone: capture each chunk behind a fixed passage (`prompt.STAND_IN`) instead of its document's chunks: nobody
-            else's words shape such captures, and they do not change with their neighbours.
+        alone: capture each chunk after a fixed passage (`prompt.STAND_IN`) instead of its document's chunks. No other
+            text shapes such captures, and they do not change with their neighbours.
     """
 
     def __init__(self, engine: PrimedEngine, *, window: int = 2048, alone: bool = False) -> None:
@@ -98,56 +98,58 @@ class Primer:
         self._window = min(window, engine.decoder.context_length)
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
-        """Capture one document's chunks in order; returns how many. They are in the store when this returns.
+        """Capture one document's chunks in order; returns the number of captures, which are stored by then.
+
+        Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes where it stopped.
 
         Args:
             captured: called after each pass with the number of its captures.
 
-        Chunks stored behind these very neighbours are skipped, so an interrupted run resumes where it stopped.
-
         Raises:
             ContextLengthError: a single chunk is longer than the window.
-            ConfigError: the instruction is private, and what is captured behind it belongs to a session.
+            ConfigError: the instruction is private, so captures after it would belong to a session.
         """
         self._require_shared()
         total = 0
         for window, known in self._windows(chunks):
-            count = self._prime_window(window, known, primed=self.engine.prompts.stand_in not in window)
+            has_neighbours = self.engine.prompts.stand_in not in window
+            count = self._prime_window(window, known, primed=has_neighbours)
             captured(count)
             total += count
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Variant ids that `prime` would capture now, with their numbers of tokens."""
-        found: dict[str, int] = {}
+        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens."""
+        missing: dict[str, int] = {}
         for window, known in self._windows(chunks):
             variant_ids, captures = self._captures(window, known)
-            lengths = [len(self.engine.prompts.system.token_ids), *(len(segment.token_ids) for segment in window)]
-            found |= {variant_ids[index]: lengths[index] for index in captures}
-        return found
+            segments = [self.engine.prompts.system, *window]
+            for index in captures:
+                missing[variant_ids[index]] = len(segments[index].token_ids)
+        return missing
 
     def fits(self, chunk: Chunk) -> bool:
         """Return whether a pass has room for the chunk; one that does not fit cannot be primed."""
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
-    def capture(self, chunk: Chunk, behind: Sequence[Chunk] = ()) -> int:
-        """Capture one chunk behind the given ones, and the instruction if it is missing; returns how many in all.
+    def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
+        """Capture a chunk after the given ones, and the instruction if it is missing; returns the number of captures.
 
-        The chunks furthest from it are left out if they do not all fit the window. What is stored behind this very
-        prefix is skipped. Errors as `prime`.
+        The chunks furthest from it are left out if they do not all fit the window. Nothing is computed if the chunk is
+        stored after this prefix already. Errors as `prime`.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
-        before = dict.fromkeys(self.engine.prompts.chunk_segment(other) for other in behind)
-        run = self._behind(list(before), segment)
-        return self._prime_window(run, len(run) - 1, primed=False)
+        before = dict.fromkeys(self.engine.prompts.chunk_segment(other) for other in after)
+        window = self._fitting(list(before), segment)
+        return self._prime_window(window, len(window) - 1, primed=False)
 
     def _require_shared(self) -> None:
         if self.engine.prompts.system.private:
-            raise ConfigError("chunks cannot be primed behind a private instruction; prime with the shared one")
+            raise ConfigError("chunks cannot be primed after a private instruction; prime with the shared one")
 
     def _room(self, segments: Sequence[Segment]) -> int:
-        """Tokens that a pass has for chunks; ContextLengthError where one of these does not fit."""
+        """Return the tokens that a pass has for chunks. Raises ContextLengthError if a segment does not fit."""
         room = self._window - len(self.engine.prompts.system.token_ids)
         longest = max((len(segment.token_ids) for segment in segments), default=0)
         if longest > room:
@@ -157,67 +159,81 @@ class Primer:
         return room
 
     def _prime_window(self, window: Sequence[Segment], known: int, *, primed: bool) -> int:
-        """Compute one window; its first `known` chunks are there as context and were captured in the window before."""
+        """Compute one window; its first `known` chunks are context, and were captured in the window before."""
         prompt = Prompt((self.engine.prompts.system, *window))
         variant_ids, captures = self._captures(window, known)
         if not captures:
             return 0
         self.engine.capture(prompt, captures, primed=primed)
-        present = self._present(prompt.segments)  # what a full disk refused was not captured
+        present = self._present(prompt.segments)  # a full disk may have refused some
         return sum(variant_ids[index] in present for index in captures)
 
     def _captures(self, window: Sequence[Segment], known: int) -> tuple[list[str], list[int]]:
-        """Variant ids of the instruction and of a window's chunks, and the places of those that are to be captured."""
-        engine, segments = self.engine, (self.engine.prompts.system, *window)
-        ids, fingerprint = [segment.segment_id for segment in segments], engine.decoder.fingerprint
-        keys = [VariantKey(engine.namespace, fingerprint, name, tuple(ids[:i])) for i, name in enumerate(ids)]
-        names, present = [key.variant_id for key in keys], self._present(segments)
-        return names, [index for index, name in enumerate(names) if not 0 < index <= known and name not in present]
+        """Return the variant ids of the instruction and a window's chunks, and the indices of those to capture."""
+        engine = self.engine
+        segments = (engine.prompts.system, *window)
+        segment_ids = [segment.segment_id for segment in segments]
+        variant_ids = []
+        for index, segment_id in enumerate(segment_ids):
+            prefix = tuple(segment_ids[:index])
+            key = VariantKey(engine.namespace, engine.decoder.fingerprint, segment_id, prefix)
+            variant_ids.append(key.variant_id)
+
+        present = self._present(segments)
+        captures = []
+        for index, variant_id in enumerate(variant_ids):
+            is_context_only = 0 < index <= known
+            if not is_context_only and variant_id not in present:
+                captures.append(index)
+        return variant_ids, captures
 
     def _present(self, segments: Sequence[Segment]) -> set[str]:
-        """Ids of all shared variants of these segments."""
-        found = self.engine.look_up(segments).variants
-        return {variant.variant_id for variants in found.values() for variant in variants}
+        """Return the ids of all shared variants of these segments."""
+        stored = self.engine.look_up(segments).variants
+        return {variant.variant_id for variants in stored.values() for variant in variants}
 
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Segment], int]]:
-        """Runs of neighbouring chunks that fit one pass, and how many of each run's first ones are context only.
+        """Yield runs of neighbouring chunks that fit a pass, and how many first chunks of each are context only.
 
-        A next run begins with up to a quarter of the pass taken from the end of the one before, so that no chunk is
-        captured out of context.
+        Each window begins with up to a quarter of the pass taken from the end of the window before, because no chunk
+        is to be captured out of context.
         """
         segments = list(dict.fromkeys(self.engine.prompts.chunk_segment(chunk) for chunk in chunks))
         room = self._room(segments)
         if self._alone or len(segments) < 2:
-            yield from ((self._behind([self.engine.prompts.stand_in], segment), 0) for segment in segments)
+            for segment in segments:
+                yield self._fitting([self.engine.prompts.stand_in], segment), 0
             return
-        run: list[Segment] = []
+
+        window: list[Segment] = []
         known = 0
         for segment in segments:
             length = len(segment.token_ids)
-            if _tokens(run) + length > room:
-                yield run, known
-                run = list(run)
-                while run and (_tokens(run) > room // 4 or _tokens(run) + length > room):
-                    del run[0]
-                known = len(run)
-            run.append(segment)
-        if len(run) > known:
-            yield run, known
-        # The first chunk once more: captured alone it serves well at a prompt's front only.
-        run = self._behind(segments[1 : 1 + _NEXT], segments[0])
-        if len(run) > 1:
-            yield run, len(run) - 1
+            if _tokens(window) + length > room:
+                yield window, known
+                window = list(window)
+                while window and (_tokens(window) > room // 4 or _tokens(window) + length > room):
+                    del window[0]
+                known = len(window)
+            window.append(segment)
+        if len(window) > known:
+            yield window, known
 
-    def _behind(self, before: Sequence[Segment], segment: Segment) -> list[Segment]:
-        """A segment behind as many of the others as fit a pass with it."""
-        run = [*(other for other in before if other != segment), segment]
-        while _tokens(run) > self._room([segment]):
-            del run[0]
-        return run
+        # The first chunk a second time: captured alone it serves well only at the front of a prompt.
+        window = self._fitting(segments[1 : 1 + _NEXT_CHUNKS], segments[0])
+        if len(window) > 1:
+            yield window, len(window) - 1
+
+    def _fitting(self, before: Sequence[Segment], segment: Segment) -> list[Segment]:
+        """Return a segment after as many of the others as fit a pass with it."""
+        window = [*(other for other in before if other != segment), segment]
+        while _tokens(window) > self._room([segment]):
+            del window[0]
+        return window
 
 
-def _tokens(run: Sequence[Segment]) -> int:
-    return sum(len(segment.token_ids) for segment in run)
+def _tokens(window: Sequence[Segment]) -> int:
+    return sum(len(segment.token_ids) for segment in window)
 
 
 def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
@@ -226,7 +242,9 @@ def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
     missing: dict[str, int] = {}
     for _, chunks in texts:
         missing |= primer.missing([chunk for chunk in chunks if primer.fits(chunk)])
-    space, layout = engine.disk_space(), engine.decoder.layout
+
+    space = engine.disk_space()
+    layout = engine.decoder.layout
     return PrimingEstimate(
         captures=len(missing),
         tokens=sum(missing.values()),
@@ -238,22 +256,29 @@ def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
 
 
 def prime_documents(
-    primer: Primer, texts: Texts, *, progress: Callable[[Progress], None] | None = None, skipped: Callable[[str], None]
+    primer: Primer,
+    texts: Texts,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    skipped: Callable[[str], None],
 ) -> int:
-    """Prime documents one by one; arguments and result as `CacheCraft.prime`."""
+    """Prime documents one after the other; arguments and result as `CacheCraft.prime`."""
     fitting = {}
     for name, chunks in texts:
         fitting[name] = [chunk for chunk in chunks if primer.fits(chunk)]
-        if (left_out := len(chunks) - len(fitting[name])) > 0:
+        left_out = len(chunks) - len(fitting[name])
+        if left_out > 0:
             skipped(
                 f"{name}: {left_out} of {len(chunks)} chunks are too long for the model and were not computed; "
                 "index the document again with this model"
             )
+
     missing: dict[str, int] = {}
     if progress is not None:
         for chunks in fitting.values():
             missing |= primer.missing(chunks)
         progress(Progress(0, len(missing), "priming"))
+
     done = 0
     for name, chunks in fitting.items():
 

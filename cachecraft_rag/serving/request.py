@@ -1,10 +1,10 @@
-"""One request on its way through an engine: the question as it was asked, its progress, and its statistics."""
+"""One request in an engine: the question, its progress, and its statistics."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any, Self
@@ -16,7 +16,7 @@ from cachecraft_rag.planning.planner import Plan, SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.prompt.builder import check_history
 from cachecraft_rag.prompt.output_schema import Constraint
-from cachecraft_rag.serving.sampling import SamplingParams, TextStream
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Prompt, RemovedChunks, TierName
 
 
@@ -36,23 +36,25 @@ class SegmentReport:
 
     @property
     def stored(self) -> bool:
-        """True if it came from a chunk-cache, or from a server's prefix cache, but for what was not loaded."""
+        """True if a chunk-cache or a server's prefix cache served it, except for tokens that were not loaded."""
         return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self) | {"reason": str(self.reason)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what `as_dict` gave."""
+        """Make a report from the values of `as_dict`."""
         return cls(**{**values, "reason": Reason(values["reason"])})
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """Report each segment; `tiers` maps a variant's id to where it came from."""
-    return tuple(
-        SegmentReport(
+    """Report each segment; `tiers` maps the id of a variant to the tier that it was read from."""
+    reports = []
+    for planned in plan.segments:
+        variant_id = None if planned.variant is None else planned.variant.variant_id
+        report = SegmentReport(
             outcome=planned.outcome,
             reason=planned.reason,
             detail=planned.detail,
@@ -60,16 +62,16 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
             not_loaded=planned.not_loaded,
             cfo=planned.cfo,
             beta_prime=planned.adjusted,
-            variant_id=None if planned.variant is None else planned.variant.variant_id,
-            tier=None if planned.variant is None else tiers.get(planned.variant.variant_id),
+            variant_id=variant_id,
+            tier=None if variant_id is None else tiers.get(variant_id),
         )
-        for planned in plan.segments
-    )
+        reports.append(report)
+    return tuple(reports)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One question as it was asked; `constraint`, of its answer, is for one drawing only."""
+    """A question with its prompt and settings; `constraint` is the grammar of its answer, for one answer only."""
 
     prompt: Prompt
     config: ReuseConfig
@@ -80,24 +82,30 @@ class Request:
     constraint: Constraint | None = None
 
     def clock(self) -> float:
-        """Seconds since the call."""
+        """Return the seconds since the call."""
         return time.perf_counter() - self.started
 
 
 @dataclass
 class RequestProgress:
-    """State of a request so far, written by whoever carries it out; times in seconds since the call.
+    """State of a request so far. Only its methods change it; times are in seconds since the call.
 
-    queued_s, planned_s   its turn and its plan began and were made
-    waited_s              spent waiting for what was being loaded
-    tiers                 variant id → where it came from
-    row_layers            rows computed, summed over layers
-    refreshed             stale tokens recomputed while decoding
-    tokens                of the answer, with the one that ended it
-    generated, finish     as far as the reader has read
-    remote                outcome of the remote look-up
-    reports               of the segments, where another process carried the plan out
-    removed               chunks removed since the question was asked
+    queued_s       start of its turn
+    planned_s      end of its planning
+    waited_s       time spent waiting for what was being loaded
+    first_token_s  time of the first token; 0 before it
+    ended_s        time of the end; 0 before it
+    plan           the plan; after the prefill the plan as it was carried out
+    tiers          variant id → tier that it was read from
+    row_layers     rows computed, summed over layers
+    focus_layer    see `RequestStats`
+    refreshed      stale tokens recomputed while decoding
+    tokens         tokens of the answer, with the token that ended it
+    generated      tokens up to the place that the reader has read
+    finish         how the answer ended, as far as its reader knows
+    remote         outcome of the remote look-up
+    reports        reports of the segments, if another process carried the plan out
+    removed        chunks removed since the question was asked
     """
 
     queued_s: float = 0.0
@@ -117,97 +125,96 @@ class RequestProgress:
     reports: tuple[SegmentReport, ...] | None = None
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
+    def got_turn(self, *, after_s: float) -> None:
+        """Note that the request waited so long for its turn."""
+        self.queued_s = after_s
+
+    def looked_up(self, remote: str | None) -> None:
+        """Note the outcome of the remote look-up."""
+        self.remote = remote
+
+    def planned(self, plan: Plan, tiers: Mapping[str, TierName], *, at: float) -> None:
+        """Note the plan."""
+        self.plan = plan
+        self.tiers = tiers
+        self.planned_s = at
+
+    def prefilled(self, plan: Plan, *, waited_s: float, row_layers: int, focus_layer: int | None) -> None:
+        """Note the plan as it was carried out, and what it computed."""
+        self.plan = plan
+        self.waited_s = waited_s
+        self.row_layers = row_layers
+        self.focus_layer = focus_layer
+
+    def reported(self, report: Mapping[str, Any]) -> None:
+        """Take over the report of another process that carried the plan out.
+
+        It has no segments if the request was computed without chunk-caches. Raises KeyError, TypeError or ValueError
+        for an invalid report, and then changes nothing.
+        """
+        reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
+        self.reports = reports
+        self.row_layers = report.get("row_layers", self.row_layers)
+        self.focus_layer = report.get("focus_layer", self.focus_layer)
+        self.planned_s = report.get("planned_s", self.planned_s)
+        self.waited_s = report.get("waited_s", self.waited_s)
+        self.remote = report.get("remote", self.remote)
+
+    def drew_first(self, *, at: float) -> None:
+        """Note the time of the first token, unless it is known."""
+        self.first_token_s = self.first_token_s or at
+
+    def drew(self, token: int, *, at: float) -> None:
+        """Note a token of the answer."""
+        self.drew_first(at=at)
+        self.tokens.append(token)
+
+    def recomputed_stale(self, tokens: int) -> None:
+        """Note how many stale tokens were recomputed while decoding, in all."""
+        self.refreshed = tokens
+
+    def read(self, generated: int) -> None:
+        """Note that the reader has read up to this number of tokens."""
+        self.generated = max(self.generated, generated)
+
+    def finished(self, finish: Finish | None) -> None:
+        """Note how the answer ended; None while it goes on, or if it failed."""
+        self.finish = finish
+
+    def failed(self) -> None:
+        """Note that an exception ended the answer."""
+        self.finish = "failed"
+
     def end(self, request: Request, finish: Finish) -> None:
-        """Note how and when it has ended, unless that is known."""
+        """Note how and when the request ended, unless that is known."""
         self.finish = self.finish or finish
         self.ended_s = self.ended_s or request.clock()
 
 
-class AnswerText:
-    """The text of an answer, from its tokens.
-
-    Args:
-        end_tokens: ids that end an answer and are no part of it.
-
-    Attributes:
-        generated: tokens so far, without the one that ended it.
-        finish: how it has ended, once it has.
-    """
-
-    def __init__(self, sampling: SamplingParams, tokenizer: Any, end_tokens: Container[int]) -> None:
-        self._text = TextStream(tokenizer, sampling.stop)
-        self._most, self._end_tokens = sampling.max_new_tokens, end_tokens
-        self.generated = 0
-        self.finish: Finish | None = None
-
-    def take(self, token: int) -> str:
-        """Take one more token; returns the text that is now certain."""
-        piece = ""
-        if token in self._end_tokens:
-            self.finish = "end"
-        else:
-            self.generated += 1
-            piece = self._text.push(token)
-            if self.generated == self._most:
-                self.finish = "length"
-        if self.finish is not None:
-            piece += self.rest()
-        elif self._text.stopped:
-            self.finish = "stop"
-        return piece
-
-    def rest(self) -> str:
-        """End the answer, if it has not ended; returns the text that was held back."""
-        rest = self._text.finish()
-        self.finish = "stop" if self._text.stopped else self.finish or "length"
-        return rest
-
-
-def answer_text(
-    request: Request, progress: RequestProgress, tokens: Iterable[int], tokenizer: Any, end_tokens: Container[int]
-) -> Iterator[str]:
-    """Yield the answer's text piece by piece until it ends; `progress` has its tokens and how it ended.
-
-    Args:
-        tokens: of the answer; the next one is asked for when the answer goes on behind those before it.
-        end_tokens: ids that end an answer and are no part of it.
-    """
-    text = AnswerText(request.sampling, tokenizer, end_tokens)
-    for token in tokens:
-        progress.first_token_s = progress.first_token_s or request.clock()
-        progress.tokens.append(token)
-        piece = text.take(token)
-        progress.generated, progress.finish = text.generated, text.finish
-        if piece:
-            yield piece
-        if text.finish is not None:
-            return
-    rest = text.rest()
-    progress.finish = text.finish
-    if rest:
-        yield rest
-
-
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
-    """Return the numbers of a request so far; `layers` of the model."""
-    reports = segment_reports(progress.plan, progress.tiers) if progress.reports is None else progress.reports
+    """Return the statistics of a request so far; `layers` is the number of layers of the model."""
+    reports = progress.reports
+    if reports is None:
+        reports = segment_reports(progress.plan, progress.tiers)
+
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
-    recomputed = sum(one.recomputed for one in reports)
-    stored = sum(n for n, one in zip(lengths, reports, strict=False) if one.stored)
-    kept = stored - sum(one.not_loaded for one in reports)
     total = sum(lengths)
+    stored = sum(length for length, report in zip(lengths, reports, strict=False) if report.stored)
+    loaded = stored - sum(report.not_loaded for report in reports)
+    recomputed = sum(report.recomputed for report in reports)
+    prefill_began_s = max(progress.planned_s, progress.queued_s)
     return RequestStats(
         ttft_s=progress.first_token_s,
         queue_s=progress.queued_s,
         plan_s=max(0.0, progress.planned_s - progress.queued_s),
         load_s=progress.waited_s,
-        prefill_s=max(0.0, progress.first_token_s - max(progress.planned_s, progress.queued_s) - progress.waited_s),
+        prefill_s=max(0.0, progress.first_token_s - prefill_began_s - progress.waited_s),
         total_s=progress.ended_s or request.clock(),
         tokens_prompt=total,
-        tokens_reused=kept - recomputed,
+        tokens_reused=loaded - recomputed,
         tokens_recomputed=recomputed,
         tokens_refreshed=progress.refreshed,
-        tokens_computed=total - kept,
+        tokens_computed=total - loaded,
         tokens_generated=progress.generated,
         recompute_share=progress.row_layers / (total * layers),
         focus_layer=progress.focus_layer,
@@ -219,47 +226,48 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
 
 
 def _chunk_stats(request: Request, progress: RequestProgress, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
-    # Or closed while it waited; but where another process has filled it, that is known.
-    failed = progress.finish in ("failed", "closed") and not progress.first_token_s and not progress.reports
-    for segment, one in zip_longest(request.prompt.segments, reports):
-        if segment.kind != "chunk" or (one is None and progress.finish is None):
+    # A request that was closed while it waited computed nothing either, unless another process has filled its prompt.
+    has_no_result = progress.finish in ("failed", "closed") and not progress.first_token_s and not progress.reports
+    for segment, report in zip_longest(request.prompt.segments, reports):
+        if segment.kind != "chunk" or (report is None and progress.finish is None):
             continue
         tokens = len(segment.token_ids)
-        if failed:
+        if has_no_result:
             yield ChunkStats(segment.segment_id, "failed", explain(Reason.FAILED), Reason.FAILED, tokens)
-            continue
-        if one is None:
+        elif report is None:
             reason = Reason.NOT_REPORTED
             yield ChunkStats(segment.segment_id, "computed", explain(reason), reason, tokens, computed=tokens)
-            continue
-        yield ChunkStats(
-            chunk_id=segment.segment_id,
-            outcome=one.outcome,
-            reason=explain(one.reason, one.detail),
-            reason_code=one.reason,
-            tokens=tokens,
-            recomputed=one.recomputed,
-            computed=one.not_loaded if one.stored else tokens,
-            cfo=one.cfo,
-            beta_prime=one.beta_prime,
-            variant_id=one.variant_id,
-            tier=one.tier,
-        )
+        else:
+            yield ChunkStats(
+                chunk_id=segment.segment_id,
+                outcome=report.outcome,
+                reason=explain(report.reason, report.detail),
+                reason_code=report.reason,
+                tokens=tokens,
+                recomputed=report.recomputed,
+                computed=report.not_loaded if report.stored else tokens,
+                cfo=report.cfo,
+                beta_prime=report.beta_prime,
+                variant_id=report.variant_id,
+                tier=report.tier,
+            )
+
     too_long = dict(request.prompt.too_long)
     for chunk_id in request.prompt.trimmed:
-        reason, detail = Reason.PROMPT_FULL, ""
+        reason = Reason.PROMPT_FULL
+        detail = ""
         if chunk_id in too_long:
-            reason, room = Reason.TOO_LONG, request.prompt.room
+            reason = Reason.TOO_LONG
             detail = (
-                f"it has {too_long[chunk_id]} tokens and the model's context has room for {room}; split its document "
-                "into smaller chunks"
+                f"it has {too_long[chunk_id]} tokens and the model's context has room for {request.prompt.room}; split "
+                "its document into smaller chunks"
             )
         yield ChunkStats(chunk_id, "trimmed", explain(reason, detail), reason)
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
-    """Check a question and what comes with it, but for chunks; raises ConfigError."""
-    check_text("question", question, damaged=True)  # from a terminal, say
+    """Check a question and its options, except for the chunks; raises ConfigError."""
+    check_text("question", question, damaged=True)  # text from a terminal may be damaged
     check_history(history)
     check_text("session", session, optional=True)
     check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")

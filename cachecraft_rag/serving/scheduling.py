@@ -1,8 +1,8 @@
 """Scheduling of prefills: which passes run their next layer as one forward.
 
-The first request in the order of asking always goes on. Others join it where they save more than they cost it: a
-forward has a fixed part (reading the weights), which those who join save, and a part for each row, which all wait for.
-The fixed part takes as long as `fixed_rows` rows. So large passes run one after the other: joining them would only
+The first request in the order of asking always runs. Others join it if they save more than they cost it: a forward
+has a fixed part (reading the weights), which those who join save, and a part for each row, which all wait for. The
+fixed part takes as long as `fixed_rows` rows. Large passes therefore run one after the other: joining them would only
 delay the first.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 class WaitingPass:
     """A pass before its next layer.
 
-    layer   the next one
-    rows    of the pass, see `ComputeSpeed.rows`
-    joined  it runs with the first one already
+    layer   its next layer
+    rows    its size, see `ComputeSpeed.rows`
+    joined  whether it runs together with the first pass already
     """
 
     layer: int
@@ -27,7 +27,7 @@ class WaitingPass:
 
 
 def pays_to_join(layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float) -> bool:
-    """Return whether a pass saves more than it costs the `others`, which stand `at` a later layer or the same.
+    """Return whether a pass saves more than it costs the `others`, which are `at` a later layer or the same.
 
     It runs alone up to their layer, while they wait, and from there on as one forward with them.
 
@@ -38,8 +38,13 @@ def pays_to_join(layer: int, rows: float, *, at: int, others: int, layers: int, 
     >>> pays_to_join(0, 20.0, at=2, others=1, layers=4, fixed_rows=30.0)
     False
     """
-    together, behind = layers - at, at - layer
-    return behind >= 0 and together * fixed_rows > others * (behind * (fixed_rows + rows) + together * rows)
+    layers_together = layers - at
+    layers_alone = at - layer
+    if layers_alone < 0:
+        return False
+    saved = layers_together * fixed_rows
+    delay = layers_alone * (fixed_rows + rows) + layers_together * rows
+    return saved > others * delay
 
 
 def next_group(passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float) -> tuple[list[int], set[int]]:
@@ -47,19 +52,31 @@ def next_group(passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float)
 
     Args:
         passes: in the order of asking, not empty.
-        fixed_rows: 0 where nothing may be computed jointly.
+        fixed_rows: 0 if nothing may be computed jointly.
 
     >>> next_group([WaitingPass(0, 20.0), WaitingPass(0, 9.0), WaitingPass(0, 500.0)], layers=4, fixed_rows=30.0)
     ([0, 1], {0, 1})
     >>> next_group([WaitingPass(1, 20.0), WaitingPass(0, 2.0)], layers=8, fixed_rows=30.0)
     ([1], {0, 1})
     """
-    joined = {0} | {number for number, one in enumerate(passes) if one.joined and passes[0].joined}
-    for number, one in enumerate(passes):
-        at = max(passes[other].layer for other in joined)
-        if number not in joined and pays_to_join(
-            one.layer, one.rows, at=at, others=len(joined), layers=layers, fixed_rows=fixed_rows
+    joined = {0}
+    if passes[0].joined:
+        joined |= {number for number, waiting in enumerate(passes) if waiting.joined}
+
+    for number, waiting in enumerate(passes):
+        if number in joined:
+            continue
+        furthest = max(passes[other].layer for other in joined)
+        if pays_to_join(
+            waiting.layer,
+            waiting.rows,
+            at=furthest,
+            others=len(joined),
+            layers=layers,
+            fixed_rows=fixed_rows,
         ):
             joined.add(number)
+
     lowest = min(passes[number].layer for number in joined)
-    return [number for number in sorted(joined) if passes[number].layer == lowest], joined
+    running = [number for number in sorted(joined) if passes[number].layer == lowest]
+    return running, joined

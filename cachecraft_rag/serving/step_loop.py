@@ -1,8 +1,8 @@
-"""The step loop: one thread that owns the model and holds everything that runs on it.
+"""The step loop: one thread that owns the model and runs all work on it.
 
 Work is a generator of steps (`compute.driver`). In each turn the loop computes the decode steps of all answers as one
-forward, one step of a job, and layers of prefills. Whoever waits, for a disk, another thread or its reader, is passed
-over; where all wait, the loop sleeps until something is put into its inbox. All its state belongs to its thread.
+forward, one step of a job, and layers of prefills. Work that waits for a disk, another thread or its reader is passed
+over; if all work waits, the loop sleeps until a message arrives in its inbox. All its state belongs to its thread.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 logger = logging.getLogger("cachecraft_rag")
 T = TypeVar("T")
 
-# While answers are decoded, prefills take this many times as long as the decode steps between them.
-_PREFILL_SHARE = 8.0
+_PREFILL_SHARE = 8.0  # prefill-to-decode time ratio while answers stream
 _PAUSE_S = 1.0  # a reader who takes longer over one piece does not stop work in idle time
 
 
-class Level(IntEnum):
-    """When work runs.
+class Priority(IntEnum):
+    """Priority of work in the loop.
 
     ANSWER  in every turn: decode steps as one forward, prefills in the order of asking
     JOB     one step in each turn: captures and priming
-    IDLE    while nobody is being answered, and no job waits
+    IDLE    while no answer is under way and no job waits
     """
 
     ANSWER = 0
@@ -60,7 +59,7 @@ class Level(IntEnum):
 
 
 class Handle:
-    """Held by whoever wants the result of some work, which ends early once this is closed or gone."""
+    """A claim on the result of some work; the work ends early once this is closed or garbage-collected."""
 
     __slots__ = ("__weakref__", "closed")
 
@@ -69,23 +68,24 @@ class Handle:
 
 
 @dataclass(eq=False)
-class Run:
+class LoopTask:
     """Work in the loop.
 
-    make     makes the generator of its steps
-    ended    called in the loop with the result and the error, unless the run was closed early
-    handle   of whoever wants the result; None: nobody can give it up
-    context  context variables of whoever began it
-    step     what it waits for
-    since    when it came to that step
-    loads    of its prefill
-    load_s   seconds that it waited for them
-    joined   its pass that runs with that of the first prefill
+    make      makes the generator of its steps
+    ended     called in the loop with the result and the error, unless the task was closed early
+    handle    a claim on the result; None: the task cannot be given up
+    context   context variables of the caller
+    step      the step that it is at
+    since     time at which it arrived at that step
+    loads     chunk-caches that its prefill loads
+    load_s    seconds that it waited for them
+    joined    its pass that runs together with the pass of the first prefill
+    closed    whether it is to end early
     """
 
-    make: Callable[[Run], Work[Any]]
+    make: Callable[[LoopTask], Work[Any]]
     ended: Ended
-    level: Level
+    priority: Priority
     handle: weakref.ref[Handle] | None = None
     context: Context = field(default_factory=copy_context)
     steps: Work[Any] = field(init=False)
@@ -98,14 +98,19 @@ class Run:
 
     @property
     def given_up(self) -> bool:
-        """Nobody wants the result any more."""
-        handle = None if self.handle is None else self.handle()
-        return self.closed or (self.handle is not None and (handle is None or handle.closed))
+        """True once the result is not wanted any more."""
+        if self.closed:
+            return True
+        if self.handle is None:
+            return False
+        handle = self.handle()
+        return handle is None or handle.closed
 
     @property
     def paused_at(self) -> float:
-        """Since when it waits for its reader; infinite if it does not."""
-        return self.since if isinstance(self.step, Until) and self.step.for_reader else math.inf
+        """Time since when it waits for its reader; infinite if it does not."""
+        is_paused = isinstance(self.step, Until) and self.step.for_reader
+        return self.since if is_paused else math.inf
 
 
 class StepLoop:
@@ -113,34 +118,38 @@ class StepLoop:
 
     Attributes:
         joint: computes for several requests at once.
-        timer: of the parts of prefills.
+        timer: times the parts of prefills.
     """
 
     def __init__(self, decoder: Decoder, joint: JointRows) -> None:
         self.joint = joint
         self.timer: Timer = untimed
-        self._decoder, self._layers = decoder, decoder.layout.layers
+        self._decoder = decoder
+        self._layers = decoder.layout.layers
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # its `put` is reentrant
-        self._runs: list[Run] = []  # in the order of asking
+        self._tasks: list[LoopTask] = []  # in the order of asking
         self._watchers: dict[threading.Event, Callable[[], bool]] = {}
-        self._guard = threading.RLock()  # of what follows
+
+        self._guard = threading.RLock()  # guards the two attributes that follow
         self._thread: threading.Thread | None = None
         self._closing = False
-        # They look up and plan: for the request that has its turn, and for the next.
+
+        # Two threads look up and plan: for the request that has its turn, and for the next.
         self._planners = ThreadPoolExecutor(2, thread_name_prefix="cachecraft-plans")
 
     # -- for other threads --------------------------------------------------------------------------------------------
 
-    def start(self, run: Run) -> None:
+    def start(self, task: LoopTask) -> None:
         """Begin some work."""
-        self._send(partial(self._begin, run))
+        self._send(partial(self._begin, task))
 
-    def run(self, make: Callable[[Run], Work[T]], level: Level = Level.JOB) -> T:
+    def run(self, make: Callable[[LoopTask], Work[T]], priority: Priority = Priority.JOB) -> T:
         """Carry out some work and return its result; an interruption of the wait gives the work up."""
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
         try:
-            self.start(Run(make, lambda *result: results.put(result), level, self.watched(handle)))
+            task = LoopTask(make, lambda *result: results.put(result), priority, self.watched(handle))
+            self.start(task)
             result, error = results.get()
         finally:
             handle.closed = True
@@ -150,7 +159,7 @@ class StepLoop:
         return result  # type: ignore[no-any-return]
 
     def watched(self, handle: Handle) -> weakref.ref[Handle]:
-        """A reference for `Run.handle`; the loop notices when the handle goes."""
+        """Return a reference for `LoopTask.handle`; it wakes the loop when the handle is garbage-collected."""
         inbox = self._inbox
         return weakref.ref(handle, lambda _: inbox.put(None))
 
@@ -159,22 +168,22 @@ class StepLoop:
         if threading.current_thread() is self._thread:
             return function()
         with self._guard:
-            if self._thread is None:  # nor does one begin meanwhile
+            if self._thread is None:  # and none can begin while the guard is held
                 return function()
         done: Future[T] = Future()
         self._send(partial(_fulfil, done, function))
         return done.result()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have a function called in the loop's thread, if there is one still. Takes no lock."""
+        """Have a function called in the loop's thread, if it still runs. Takes no lock."""
         self._inbox.put(function)
 
     def aside(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function in another thread, with this one's context variables."""
+        """Call a function in another thread, with the context variables of this one."""
         call = partial(copy_context().run, function, *arguments)
         try:
             return self._planners.submit(call)
-        except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+        except RuntimeError:  # the executor or the interpreter is shutting down
             done: Future[Any] = Future()
             _fulfil(done, call)
             return done
@@ -185,11 +194,11 @@ class StepLoop:
         return self._thread is not None
 
     def wake(self) -> None:
-        """Have the loop look whether something that it waits for has come. Takes no lock."""
+        """Have the loop check its waiting tasks. Takes no lock."""
         self._inbox.put(None)
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until something holds in the loop, where it is looked at between turns."""
+        """Wait until `holds()`, which the loop checks between turns; returns False after `timeout` seconds."""
         event = threading.Event()
         try:
             self._send(partial(self._watchers.__setitem__, event, holds))
@@ -197,24 +206,33 @@ class StepLoop:
         finally:
             self.call_soon(lambda: self._watchers.pop(event, None))
 
-    def under_way(self, level: Level) -> bool:
-        """Return whether work of a level is under way; exact in the loop's thread."""
-        return any(run.level is level for run in self._runs)
+    def under_way(self, priority: Priority) -> bool:
+        """Return whether work of a priority is under way; exact in the loop's thread."""
+        return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
         """Return whether a new prefill of rows at these positions pays beside those that run; for the loop's thread."""
-        passes = [(one.step.row_pass, one.joined) for one in self._prefilling() if isinstance(one.step, Forward)]
-        running = [one.layer for one, joined in passes if one is joined]
-        layers, speed = running or [one.layer for one, _ in passes[:1]], self.joint.speed
-        return bool(layers) and pays_to_join(
-            0, speed.rows(rows), at=max(layers), others=len(layers), layers=self._layers,
+        passes = [(task.step.row_pass, task.joined) for task in self._prefilling() if isinstance(task.step, Forward)]
+        joined_layers = [row_pass.layer for row_pass, joined in passes if row_pass is joined]
+        first_layer = [row_pass.layer for row_pass, _ in passes[:1]]
+        layers = joined_layers or first_layer
+        if not layers:
+            return False
+        return pays_to_join(
+            0,
+            self.joint.speed.rows(rows),
+            at=max(layers),
+            others=len(layers),
+            layers=self._layers,
             fixed_rows=self.joint.fixed_rows,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Finish the jobs and end the thread; it lives on while answers are read."""
-        if self._thread is not None and not self.call(self._close):
-            self._join()
+        if self._thread is not None:
+            answers_under_way = self.call(self._close)
+            if not answers_under_way:
+                self._join()
         self._planners.shutdown(wait=False)
 
     def end(self) -> None:
@@ -226,16 +244,18 @@ class StepLoop:
     def _send(self, message: Callable[[], object]) -> None:
         with self._guard:
             self._inbox.put(message)
-            if self._thread is None:  # it enters itself: an interruption here may come before or after it starts
+            if self._thread is None:
+                # The thread sets `_thread` itself, because an interruption here may fall before or after its start.
                 threading.Thread(target=self._work, name="cachecraft-steps", daemon=True).start()
 
     def _close(self) -> bool:
-        """Let the thread end with its last run; returns whether an answer is under way."""
+        """Let the thread end with its last task; returns whether an answer is under way."""
         self._closing = True
-        return self.under_way(Level.ANSWER)
+        return self.under_way(Priority.ANSWER)
 
     def _join(self) -> None:
-        if (thread := self._thread) is not None:
+        thread = self._thread
+        if thread is not None:
             thread.join()
 
     def _at_exit(self, pid: int) -> None:
@@ -246,27 +266,29 @@ class StepLoop:
 
     def _give_up_answers(self) -> None:
         self._closing = True
-        for run in self._runs:
-            run.closed |= run.level is not Level.JOB
+        for task in self._tasks:
+            task.closed |= task.priority is not Priority.JOB
 
     def _work(self) -> None:
         with self._guard:
-            if self._thread is not None:  # the start of this one was interrupted, and another one began
+            if self._thread is not None:  # the start of this thread was interrupted, and a second one has begun
                 return
-            self._thread, self._closing = threading.current_thread(), False
+            self._thread = threading.current_thread()
+            self._closing = False
             atexit.register(self._at_exit, os.getpid())
+
         if self._decoder.device.type == "cuda":
             torch.cuda.set_device(self._decoder.device)
         torch.get_num_threads()  # a thread takes over the number that was set when it first asks
         while True:
             try:
                 self._turn()
-            except BaseException as error:  # a mistake of ours: whoever waits must not wait for ever
+            except BaseException as error:  # a mistake of ours: callers must not wait for ever
                 logger.exception("A turn of the step loop failed")
-                for run in list(self._runs):
-                    self._give_up(run, error)
+                for task in list(self._tasks):
+                    self._give_up(task, error)
             with self._guard:
-                if self._closing and not self._runs and self._inbox.empty():
+                if self._closing and not self._tasks and self._inbox.empty():
                     self._thread = None
                     atexit.unregister(self._at_exit)
                     return
@@ -274,16 +296,22 @@ class StepLoop:
     def _turn(self) -> None:
         """Compute what can be computed now, or sleep until something changes."""
         self._take_messages(wait=False)
-        self._go_on_all()
+        self._resume_all()
+
         began = time.perf_counter()
         worked = self._decode()
         worked |= self._work_on_a_job()
-        until = began + (1.0 + _PREFILL_SHARE) * (time.perf_counter() - began) if worked else math.inf
-        worked |= self._prefill(until)
+        prefill_until = math.inf
+        if worked:
+            spent = time.perf_counter() - began
+            prefill_until = began + (1.0 + _PREFILL_SHARE) * spent
+        worked |= self._prefill(prefill_until)
+
         for event, holds in self._watchers.items():
             if holds():
                 event.set()
-        if not worked and not (self._closing and not self._runs):
+        has_ended = self._closing and not self._tasks
+        if not worked and not has_ended:
             self._take_messages(wait=True)
 
     def _take_messages(self, *, wait: bool) -> None:
@@ -291,7 +319,8 @@ class StepLoop:
         try:
             while True:
                 message = self._inbox.get(wait, None if math.isinf(timeout) else timeout)
-                wait, timeout = False, 0.0
+                wait = False
+                timeout = 0.0
                 if message is not None:
                     try:
                         message()
@@ -302,179 +331,200 @@ class StepLoop:
             return
 
     def _sleep_s(self) -> float:
-        """Seconds until something happens by itself."""
-        now, wakes = time.perf_counter(), [math.inf]
-        for run in self._runs:
-            if isinstance(run.step, Wait | Until) and run.step.timeout_s is not None:
-                wakes.append(run.since + run.step.timeout_s)
-        if self.under_way(Level.IDLE) and not self._idle():
-            wakes += [one.paused_at + _PAUSE_S for one in self._runs]
+        """Return the seconds until the next timeout; infinite if no task has one."""
+        now = time.perf_counter()
+        wakes = [math.inf]
+        for task in self._tasks:
+            if isinstance(task.step, Wait | Until) and task.step.timeout_s is not None:
+                wakes.append(task.since + task.step.timeout_s)
+        if self.under_way(Priority.IDLE) and not self._is_idle():
+            wakes += [task.paused_at + _PAUSE_S for task in self._tasks]
         return max(0.0, min(wakes) - now)
 
-    def _begin(self, run: Run) -> None:
-        self._runs.append(run)
-        run.closed |= self._closing and run.level is Level.IDLE
-        run.steps = run.make(run)
-        self._go_on(run, None)
+    def _begin(self, task: LoopTask) -> None:
+        self._tasks.append(task)
+        task.closed |= self._closing and task.priority is Priority.IDLE
+        task.steps = task.make(task)
+        self._resume(task, None)
 
-    def _go_on(self, run: Run, came: Any, error: BaseException | None = None) -> None:
-        """Send a run what came of its step, and take its next one."""
+    def _resume(self, task: LoopTask, result: Any, error: BaseException | None = None) -> None:
+        """Send a task the result of its step, or the error, and take its next step."""
         try:
-            send = partial(run.steps.send, came) if error is None else partial(run.steps.throw, error)
-            run.step = run.context.run(send)
+            if error is None:
+                task.step = task.context.run(task.steps.send, result)
+            else:
+                task.step = task.context.run(task.steps.throw, error)
         except StopIteration as end:
-            self._end(run, end.value, None)
-        except BaseException as raised:  # noqa: BLE001  # of this run alone
-            self._end(run, None, raised)
+            self._end(task, end.value, None)
+        except BaseException as raised:  # noqa: BLE001  # of this task alone
+            self._end(task, None, raised)
         else:
-            run.since = time.perf_counter()
-            if isinstance(run.step, Wait):
-                run.loads, run.step.loads.on_change = run.step.loads, self.wake
-            elif isinstance(run.step, Future):
-                run.step.add_done_callback(lambda _: self.wake())
+            task.since = time.perf_counter()
+            if isinstance(task.step, Wait):
+                task.loads = task.step.loads
+                task.loads.on_change = self.wake
+            elif isinstance(task.step, Future):
+                task.step.add_done_callback(lambda _: self.wake())
 
-    def _end(self, run: Run, result: Any, error: BaseException | None) -> None:
-        self._runs.remove(run)
-        run.step = None
+    def _end(self, task: LoopTask, result: Any, error: BaseException | None) -> None:
+        self._tasks.remove(task)
+        task.step = None
         try:
-            run.ended(result, error)
-        except Exception:  # a mistake of ours in one run must not end the others
+            task.ended(result, error)
+        except Exception:  # a mistake of ours in one task must not end the others
             logger.exception("What followed from the end of some work has failed")
 
-    def _give_up(self, run: Run, error: BaseException | None) -> None:
+    def _give_up(self, task: LoopTask, error: BaseException | None) -> None:
         try:
-            run.context.run(run.steps.close)
-        except Exception:  # nobody waits for what it does
+            task.context.run(task.steps.close)
+        except Exception:  # its result is not wanted any more
             logger.exception("Work that was given up has failed")
-        self._end(run, None, error)
+        self._end(task, None, error)
 
-    def _go_on_all(self) -> None:
-        """Close what nobody wants any more, and let go on whoever need not wait any longer."""
+    def _resume_all(self) -> None:
+        """Close tasks that were given up, and resume all that need not wait any longer."""
         moved = True
         while moved:
             moved = False
-            for run in list(self._runs):
-                moved |= self._look_at(run)
+            for task in list(self._tasks):
+                moved |= self._check(task)
 
-    def _look_at(self, run: Run) -> bool:
-        """Return whether a run has gone on, or was closed."""
-        step = run.step
-        if isinstance(step, Future):  # its result may hold files: only the run itself lets go of it
+    def _check(self, task: LoopTask) -> bool:
+        """Resume a task if it need not wait, or close it if it was given up; returns whether either happened."""
+        step = task.step
+        if isinstance(step, Future):  # its result may hold files: only the task itself releases it
             if step.done():
-                found, error = _outcome(step.result)
-                self._go_on(run, found, error)
+                result, error = _outcome(step.result)
+                self._resume(task, result, error)
             return step.done()
-        if run.given_up:
-            self._give_up(run, None)
+
+        if task.given_up:
+            self._give_up(task, None)
             return True
+
         if isinstance(step, Wait | Until):
-            came, passed = step.ready(), time.perf_counter() - run.since
-            if came or (step.timeout_s is not None and passed >= step.timeout_s):
+            is_ready = step.ready()
+            passed = time.perf_counter() - task.since
+            is_timed_out = step.timeout_s is not None and passed >= step.timeout_s
+            if is_ready or is_timed_out:
                 if isinstance(step, Wait):
                     step.loads.waited_s += passed
-                    run.load_s += passed
-                self._go_on(run, came)
+                    task.load_s += passed
+                self._resume(task, is_ready)
                 return True
         return False
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> bool:
-        """Compute the decode steps that wait longest, as one forward."""
-        waiting = sorted((one for one in self._runs if isinstance(one.step, DecodeStep)), key=lambda one: one.since)
+        """Compute the decode steps that have waited longest, as one forward."""
+        waiting = [task for task in self._tasks if isinstance(task.step, DecodeStep)]
+        waiting.sort(key=lambda task: task.since)
         chosen = waiting[: self.joint.most]
-        for run, found in zip(chosen, self.joint.decode([one.step for one in chosen]), strict=False):  # type: ignore[misc]
-            if isinstance(found, Exception):
-                self._go_on(run, None, found)
+        steps = [task.step for task in chosen]
+        for task, result in zip(chosen, self.joint.decode(steps), strict=False):  # type: ignore[arg-type]
+            if isinstance(result, Exception):
+                self._resume(task, None, result)
             else:
-                self._go_on(run, found)
+                self._resume(task, result)
         return bool(chosen)
 
     def _work_on_a_job(self) -> bool:
-        """Compute one step of the first job, or of what runs in idle time."""
-        jobs = [one for one in self._runs if one.level is Level.JOB]
-        if not jobs and self._idle():
-            jobs = [one for one in self._runs if one.level is Level.IDLE]
-        for run in jobs:
-            if isinstance(run.step, Forward):
-                self._advance([run])
+        """Compute one step of the first job, or of work in idle time."""
+        jobs = [task for task in self._tasks if task.priority is Priority.JOB]
+        if not jobs and self._is_idle():
+            jobs = [task for task in self._tasks if task.priority is Priority.IDLE]
+        for task in jobs:
+            if isinstance(task.step, Forward):
+                self._advance([task])
                 return True
-            if isinstance(run.step, Call):
-                self._call(run)
+            if isinstance(task.step, Call):
+                self._call(task)
                 return True
         return False
 
-    def _idle(self) -> bool:
-        """Return whether the model works for nobody, and no reader is about to ask for the next piece."""
+    def _is_idle(self) -> bool:
+        """Return whether no answer is computed, and no reader is about to ask for the next piece."""
         now = time.perf_counter()
-        return all(now - one.paused_at > _PAUSE_S for one in self._runs if one.level is Level.ANSWER)
+        return all(now - task.paused_at > _PAUSE_S for task in self._tasks if task.priority is Priority.ANSWER)
 
     def _prefill(self, until: float) -> bool:
-        """Run layers of prefills, as those go on that wait meanwhile."""
+        """Run layers of prefills up to a time, and resume others meanwhile; returns whether there were any."""
         worked = False
         while ready := self._prefilling():
             worked = True
             if isinstance(ready[0].step, Call):
                 self._call(ready[0])
             else:
-                self._advance(self._group([one for one in ready if isinstance(one.step, Forward)]))
+                self._advance(self._group([task for task in ready if isinstance(task.step, Forward)]))
             if time.perf_counter() >= until:
                 break
+
             self._take_messages(wait=False)
-            self._go_on_all()
-            if any(one.level is not Level.IDLE and isinstance(one.step, DecodeStep) for one in self._runs) and (
-                math.isinf(until)
+            self._resume_all()
+            is_unlimited = math.isinf(until)
+            if is_unlimited and any(
+                task.priority is not Priority.IDLE and isinstance(task.step, DecodeStep) for task in self._tasks
             ):
-                break  # an answer was begun: it takes its turns
+                break  # an answer has begun: it takes its turns
         return worked
 
-    def _prefilling(self) -> list[Run]:
-        """Answers whose prompt can be computed further now."""
-        return [one for one in self._runs if one.level is Level.ANSWER and isinstance(one.step, Forward | Call)]
+    def _prefilling(self) -> list[LoopTask]:
+        """Return the answers whose prompt can be computed further now."""
+        return [
+            task for task in self._tasks if task.priority is Priority.ANSWER and isinstance(task.step, Forward | Call)
+        ]
 
-    def _group(self, runs: list[Run]) -> list[Run]:
-        """Choose the prefills whose next layer is computed now; they stand before the same one."""
-        passes = [one.step.row_pass for one in runs if isinstance(one.step, Forward)]
-        if len(runs) == 1:
-            runs[0].joined = passes[0]
-            return runs
+    def _group(self, tasks: list[LoopTask]) -> list[LoopTask]:
+        """Choose the prefills whose next layer is computed now; they are all before the same layer."""
+        passes = [task.step.row_pass for task in tasks if isinstance(task.step, Forward)]
+        if len(tasks) == 1:
+            tasks[0].joined = passes[0]
+            return tasks
+
         waiting = [
-            WaitingPass(one.layer, self.joint.speed.rows(one.positions), joined=run.joined is one)
-            for run, one in zip(runs, passes, strict=True)
+            WaitingPass(
+                row_pass.layer,
+                self.joint.speed.rows(row_pass.positions),
+                joined=task.joined is row_pass,
+            )
+            for task, row_pass in zip(tasks, passes, strict=True)
         ]
         chosen, joined = next_group(waiting, layers=self._layers, fixed_rows=self.joint.fixed_rows)
-        for number, run in enumerate(runs):
-            run.joined = passes[number] if number in joined else None
-        return [runs[number] for number in chosen]
+        for number, task in enumerate(tasks):
+            task.joined = passes[number] if number in joined else None
+        return [tasks[number] for number in chosen]
 
-    def _advance(self, runs: Sequence[Run]) -> None:
-        """Run the next layer of these; what passes meanwhile and before is no part of the speed of any of them."""
-        passes = [one.step.row_pass for one in runs if isinstance(one.step, Forward)]
-        counts = [len(one.positions) for one in passes]
+    def _advance(self, tasks: Sequence[LoopTask]) -> None:
+        """Run the next layer of these; time that passes before and for others counts towards no task's speed."""
+        passes = [task.step.row_pass for task in tasks if isinstance(task.step, Forward)]
+        counts = [len(row_pass.positions) for row_pass in passes]
         began = time.perf_counter()
         errors = self.joint.advance(passes)
         spent = time.perf_counter() - began
-        for run, rows, error in zip(runs, counts, errors, strict=True):
-            if run.loads is not None:
-                run.loads.waited_s += began - run.since + spent * (1.0 - rows / sum(counts))
-            self._go_on(run, True, error)
+        for task, rows, error in zip(tasks, counts, errors, strict=True):
+            if task.loads is not None:
+                waited_s = began - task.since
+                share_of_others = 1.0 - rows / sum(counts)
+                task.loads.waited_s += waited_s + spent * share_of_others
+            self._resume(task, True, error)
 
-    def _call(self, run: Run) -> None:
-        assert isinstance(run.step, Call)
-        found, error = _outcome(partial(run.context.run, run.step.function))
-        self._go_on(run, found, error)
+    def _call(self, task: LoopTask) -> None:
+        assert isinstance(task.step, Call)
+        result, error = _outcome(partial(task.context.run, task.step.function))
+        self._resume(task, result, error)
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """The result of a function, or its error."""
+    """Return a function's result and None, or None and its error."""
     try:
         return function(), None
-    except BaseException as error:  # noqa: BLE001  # of one run alone
+    except BaseException as error:  # noqa: BLE001  # of one task alone
         return None, error
 
 
 def _fulfil(done: Future[T], function: Callable[[], T]) -> None:
     try:
         done.set_result(function())
-    except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+    except BaseException as error:  # noqa: BLE001  # raised in the thread that waits for the result
         done.set_exception(error)

@@ -1,4 +1,4 @@
-"""The way of an answer's pieces from the step loop to its reader: a thread, or a task of an event loop."""
+"""The queue of an answer's pieces from the step loop to its reader: a thread, or a task of an event loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from cachecraft_rag.serving.request import RequestProgress
 from cachecraft_rag.serving.step_loop import Handle
 from cachecraft_rag.store.processes import HomeProcess
 
-AHEAD = 4  # tokens that wait for the reader; then the answer is not decoded further
+MAX_UNREAD = 4  # tokens that wait for the reader; beyond it the answer is not decoded further
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The text of a token, if any is certain, the tokens generated so far, and how the answer has ended, if so."""
+class AnswerPiece:
+    """A piece of an answer.
+
+    text       text of a token; empty while no text is certain
+    generated  tokens generated so far
+    finish     how the answer ended; None while it goes on
+    error      exception that ended the answer
+    """
 
     text: str
     generated: int = 0
@@ -26,64 +32,74 @@ class Piece:
     error: BaseException | None = None
 
 
-class Outlet:
-    """The loop's end: pieces that the reader has not taken yet; any number of them where it is not `bounded`."""
+_WAKE_UP = AnswerPiece("")  # makes a waiting thread look whether the answer was closed
+
+
+class TokenQueue:
+    """The loop's end: pieces that the reader has not taken yet; without limit if it is not `bounded`."""
 
     def __init__(self, *, bounded: bool = True) -> None:
         self._bounded = bounded
-        self.pieces: SimpleQueue[Piece] = SimpleQueue()
-        self.arrival: Callable[[], object] | None = None  # wakes a task that waits for a piece
+        self.pieces: SimpleQueue[AnswerPiece] = SimpleQueue()
+        self.on_arrival: Callable[[], object] | None = None  # wakes a task that waits for a piece
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: AnswerPiece) -> None:
         """Hand over a piece. Takes no lock."""
         self.pieces.put(piece)
-        if (wake := self.arrival) is not None:
-            wake()
+        on_arrival = self.on_arrival
+        if on_arrival is not None:
+            on_arrival()
 
     def has_room(self) -> bool:
-        """Return whether one more piece may wait."""
-        return not self._bounded or self.pieces.qsize() < AHEAD
+        """Return whether a further piece may wait."""
+        return not self._bounded or self.pieces.qsize() < MAX_UNREAD
 
     def text(self) -> str:
-        """Take all pieces that are there."""
+        """Take all pieces that have arrived, and return their text."""
         return "".join(self.pieces.get_nowait().text for _ in range(self.pieces.qsize()))
 
 
 class Reader(Handle, Iterator[str]):
-    """The reader's end: begins the answer with the first piece, and gives it up when it is closed or gone.
+    """The reader's end: begins the answer with the first piece; the answer is given up once this is closed or gone.
 
     Args:
-        progress: takes up what the pieces tell.
+        progress: takes up what the reader has read.
         begin: hands the request over to the loop.
         wake: wakes the loop.
         home: the process that the loop runs in.
     """
 
-    __slots__ = ("_begin", "_begun", "_home", "_outlet", "_progress", "_wake")
+    __slots__ = ("_begin", "_begun", "_home", "_progress", "_queue", "_wake")
 
     def __init__(
         self,
         progress: RequestProgress,
-        begin: Callable[[Reader, Outlet], object],
+        begin: Callable[[Reader, TokenQueue], object],
         wake: Callable[[], object],
         home: HomeProcess,
     ) -> None:
         super().__init__()
-        self._progress, self._begin, self._wake, self._home = progress, begin, wake, home
-        self._outlet, self._begun = Outlet(), False
+        self._progress = progress
+        self._begin = begin
+        self._wake = wake
+        self._home = home
+        self._queue = TokenQueue()
+        self._begun = False
 
     def __next__(self) -> str:
         while not self.closed:
             self._start()
-            piece = self._outlet.pieces.get()
-            self._wake()  # there is room for one more
+            piece = self._queue.pieces.get()
+            self._wake()  # there is room for a further piece
             if self.closed:  # by another thread
-                self._outlet.pieces.put(piece)  # type: ignore[unreachable]  # for a further thread that waits
+                self._queue.pieces.put(piece)  # type: ignore[unreachable]  # for a further thread that waits
                 break
-            self._progress.generated = max(self._progress.generated, piece.generated)
+
+            self._progress.read(piece.generated)
             if piece.finish is not None or piece.error is not None:
-                self._progress.finish, self.closed = piece.finish, True
-                self._outlet.pieces.put(Piece(""))
+                self._progress.finished(piece.finish)
+                self.closed = True
+                self._queue.pieces.put(_WAKE_UP)
             if piece.error is not None:
                 raise piece.error
             if piece.text:
@@ -91,33 +107,33 @@ class Reader(Handle, Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Want no more; a thread that waits for the next piece goes on. Takes no lock; any thread may call this."""
+        """Give up the answer; a thread that waits for the next piece goes on. Takes no lock; for any thread."""
         if not self.closed:
             self.closed = True
-            self._outlet.put(Piece(""))
+            self._queue.put(_WAKE_UP)
             self._wake()
 
     async def arrived(self) -> None:
-        """Wait in an event loop until the next piece has come, or the end."""
+        """Wait in an event loop until the next piece has arrived, or the end."""
         if not self.closed:
             self._start()
         loop = asyncio.get_running_loop()
-        while not self.closed and self._outlet.pieces.empty():
-            came = asyncio.Event()
+        while not self.closed and self._queue.pieces.empty():
+            event = asyncio.Event()
 
-            def wake(came: asyncio.Event = came) -> None:
+            def set_event(event: asyncio.Event = event) -> None:
                 with suppress(RuntimeError):  # the event loop was closed
-                    loop.call_soon_threadsafe(came.set)
+                    loop.call_soon_threadsafe(event.set)
 
-            self._outlet.arrival = wake
+            self._queue.on_arrival = set_event
             try:
-                if self._outlet.pieces.empty():
-                    await came.wait()
+                if self._queue.pieces.empty():
+                    await event.wait()
             finally:
-                self._outlet.arrival = None
+                self._queue.on_arrival = None
 
     def _start(self) -> None:
         self._home.require()
         if not self._begun:
             self._begun = True
-            self._begin(self, self._outlet)
+            self._begin(self, self._queue)

@@ -17,9 +17,10 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.new_variants import EXACT, Dropped, missing_of
-from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, answer_text
+from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
@@ -27,7 +28,6 @@ from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
-from cachecraft_rag.vllm.records import take_report
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
@@ -224,7 +224,7 @@ class VLLMEngine(StoreEngine):
             # Where the answer ended here, at a stop string or with its reader, vLLM has sent none with it.
             report = self._serving.reports.pop(ask.name, None)
             if progress.reports is None and report is not None:
-                take_report(progress, report)
+                progress.reported(report)
             progress.end(request, "closed")
             self.note_fixed(request, next(iter(reported), report))
 
@@ -254,10 +254,10 @@ def _tokens(
     request: Request, progress: RequestProgress, steps: Iterable[Step], reported: list[Mapping[str, Any]]
 ) -> Iterator[int]:
     for step in steps:
-        progress.first_token_s = progress.first_token_s or request.clock()
+        progress.drew_first(at=request.clock())
         if step.report:
             reported.append(step.report.get(FIELD, {}))
-            take_report(progress, reported[-1])
+            progress.reported(reported[-1])
         yield from step.tokens
 
 

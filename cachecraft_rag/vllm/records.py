@@ -20,14 +20,6 @@ _REMEMBERED = 1000  # requests: a few kilobytes each
 _FINISH: Mapping[str, Any] = {"stop": "end", "length": "length"}
 
 
-def take_report(progress: RequestProgress, report: Mapping[str, Any]) -> None:
-    """Take over the connector's report; it has no segments where the request was computed like any other."""
-    progress.reports = tuple(SegmentReport.from_dict(one) for one in report.get("segments", ()))
-    for name in ("row_layers", "focus_layer", "planned_s", "waited_s", "remote"):
-        if name in report:
-            setattr(progress, name, report[name])
-
-
 def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> dict[str, Any]:
     """Report as `filling.Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache.
 
@@ -70,15 +62,17 @@ class RequestRecord:
         progress = self.progress
         if not progress.first_token_s:
             latency = getattr(output.metrics, "first_token_latency", 0.0) if output.metrics is not None else 0.0
-            progress.first_token_s = latency or self.request.clock()
+            progress.drew_first(at=latency or self.request.clock())
+        generated = progress.generated
         for one in output.outputs:
-            progress.generated += len(one.token_ids)
+            generated += len(one.token_ids)
             if one.finish_reason is None:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
             stopped = isinstance(one.stop_reason, str)
-            progress.finish = "stop" if stopped else _FINISH.get(one.finish_reason, "closed")
-            progress.generated -= progress.finish == "end"
+            progress.finished("stop" if stopped else _FINISH.get(one.finish_reason, "closed"))
+            generated -= progress.finish == "end"
+        progress.read(generated)
         if self.alone:
             cached = output.num_cached_tokens or 0
             self.take(self.report or cached_report(self.request.prompt, cached, self.layers, outcome="exact"))
@@ -92,7 +86,7 @@ class RequestRecord:
     def take(self, report: Mapping[str, Any]) -> None:
         """Take the connector's report: when it is filled, and again with its last output."""
         self.report = dict(report)
-        take_report(self.progress, self.report)
+        self.progress.reported(self.report)
 
     def end(self) -> None:
         """Note its end."""
@@ -181,7 +175,7 @@ class RecordingClient:
                         self._records.end(request_id, self._record)
                     yield output
         except Exception:  # whatever it is: it is raised again
-            self._record.progress.finish = "failed"
+            self._record.progress.failed()
             raise
         finally:
             self._records.end(request_id, self._record)

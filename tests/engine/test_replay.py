@@ -32,7 +32,7 @@ from cachecraft_rag.serving.answering import Answering, Prefilled
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.serving.token_queue import Outlet
+from cachecraft_rag.serving.token_queue import TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, LoadedVariant
@@ -79,9 +79,9 @@ class Watched(Answering):
     answers = compared = 0
 
     def _decode(
-        self, request: Request, progress: RequestProgress, output: Prefilled, outlet: Outlet, **how: Any
+        self, request: Request, progress: RequestProgress, output: Prefilled, queue: TokenQueue, **how: Any
     ) -> Any:
-        last = yield from super()._decode(request, progress, output, outlet, **how)
+        last = yield from super()._decode(request, progress, output, queue, **how)
         self.answers += 1
         if self.answers % 50 == 0:
             self._compare(request, progress, output)

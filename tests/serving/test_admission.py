@@ -45,7 +45,7 @@ def test_a_new_chunk_that_many_wait_for_is_computed_once(engine: Engine, count: 
     assert [one.outcomes for one in [first, *asked]] == [["computed"] * 2] + [["exact"] * 2] * (count - 1)
     assert chunks_stored(engine) == sorted([KETTLE.chunk_id, TOASTER.chunk_id])
     assert all(one.ended().stats.queue_s > 0.0 for one in asked)
-    assert len(engine._line) == 0
+    assert len(engine._admission) == 0
 
 
 def turned_away(engine: Engine, reason: str) -> float | None:
@@ -165,7 +165,7 @@ def test_a_request_that_waits_too_long_gets_no_answer(make_engine: MakeEngine) -
         late.ended()
         assert isinstance(late.error, WaitTimeoutError)
     assert first.outcomes == ["computed"]
-    assert (len(engine._line), turned_away(engine, "timeout")) == (0, 1)
+    assert (len(engine._admission), turned_away(engine, "timeout")) == (0, 1)
 
 
 def test_an_answer_that_is_closed_while_it_waits_leaves_the_line(engine: Engine) -> None:
@@ -209,12 +209,12 @@ def ways_to_ask(engine: Engine) -> dict[str, Callable[[], Any]]:
 def test_a_cancelled_task_leaves_the_line_at_once(engine: Engine, way: str) -> None:
     async def cancel() -> None:
         task = asyncio.create_task(ways_to_ask(engine)[way]())
-        while len(engine._line) != 1:
+        while len(engine._admission) != 1:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while len(engine._line):
+        while len(engine._admission):
             await asyncio.sleep(0.001)
 
     with Turn(engine, [KETTLE]) as first:
@@ -245,7 +245,7 @@ def test_tasks_need_no_thread_to_wait_and_to_read(make_engine: MakeEngine) -> No
     assert len(set(answers[:20])) == 1
     assert answers[0]
     assert first.outcomes == ["computed"]
-    assert len(engine._line) == 0
+    assert len(engine._admission) == 0
 
 
 def test_a_task_that_stops_reading_ends_the_answer(engine: Engine) -> None:

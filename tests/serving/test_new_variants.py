@@ -26,7 +26,7 @@ from cachecraft_rag.serving import step_loop
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.serving.step_loop import Level, Run, StepLoop
+from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk, Damaged, LoadedVariant, LoadFailure, Variant
@@ -87,14 +87,14 @@ class Layers:
         self._gate, self.reached = threading.Event(), threading.Event()
         self._gate.set()
         layer, advance = decoder.layer, StepLoop._advance
-        level: list[Level] = []
+        level: list[Priority] = []
 
-        def noted(loop: StepLoop, runs: Any) -> None:
-            level[:] = [runs[0].level]
-            advance(loop, runs)
+        def noted(loop: StepLoop, tasks: Any) -> None:
+            level[:] = [tasks[0].priority]
+            advance(loop, tasks)
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-            background = level == [Level.IDLE]
+            background = level == [Priority.IDLE]
             self.run.append("background" if background else "answer")
             if background:
                 self.reached.set()
@@ -299,7 +299,7 @@ def test_a_request_that_fails_does_not_stop_it(engine: Engine, monkeypatch: pyte
 @contextmanager
 def answering(engine: Engine) -> Iterator[None]:
     """An answer is under way, whose reader is about to ask for the next piece."""
-    waits = Run(lambda _: (step for step in [Until(gate.is_set)]), lambda *_: None, Level.ANSWER)
+    waits = LoopTask(lambda _: (step for step in [Until(gate.is_set)]), lambda *_: None, Priority.ANSWER)
     gate = threading.Event()
     engine.loop.start(waits)
     try:
@@ -394,11 +394,11 @@ def test_a_capture_that_cannot_be_computed_is_dropped(
 def failing_in_idle_time(error: Exception) -> Callable[[StepLoop, Any], None]:
     own = StepLoop._advance
 
-    def advance(loop: StepLoop, runs: Any) -> None:
-        if runs[0].level is Level.IDLE:
-            loop._go_on(runs[0], None, error)
+    def advance(loop: StepLoop, tasks: Any) -> None:
+        if tasks[0].priority is Priority.IDLE:
+            loop._resume(tasks[0], None, error)
         else:
-            own(loop, runs)
+            own(loop, tasks)
 
     return advance
 

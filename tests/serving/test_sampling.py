@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachecraft_rag.serving.sampling import Sampler, SamplingParams, TextStream
+from cachecraft_rag.serving.answer_text import AnswerText
+from cachecraft_rag.serving.sampling import Sampler, SamplingParams
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -20,15 +21,15 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def pieces(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[TextStream, list[str]]:
-    """Everything a stream gives out for these tokens, in order."""
-    stream = TextStream(tokenizer, stop)
-    given_out = []
+def pieces(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[AnswerText, list[str]]:
+    """The text after each of these tokens, in order, and the rest of it."""
+    answer = AnswerText(SamplingParams(max_new_tokens=1000, stop=tuple(stop)), tokenizer, end_tokens=())
+    parts = []
     for token in ids:
-        given_out.append(stream.push(token))
-        if stream.stopped:
+        parts.append(answer.take(token))
+        if answer.finish is not None:
             break
-    return stream, [*given_out, stream.finish()]
+    return answer, [*parts, answer.rest()]
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -41,14 +42,14 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 @given(TEXT)
 def test_the_pieces_are_the_text(byte_tokenizer: Any, text: str) -> None:
-    stream, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, text))
-    assert "".join(parts) == stream.text == text
+    _, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, text))
+    assert "".join(parts) == text
 
 
 @given(st.lists(st.integers(0, 259), max_size=40))
 def test_any_tokens_give_what_decoding_them_at_once_gives(byte_tokenizer: Any, ids: list[int]) -> None:
-    stream, parts = pieces(byte_tokenizer, ids)  # broken characters and special tokens included
-    assert "".join(parts) == stream.text == decoded(byte_tokenizer, ids)
+    _, parts = pieces(byte_tokenizer, ids)  # broken characters and special tokens included
+    assert "".join(parts) == decoded(byte_tokenizer, ids)
 
 
 @given(
@@ -58,15 +59,15 @@ def test_any_tokens_give_what_decoding_them_at_once_gives(byte_tokenizer: Any, i
 )
 def test_the_demo_tokenizer_too(demo_tokenizer: Any, words: list[str]) -> None:
     ids = ids_of(demo_tokenizer, "".join(words))
-    stream, parts = pieces(demo_tokenizer, ids)
-    assert "".join(parts) == stream.text == decoded(demo_tokenizer, ids)
+    _, parts = pieces(demo_tokenizer, ids)
+    assert "".join(parts) == decoded(demo_tokenizer, ids)
 
 
 @given(st.lists(st.sampled_from([[0], [1], [2], [3, 4], [5, 6, 7], [8], [9]]), max_size=8))
 def test_a_tokenizer_that_drops_the_first_space_and_spells_characters_in_bytes_too(words: list[list[int]]) -> None:
     tokenizer, ids = sentencepiece_like(), [token for word in words for token in word]
-    stream, parts = pieces(tokenizer, ids)
-    assert "".join(parts) == stream.text == decoded(tokenizer, ids)
+    _, parts = pieces(tokenizer, ids)
+    assert "".join(parts) == decoded(tokenizer, ids)
 
 
 def test_a_character_comes_once_it_is_whole(byte_tokenizer: Any) -> None:
@@ -78,15 +79,15 @@ def test_a_character_comes_once_it_is_whole(byte_tokenizer: Any) -> None:
 
 
 def test_a_stop_string_over_several_pieces_ends_the_text_before_it(byte_tokenizer: Any) -> None:
-    stream, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, "one\nQuestion: two"), stop=["\nQuestion:"])
-    assert stream.stopped
-    assert "".join(parts) == stream.text == "one"
-    assert stream.push(ids_of(byte_tokenizer, "x")[0]) == ""
+    answer, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, "one\nQuestion: two"), stop=["\nQuestion:"])
+    assert answer.finish == "stop"
+    assert "".join(parts) == "one"
+    assert answer.take(ids_of(byte_tokenizer, "x")[0]) == ""
 
 
 def test_what_only_begins_like_a_stop_string_is_given_out(byte_tokenizer: Any) -> None:
-    stream, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, "aab aa"), stop=["aaa"])
-    assert (stream.stopped, stream.text) == (False, "aab aa")
+    answer, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, "aab aa"), stop=["aaa"])
+    assert (answer.finish, "".join(parts)) == ("length", "aab aa")
     assert parts[:3] == ["", "", "aab"]
     assert parts[-1] == "aa"  # held back until the end
 
@@ -96,13 +97,13 @@ def test_the_text_ends_where_the_first_stop_string_would_have_begun(
     byte_tokenizer: Any, text: str, stop: list[str], more: str
 ) -> None:
     whole = text + more
-    stream, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, whole), stop)
+    answer, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, whole), stop)
     # Token by token: of two stop strings the one that is complete first counts.
     ends = [(place + len(word), place) for word in stop if (place := whole.find(word)) >= 0]
     first_end = min(ends)[0] if ends else None
     expected = whole if first_end is None else whole[: min(place for end, place in ends if end == first_end)]
-    assert "".join(parts) == stream.text == expected
-    assert stream.stopped == bool(ends)
+    assert "".join(parts) == expected
+    assert answer.finish == ("stop" if ends else "length")
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving import joint_rows
 from cachecraft_rag.serving.sampling import Sampler, SamplingParams
-from cachecraft_rag.serving.step_loop import Level, Run
-from cachecraft_rag.serving.token_queue import AHEAD
+from cachecraft_rag.serving.step_loop import LoopTask, Priority
+from cachecraft_rag.serving.token_queue import MAX_UNREAD
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 from tests.compute.test_decode import FAMILIES
@@ -190,7 +190,7 @@ def test_a_model_whose_rows_depend_on_each_other_computes_each_request_alone(
         scaled.remove()
     rows, forwards, alone = decoded(engine)
     assert (rows == forwards, alone) == (True, True)
-    assert "computed on its own from now on: the logits of tiny Llama" in caplog.text
+    assert "computed separately from now on: the logits of tiny Llama" in caplog.text
 
 
 def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_third(
@@ -248,7 +248,7 @@ def test_a_mistake_in_what_follows_from_work_is_logged_and_disturbs_nobody(
         yield Call(lambda: None)
 
     with held(engine):
-        engine.loop.start(Run(lambda _: work(), lambda *_: 1 / 0, Level.JOB))
+        engine.loop.start(LoopTask(lambda _: work(), lambda *_: 1 / 0, Priority.JOB))
         asked = Asking(engine, [KETTLE])
         until(lambda: engine.loop._inbox.qsize() >= 2)
     assert asked.ended().stats.finish == "length"
@@ -292,7 +292,7 @@ def test_an_answer_is_decoded_a_few_pieces_ahead_of_its_reader(engine: Engine, m
     other = Asking(engine, [KETTLE], sampling=SamplingParams(max_new_tokens=40), config=FULL)
     other.ended()  # a reader who pauses holds nobody up
     ahead = len(draws) - 40
-    assert 1 < ahead <= AHEAD + 2  # the first piece may have taken two tokens
+    assert 1 < ahead <= MAX_UNREAD + 2  # the first piece may have taken two tokens
     assert answer.stats.tokens_generated < ahead
     assert engine.loop.call(engine.loop._sleep_s) == math.inf  # and nothing is computed, nor looked at
     answer.close()
@@ -369,7 +369,7 @@ def test_a_reader_closed_by_another_thread_gets_no_further_piece(engine: Engine)
     asking.answer.close()
     assert asking.ended().stats.finish == "closed"
     assert asking.error is None
-    until(lambda: not engine.loop.call(lambda: engine.loop.under_way(Level.ANSWER)))
+    until(lambda: not engine.loop.call(lambda: engine.loop.under_way(Priority.ANSWER)))
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -467,8 +467,8 @@ def test_interruptions_at_any_moment_lose_nothing(engine: Engine) -> None:
         assert not thread.is_alive()
     assert caught >= 150
     assert wrong == 0
-    until(lambda: not engine.loop.call(lambda: engine.loop._runs))  # the loop holds nothing of those who left
-    assert len(engine._line) == 0
+    until(lambda: not engine.loop.call(lambda: engine.loop._tasks))  # the loop holds nothing of those who left
+    assert len(engine._admission) == 0
 
 
 def test_the_callers_context_variables_hold_where_its_request_runs(engine: Engine) -> None:
