@@ -1,9 +1,9 @@
 """Overlapped prefill: compute the front of a prompt while its chunk-caches are loaded from the end.
 
 Cake (Jin et al., 2024, Algorithm 1) computes pieces from the front and loads pieces from the end until they meet. Here
-the last piece of the front is computed in the last pass, which the question needs anyway. Whatever is still missing
-then is loaded layer by layer, just before it is used (Cache-Craft, Algorithm 2). With a fast disk there is no front,
-which leaves layer-wise preloading. With a very slow disk everything is computed, which leaves full prefill.
+the last pass, which the question needs anyway, also computes the last piece of the front. Tokens that are still missing
+then are loaded layer by layer, just before they are used (Cache-Craft, Algorithm 2). With a fast disk there is no
+front: this is layer-wise preloading. With a very slow disk everything is computed: this is full prefill.
 
 Nothing has to be configured: before each piece, and whenever the last pass has to wait, the size of the front is
 decided again from the latest measurements. Tokens that fail to load are computed like those of the front.
@@ -41,9 +41,12 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on once `ready()`, or after `timeout_s` (None = never); send back whether it is.
+    """Continue when `ready()` is true or after `timeout_s`; send back True if it is ready.
 
-    in_pass  a pass is under way, and its lock stays held; otherwise other requests may compute meanwhile
+    loads      chunk-caches that are being loaded
+    ready      condition to wait for
+    timeout_s  longest wait in seconds; None = no limit
+    in_pass    True while a pass is under way, whose lock stays held; otherwise other requests may compute meanwhile
     """
 
     loads: PendingLoads
@@ -54,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the next layer of this pass (`row_pass.advance`), alone or together with those of other requests."""
+    """Run the next layer of this pass (`row_pass.advance`), alone or together with passes of other requests."""
 
     row_pass: RowPass
 
@@ -69,69 +72,85 @@ class OverlappedPrefill:
     Args:
         stack: the model's layers.
         job: rows to compute and chunk-caches to reuse.
-        loads: chunk-caches to come; the readers are running.
-        speed: of computing; learns from what is measured here.
+        loads: chunk-caches that are being loaded; the readers are running.
+        speed: computing speed; updated with the passes measured here.
         timer: called with each part.
     """
 
     def __init__(
-        self, stack: Stack, job: PrefillJob, loads: PendingLoads, speed: ComputeSpeed, *, timer: Timer = untimed
+        self,
+        stack: Stack,
+        job: PrefillJob,
+        loads: PendingLoads,
+        speed: ComputeSpeed,
+        *,
+        timer: Timer = untimed,
     ) -> None:
-        self._stack, self._job, self._loads, self._speed, self._timer = stack, job, loads, speed, timer
-        self._layers = stack.layout.layers
-        self._ids = torch.tensor(list(job.token_ids), device=stack.device)
-        bounds = job.rows.bounds
-        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
-        spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
-        self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
-        self._rows = job.rows
-        self._resident: list[ResidentKV] = list(job.resident)
-        self._uncorrected = list(job.reused)
-        self._late: set[int] = set()
-        self._row_layers = 0
+        self._stack = stack
+        self._job = job
+        self._loads = loads
+        self._speed = speed
+        self._timer = timer
         self._constants = LOADING_CONSTANTS
         self._strategy = STRATEGIES[job.loading]
+
+        self._layers = stack.layout.layers
+        self._ids = torch.tensor(list(job.token_ids), device=stack.device)
+        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
+        bounds = job.rows.bounds
+        spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
+        self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
+
+        self._rows = job.rows
+        self._resident = list(job.resident)  # chunk-caches that are not placed yet
+        self._uncorrected = list(job.reused)  # segments without drift correction so far
+        self._late_segments: set[int] = set()
+        self._row_layers = 0
+
         # With a front, whole extents in single layers are too small to be placed one by one.
         if not self._strategy.computes_front:
-            self._send()
+            self._let_readers_place()
 
     @torch.inference_mode()
     def steps(self) -> Steps:
-        """Prefill to the last token's hidden state, as steps for a driver (see `driver.run`).
+        """Prefill up to the last token's hidden state, as steps for a driver (see `driver.run`).
 
-        It yields wherever it would wait and wherever a layer is to run. Before each pass it yields a `Wait` that is not
-        `in_pass`: what follows, up to the next one of these, needs the driver's lock.
+        Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
+        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock.
         """
-        loads = self._loads
-        strategy = self._strategy
-        look = strategy.first_look(self._split())
-        if look.enough != "nothing":
+        first_look = self._strategy.first_look(self._split())
+        if first_look.enough != "nothing":
             with self._timer("loading"):
-                yield self._wait(look)
+                yield self._wait(first_look)
+
         while True:
             with self._timer("loading"):
-                yield self._wait(strategy.before_pass(self._split(), self._layers))
-            tokens, last = self._stack.ranks.lead(strategy.next_piece(self._split()))  # only now: more has come
-            loads.layer_first = last  # while a front is computed, whole extents from the back
-            taken = loads.take(tokens)
-            self._compute_instead(self._stack.ranks.agree(frozenset(loads.failed())))
-            self._compute_instead(taken)
-            if last:
-                if strategy.computes_front:
-                    self._send()
-                return (yield from self._last_pass())
-            if taken:
-                yield from self._front_piece(taken[-1] + 1)
+                yield self._wait(self._strategy.before_pass(self._split(), self._layers))
 
-    def _send(self) -> None:
+            # Decide after the wait, because more has been loaded by now.
+            decision = self._strategy.next_piece(self._split())
+            tokens, is_last = self._stack.ranks.lead(decision)
+            self._loads.layer_first = is_last  # while a front is computed, readers take whole extents from the end
+            piece = self._loads.take(tokens)
+            self._compute_instead(self._stack.ranks.agree(frozenset(self._loads.failed())))
+            self._compute_instead(piece)
+
+            if is_last:
+                if self._strategy.computes_front:
+                    self._let_readers_place()
+                return (yield from self._last_pass())
+            if piece:
+                yield from self._front_piece(piece[-1] + 1)
+
+    def _let_readers_place(self) -> None:
         """Let readers place chunk-caches that memory does not keep."""
-        if self._stack.device.type == "cpu":  # elsewhere copies belong to the stream of the thread that computes
+        if self._stack.device.type == "cpu":  # on a GPU, copies belong to the stream of the computing thread
             self._loads.send_to(self._buffer)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _wait(self, condition: WaitCondition) -> Wait:
-        """Wait for what is to be there before the next pass."""
+        """Return the step that waits for this condition before the next pass."""
         loads = self._loads
         enough = condition.enough
         if condition.layer_first:
@@ -152,9 +171,15 @@ class OverlappedPrefill:
         Args:
             rows: cost of the rows that are computed in any case; None = of all open rows.
         """
-        loads, speed = self._loads, self._speed
+        loads = self._loads
+        speed = self._speed
         own_positions = self._rows.open()
         waiting, extent_ends, bytes_left = loads.left()
+
+        busy_cores = 0.0
+        if self._stack.device.type == "cpu":
+            busy_cores = max(0.0, loads.meter.cores - _spare_cores())
+
         return LoadSplit(
             waiting=waiting,
             extent_ends=extent_ends,
@@ -165,7 +190,7 @@ class OverlappedPrefill:
             rows=speed.rows(own_positions) if rows is None else rows,
             speed=speed,
             own_positions=own_positions,
-            busy_cores=max(0.0, loads.meter.cores - _spare_cores()) if self._stack.device.type == "cpu" else 0.0,
+            busy_cores=busy_cores,
             tokens=len(self._ids),
             constants=self._constants,
         )
@@ -175,7 +200,7 @@ class OverlappedPrefill:
 
         Args:
             layer: the layer that the pass has reached.
-            late: positions that are to be computed already.
+            late: positions that will be computed in any case.
         """
         if not self._speed.known:
             return []
@@ -191,52 +216,63 @@ class OverlappedPrefill:
     def _front_piece(self, edge: int) -> Generator[Step, bool, None]:
         """Compute every open row before the position `edge`."""
         positions = self._rows.open(below=edge)
-        here = [one for one in self._resident if one.start < edge]
-        self._resident = self._resident[len(here) :]
-        waited, started = self._loads.waited_s, time.perf_counter()
-        run = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
+        resident_before_edge = [resident for resident in self._resident if resident.start < edge]
+        self._resident = self._resident[len(resident_before_edge) :]
+
+        computing_s = self._start_clock()
+        row_pass = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
         for layer in range(self._layers):
-            self._place(layer, here, below=edge)
-            yield from self._run_layer(run)
-        spent = time.perf_counter() - started - (self._loads.waited_s - waited)  # a server's driver may set it aside
-        self._measured(positions, spent, "piece")
+            self._place(layer, resident_before_edge, below=edge)
+            yield from self._run_layer(row_pass)
+        self._measured(positions, computing_s(), "piece")
         self._rows = self._rows.finish(positions)
 
     def _last_pass(self) -> Generator[Step, bool, PrefillResult]:
-        """Compute what is left, the question among it, while the rest comes in layer by layer."""
-        plan, placed_layers = None, 0
+        """Compute the remaining rows, including the question, while the rest is loaded layer by layer."""
+        plan: Plan | None = None
+        placed_layers = 0
         if self._job.probe is not None:
             with self._timer("probe"):
-                plan, placed_layers = yield from self._look(self._job.probe)
-        focus, received, end = self._focus(), None, len(self._ids)
+                plan, placed_layers = yield from self._probe(self._job.probe)
+
+        prompt_end = len(self._ids)
+        focus = self._focus_observer()
+        received: AttentionReceived | None = None
         if focus is None and self._job.refresh_rows:
-            received = AttentionReceived(range(end - 1, end), self._layers)
-        positions, joined = self._rows.open(), 0
-        captured = {one.segment for one in self._recorder.captures}
-        waited, started = self._loads.waited_s, time.perf_counter()
-        run = self._pass(positions, recorder=self._recorder, observer=focus or received, drift=self._drift(None))
+            received = AttentionReceived(range(prompt_end - 1, prompt_end), self._layers)
+
+        positions = self._rows.open()
+        captured_before = {capture.segment for capture in self._recorder.captures}
+        joined_rows = 0
+
+        computing_s = self._start_clock()
+        observer = focus or received
+        row_pass = self._pass(positions, recorder=self._recorder, observer=observer, drift=self._drift(None))
         for layer in range(self._layers):
-            late = yield from self._arrive(layer, run, take_over=True)
+            late = yield from self._wait_for_layer(layer, row_pass, take_over=True)
             if layer >= placed_layers:
                 self._place(layer, self._resident)
-            joined += len(late)
-            if layer:
-                self._late |= set(self._rows.segment[late].tolist())
-            yield from self._join(run, late)
-            yield from self._run_layer(run)
+            joined_rows += len(late)
+            if layer > 0:
+                self._late_segments |= set(self._rows.segment[late].tolist())
+            yield from self._join(row_pass, late)
+            yield from self._run_layer(row_pass)
             if focus is not None and focus.decide(layer):
-                run.keep(self._focused(run.positions, focus.monitor))
-        spent = time.perf_counter() - started - (self._loads.waited_s - waited)
-        if not joined and (focus is None or focus.monitor.focused is None):
-            self._measured(positions, spent, "last" if self._resident or self._loads.extents else "piece")
-        if focus is not None or self._job.probe is not None or received is not None:
-            self._drop_private_captures(captured)
+                row_pass.keep(self._rows_to_keep(row_pass.positions, focus.monitor))
+        seconds = computing_s()
+
+        has_terminated_early = focus is not None and focus.monitor.focused is not None
+        if not joined_rows and not has_terminated_early:
+            reuses = bool(self._resident or self._loads.extents)
+            self._measured(positions, seconds, "last" if reuses else "piece")
+        if observer is not None or self._job.probe is not None:
+            self._drop_private_captures(captured_before)
         return PrefillResult(
-            hidden=run.hidden,
+            hidden=row_pass.hidden,
             buffer=self._buffer,
             recorder=self._recorder,
             rows=self._rows,
-            late=frozenset(self._late),
+            late=frozenset(self._late_segments),
             plan=plan,
             refresh=None if received is None else self._refresh(received),
             focus_layer=None if focus is None else focus.monitor.layer,
@@ -245,57 +281,71 @@ class OverlappedPrefill:
         )
 
     def _refresh(self, received: AttentionReceived) -> Refresh | None:
-        """Refreshing of what is stale in the chunks that the question may shape."""
-        rows, job = self._rows, self._job
+        """Return the refreshing of stale tokens in the chunks that the question may shape; None if there are none."""
+        rows = self._rows
+        job = self._job
         stale = np.isin(rows.segment, list(job.reused)) & (rows.reason == RowReason.STORED)
         stale[: job.shared_until] = False
         if not stale.any():
             return None
-        received_by = received.received(len(self._ids))
-        return Refresh(job.token_ids, stale, received_by, rows=job.refresh_rows, layers=self._layers)
+        attention = received.received(len(self._ids))
+        return Refresh(job.token_ids, stale, attention, rows=job.refresh_rows, layers=self._layers)
 
-    def _look(self, request: ProbeRequest) -> Generator[Step, bool, tuple[Plan, int]]:
-        """Probe, and choose the recomputed tokens anew.
+    def _probe(self, request: ProbeRequest) -> Generator[Step, bool, tuple[Plan, int]]:
+        """Probe the prompt and select the recomputed tokens again.
 
         Returns:
-            The new plan, and in how many first layers all chunk-caches are placed.
+            The new plan, and the number of first layers in which all chunk-caches are placed.
         """
         probe = QuestionProbe(self._rows, request.question, self._buffer, self._layers)
-        run = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=within(self._timer, "probe"))
+        timer = within(self._timer, "probe")
+        row_pass = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=timer)
         for layer in range(probe.layers):
-            late = yield from self._arrive(layer, run, take_over=False)
+            late = yield from self._wait_for_layer(layer, row_pass, take_over=False)
             self._place(layer, self._resident)
-            yield from self._join(run, late)
-            yield from self._run_layer(run)
-        return self._choose(request, probe), probe.layers
+            yield from self._join(row_pass, late)
+            yield from self._run_layer(row_pass)
+        return self._select_again(request, probe), probe.layers
 
-    def _choose(self, request: ProbeRequest, probe: QuestionProbe) -> Plan:
-        rows, edge = self._rows, self._job.shared_until
-        seen = self._stack.ranks.mean(probe.seen()).cpu().numpy()
-        open_to_choice = [segment for segment in self._job.reused if rows.bounds[segment] >= edge]
-        by_chunk = {segment: seen[rows.span(segment)] for segment in open_to_choice}
-        for segment, scores in by_chunk.items():  # nothing is stored there, or it did not come
-            scores[rows.offsets(segment, RowReason.NEW, RowReason.NOT_LOADED)] = 0.0
-        mean = max(float(np.concatenate(list(by_chunk.values())).mean()), 1e-30)
-        plan = request.choose({segment: scores / mean for segment, scores in by_chunk.items()}, rows)
-        undone = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
-        chosen = [
+    def _select_again(self, request: ProbeRequest, probe: QuestionProbe) -> Plan:
+        """Select the recomputed tokens by the probe's scores; return the new plan."""
+        rows = self._rows
+        attention = self._stack.ranks.mean(probe.seen()).cpu().numpy()  # float32 [positions]
+
+        scores: dict[int, NDArray[np.floating]] = {}  # of each segment that the question may shape
+        for segment in self._job.reused:
+            if rows.bounds[segment] < self._job.shared_until:
+                continue
+            segment_scores = attention[rows.span(segment)]
+            not_stored = rows.offsets(segment, RowReason.NEW, RowReason.NOT_LOADED)
+            segment_scores[not_stored] = 0.0
+            scores[segment] = segment_scores
+
+        mean = max(float(np.concatenate(list(scores.values())).mean()), 1e-30)
+        plan = request.choose({segment: values / mean for segment, values in scores.items()}, rows)
+
+        not_done = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
+        selected = [
             rows.bounds[segment] + offset for segment in self._job.reused for offset in plan.segments[segment].recompute
         ]
-        self._rows = rows.mark(undone, RowReason.STORED).mark(chosen, RowReason.RECOMPUTED)
+        without_old_selection = rows.mark(not_done, RowReason.STORED)
+        self._rows = without_old_selection.mark(selected, RowReason.RECOMPUTED)
         return plan
 
-    def _drop_private_captures(self, captured: Set[int]) -> None:
-        """Drop captures of chunks that were to be loaded, if their context depends on the question.
+    def _drop_private_captures(self, captured_before: Set[int]) -> None:
+        """Drop captures of chunks that should have been loaded, if their context depends on the question.
 
-        Which ones the last pass takes over is not known when it is probed, and most are stored already. `captured` are
-        those of earlier passes.
+        It is not known before the probe which of them the last pass will compute, and most are stored already.
+
+        Args:
+            captured_before: segments captured by earlier passes; they are kept.
         """
-        bounds, edge = self._rows.bounds, self._job.shared_until
-        first = min((bounds[one] for one in self._job.reused if bounds[one] >= edge), default=math.inf)
-        for one in self._recorder.captures:
-            if one.segment not in captured and one.start > first:
-                self._recorder.forget(one.segment)
+        bounds = self._rows.bounds
+        shaped_starts = [bounds[segment] for segment in self._job.reused if bounds[segment] >= self._job.shared_until]
+        first_shaped = min(shaped_starts, default=math.inf)
+        for capture in self._recorder.captures:
+            if capture.segment not in captured_before and capture.start > first_shaped:
+                self._recorder.forget(capture.segment)
 
     # -- parts of a pass ----------------------------------------------------------------------------------------------
 
@@ -323,100 +373,140 @@ class OverlappedPrefill:
             timer=timer or self._timer,
         )
 
+    def _start_clock(self) -> Callable[[], float]:
+        """Return a function that returns the seconds since now, without the time spent waiting for loads."""
+        waited_before = self._loads.waited_s
+        started = time.perf_counter()
+
+        def computing_s() -> float:
+            waited = self._loads.waited_s - waited_before
+            return time.perf_counter() - started - waited  # a server's driver may pause the pass meanwhile
+
+        return computing_s
+
     def _measured(self, positions: NDArray[np.int64], seconds: float, kind: PassKind) -> None:
-        whole = len(positions) == len(self._ids)
-        self._speed.measured(self._speed.rows(positions), seconds, kind="whole" if whole else kind)
+        if len(positions) == len(self._ids):
+            kind = "whole"
+        self._speed.measured(self._speed.rows(positions), seconds, kind=kind)
 
-    def _run_layer(self, run: RowPass) -> Generator[Step, bool, None]:
-        self._row_layers += len(run.positions)
-        yield Forward(run)
+    def _run_layer(self, row_pass: RowPass) -> Generator[Step, bool, None]:
+        self._row_layers += len(row_pass.positions)
+        yield Forward(row_pass)
 
-    def _arrive(self, layer: int, run: RowPass, *, take_over: bool) -> Generator[Step, bool, NDArray[np.int64]]:
-        """Wait until `layer` is there.
+    def _wait_for_layer(
+        self, layer: int, row_pass: RowPass, *, take_over: bool
+    ) -> Generator[Step, bool, NDArray[np.int64]]:
+        """Wait until `layer` is loaded.
 
         Args:
-            take_over: compute late positions where that is faster; a probe's rows would be computed twice.
+            layer: index of the layer.
+            row_pass: the pass that needs it.
+            take_over: compute late positions if that is faster; the rows of a probe would be computed twice.
 
         Returns:
-            Ascending positions to compute in this pass, because they did not come or computing them is faster.
+            Ascending positions to compute in this pass, because loading failed or computing them is faster.
         """
-        loads, late = self._loads, self._loads.failed()
-        reads, moved = loads.reads, time.perf_counter()
+        loads = self._loads
+        late = loads.failed()
+        reads = loads.reads
+        last_progress = time.perf_counter()
         while loads.depth() <= layer:
             with self._timer("loading"):
-                came = yield Wait(loads, lambda: loads.depth() > layer, self._constants.patience_s, in_pass=True)
-            if came:
+                patience_s = self._constants.patience_s
+                is_loaded = yield Wait(loads, lambda: loads.depth() > layer, patience_s, in_pass=True)
+            if is_loaded:
                 break
+
             late += loads.failed()
             if not self._strategy.computes_front:
                 continue
             if reads != loads.reads:
-                reads, moved = loads.reads, time.perf_counter()
-            if time.perf_counter() - moved > self._constants.stall_s:
+                reads = loads.reads
+                last_progress = time.perf_counter()
+            if time.perf_counter() - last_progress > self._constants.stall_s:
                 late += loads.take(math.inf)
             elif take_over:
                 late += self._take_over(layer, late)
+
         late += loads.failed()
         if not late:
             return np.empty(0, np.int64)
         self._compute_instead(late)
-        run.update(self._rows)  # of some rows that run already, what was stored did not come
-        return np.setdiff1d(np.asarray(late, np.int64), run.positions)
+        row_pass.update(self._rows)  # stored keys and values of some running rows are missing now
+        return np.setdiff1d(np.asarray(late, np.int64), row_pass.positions)
 
-    def _join(self, run: RowPass, late: NDArray[np.int64]) -> Generator[Step, bool, None]:
-        """Bring late positions up to the layer that `run` stands before, and in among its rows."""
+    def _join(self, row_pass: RowPass, late: NDArray[np.int64]) -> Generator[Step, bool, None]:
+        """Compute late positions up to the layer that `row_pass` has reached, and add them to its rows."""
         if not len(late):
             return
-        more = self._pass(late, recorder=run.recorder, absent=run.absent, timer=run.timer)
-        while more.layer < run.layer:
-            yield from self._run_layer(more)
-        run.join(more)
+        late_pass = self._pass(late, recorder=row_pass.recorder, absent=row_pass.absent, timer=row_pass.timer)
+        while late_pass.layer < row_pass.layer:
+            yield from self._run_layer(late_pass)
+        row_pass.join(late_pass)
 
     def _place(self, layer: int, resident: Sequence[ResidentKV], *, below: int | None = None) -> None:
+        """Write one layer of chunk-caches into the buffer: of these resident ones, and of all loaded ones."""
         with self._timer("placing"):
-            for one in resident:
-                self._buffer.place_resident(layer, one)
+            for chunk in resident:
+                self._buffer.place_resident(layer, chunk)
             self._loads.place(layer, self._buffer, below=below)
 
     def _compute_instead(self, positions: Iterable[int]) -> None:
         self._rows = self._rows.mark(positions, RowReason.NOT_LOADED)
 
     def _drift(self, edge: int | None) -> DriftCorrection | None:
-        """Correction of the chunks that end before `edge`, each once: in the pass that ends it."""
+        """Return the correction of chunks that end before `edge`; each chunk is corrected in the pass that ends it.
+
+        Args:
+            edge: position after the rows of this pass; None = the prompt's end.
+        """
         rows = self._rows
-        ended = [one for one in self._uncorrected if edge is None or rows.bounds[one + 1] <= edge]
-        self._uncorrected = [one for one in self._uncorrected if one not in ended]
+        ended = [segment for segment in self._uncorrected if edge is None or rows.bounds[segment + 1] <= edge]
+        self._uncorrected = [segment for segment in self._uncorrected if segment not in ended]
         if not ended or not self._job.drift:
             return None
-        stale = [
-            StaleChunk(one, _ranges(rows.bounds[one] + np.flatnonzero(~rows.done[rows.span(one)]))) for one in ended
-        ]
-        return DriftCorrection(stale, strength=self._job.drift, cos=self._buffer.cos, sin=self._buffer.sin)
 
-    def _focus(self) -> FocusObserver | None:
-        settings, bounds, stack = self._job.early_termination, self._rows.bounds, self._stack
+        stale_chunks = []
+        for segment in ended:
+            not_done = np.flatnonzero(~rows.done[rows.span(segment)])
+            stale_chunks.append(StaleChunk(segment, _ranges(rows.bounds[segment] + not_done)))
+        return DriftCorrection(
+            stale_chunks,
+            strength=self._job.drift,
+            cos=self._buffer.cos,
+            sin=self._buffer.sin,
+        )
+
+    def _focus_observer(self) -> FocusObserver | None:
+        """Return the observer for early termination; None if it is off."""
+        settings = self._job.early_termination
         if settings is None:
             return None
-        monitor = FocusMonitor(len(bounds) - 3, window=settings.window)
-        asked = settings.question or range(bounds[-2], bounds[-1])
-        return FocusObserver(monitor, bounds, asked, device=stack.device, ranks=stack.ranks)
+        bounds = self._rows.bounds
+        chunks = len(bounds) - 3  # without the system's segment and the question
+        monitor = FocusMonitor(chunks, window=settings.window)
+        question = settings.question or range(bounds[-2], bounds[-1])
+        return FocusObserver(monitor, bounds, question, device=self._stack.device, ranks=self._stack.ranks)
 
-    def _focused(self, positions: NDArray[np.int64], monitor: FocusMonitor) -> NDArray[np.bool_]:
-        """bool `[rows]`: all but the recomputed tokens of unfocused chunks, of those that the question may shape."""
-        focused = [chunk + 1 for chunk in monitor.focused or ()]  # it counts chunks, `segment` segments
-        unfocused = ~np.isin(self._rows.segment[positions], focused) & (positions >= self._job.shared_until)
-        keep: NDArray[np.bool_] = ~(unfocused & (self._rows.reason[positions] == RowReason.RECOMPUTED))
+    def _rows_to_keep(self, positions: NDArray[np.int64], monitor: FocusMonitor) -> NDArray[np.bool_]:
+        """Return bool `[rows]`, False for recomputed tokens of unfocused chunks that the question may shape."""
+        focused_segments = [chunk + 1 for chunk in monitor.focused or ()]  # segment 0 is the system's
+        is_unfocused = ~np.isin(self._rows.segment[positions], focused_segments)
+        may_be_shaped = positions >= self._job.shared_until
+        is_recomputed = self._rows.reason[positions] == RowReason.RECOMPUTED
+        keep: NDArray[np.bool_] = ~(is_unfocused & may_be_shaped & is_recomputed)
         return keep
 
 
 def _spare_cores() -> int:
-    """Cores of this process that a pass on the CPU does not use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of this process's cores that a pass on the CPU does not use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(0, cores - torch.get_num_threads())
 
 
 def _ranges(positions: NDArray[np.int64]) -> list[range]:
-    """Ascending positions as ranges of adjoining ones.
+    """Return ascending positions as ranges of adjoining positions.
 
     >>> _ranges(np.array([3, 4, 7]))
     [range(3, 5), range(7, 8)]

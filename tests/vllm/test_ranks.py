@@ -74,7 +74,7 @@ BROKEN = {
     "cachecraft_rag.store.loading.loader:Loader:begin": "all exact",
     "cachecraft_rag.store.loading.pending:PendingLoads:place": "moved, three chunks",
     "cachecraft_rag.compute.row_pass::attention": "nothing reused",
-    "cachecraft_rag.compute.overlapped:OverlappedPrefill:_arrive": "drift without probe",
+    "cachecraft_rag.compute.overlapped:OverlappedPrefill:_wait_for_layer": "drift without probe",
     "cachecraft_rag.compute.stale_tokens.probe:QuestionProbe:observe": "five chunks, as by default",
     "cachecraft_rag.compute.stale_tokens.probe:QuestionProbe:seen": "probe without drift",
     "cachecraft_rag.vllm.worker.stack:WorkerStack:write_blocks": "nothing recomputed",
