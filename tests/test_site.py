@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import importlib.util
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from cachecraft_rag import EngineConfig, ReuseConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = ("cachecraft_rag", "cachecraft_rag.llama_index", "cachecraft_rag.langchain")
@@ -44,7 +47,11 @@ def test_every_public_name_is_explained(site: Path) -> None:
 @pytest.mark.slow
 def test_fields_and_examples_are_readable(site: Path) -> None:
     settings = (site / "api" / "settings.html").read_text()
-    assert re.search(r"<li>\s*(<p>)?<code>recompute_ratio</code>: share of each", settings)
+    for config in (ReuseConfig, EngineConfig, SamplingParams):
+        for field in dataclasses.fields(config):
+            names = rf"(?:<code>\w+</code>, )*<code>{field.name}</code>(?:, <code>\w+</code>)*"
+            description = re.search(rf"<li>\s*(?:<p>)?{names}: \S[^<]{{5,}}", settings)
+            assert description, f"{config.__name__}.{field.name} has no description in the list of fields"
     assert "&gt;&gt;&gt;" in settings
     assert "<blockquote>" not in settings  # what Markdown makes of >>>
 
