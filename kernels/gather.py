@@ -7,6 +7,8 @@ rotation of its keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cachecraft_rag.kernels.cpu import calls
@@ -25,7 +27,7 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         cos, sin: `[keys, rotary_dim]`, of all positions.
     """
     if uses_triton(merged):
-        place_all(merged[None], chunk[None], start, cos=cos, sin=sin)
+        place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
         return
     stop = start + chunk.shape[1]
     run = kernels_for(merged, chunk, cos, sin)
@@ -36,21 +38,22 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
     merged[1, start:stop] = chunk[1]
 
 
-def place_all(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor) -> None:
-    """`place` in all layers at once: one launch where Triton runs.
+def place_all(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor, layers: Sequence[int]) -> None:
+    """`place` in all layers that rotate alike: one launch where Triton runs.
 
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`.
         chunk: `[layers, 2, tokens, kv_heads, head_dim]`, on the same device.
         start, cos, sin: as in `place`.
+        layers: numbers of the layers to place, ascending.
     """
     if uses_triton(merged):
         from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
 
-        place_on_gpu(merged, chunk, start, cos=cos, sin=sin)
+        place_on_gpu(merged, chunk, start, cos=cos, sin=sin, layers=layers)
         return
-    for own, layer in zip(merged, chunk, strict=True):
-        place(own, layer, start, cos=cos, sin=sin)
+    for layer in layers:
+        place(merged[layer], chunk[layer], start, cos=cos, sin=sin)
 
 
 def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:

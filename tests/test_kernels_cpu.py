@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stack import RotaryTables
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.attention_mass import attention_mass
@@ -205,9 +206,9 @@ def test_drift_moves_as_torch_does(
     found = []
     for setting in (instructions, "torch"):
         monkeypatch.setenv(SETTING, setting)
-        drift, changed = DriftCorrection(chunks, strength=0.7, cos=cos, sin=sin), merged.clone()
+        drift, changed = DriftCorrection(chunks, strength=0.7, rotary=RotaryTables([0], [(cos, sin)])), merged.clone()
         drift.locate(positions, rows)
-        drift.correct(changed, keys, values)
+        drift.correct(0, changed, keys, values)
         found.append(changed)
     assert not torch.equal(found[0], merged)
     assert near(found[0], found[1].double(), dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.compute.stack import RotaryTables, Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 
@@ -33,15 +33,14 @@ class KVBuffer:
 
     Attributes:
         kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads.
-        cos: `[capacity, rotary_dim]`, for all positions.
-        sin: like `cos`.
+        rotary: cos and sin of all positions, for each kind of layer.
     """
 
     def __init__(self, stack: Stack, capacity: int) -> None:
         self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device = stack.device
         self._ranks = stack.ranks
-        self.cos, self.sin = stack.rope(torch.arange(capacity, device=stack.device))
+        self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
         self._copies: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -49,18 +48,21 @@ class KVBuffer:
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Write one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position."""
         own_heads = self._on_device(self._ranks.own_heads(chunk))
-        place(self.kv[layer], own_heads, start, cos=self.cos, sin=self.sin)
+        cos, sin = self.rotary.of_layer(layer)
+        place(self.kv[layer], own_heads, start, cos=cos, sin=sin)
 
     def place_resident(self, layer: int, resident: ResidentKV) -> None:
         """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
 
         A chunk-cache on this GPU is placed in all layers at the first call: one launch per layer would take longer
-        than the work.
+        than the work. There is one launch for each kind of layer.
         """
         if not self._is_on_this_gpu(resident.kv):
             self.place(layer, resident.kv[layer], resident.start)
         elif layer == 0:
-            place_all(self.kv, resident.kv, resident.start, cos=self.cos, sin=self.sin)
+            for kind, (cos, sin) in enumerate(self.rotary.tables):
+                layers = self.rotary.layers(kind)
+                place_all(self.kv, resident.kv, resident.start, cos=cos, sin=sin, layers=layers)
 
     def _is_on_this_gpu(self, kv: Tensor) -> bool:
         """Return True for a chunk-cache on this GPU with the heads of this rank only."""

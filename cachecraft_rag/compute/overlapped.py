@@ -470,12 +470,7 @@ class OverlappedPrefill:
         for segment in ended:
             not_done = np.flatnonzero(~rows.done[rows.span(segment)])
             stale_chunks.append(StaleChunk(segment, _ranges(rows.bounds[segment] + not_done)))
-        return DriftCorrection(
-            stale_chunks,
-            strength=self._job.drift,
-            cos=self._buffer.cos,
-            sin=self._buffer.sin,
-        )
+        return DriftCorrection(stale_chunks, strength=self._job.drift, rotary=self._buffer.rotary)
 
     def _focus_observer(self) -> FocusObserver | None:
         """Return the observer for early termination; None if it is off."""

@@ -113,8 +113,7 @@ class RowPass:
         """Set the rows for the layers that follow."""
         self.positions = positions
         self.where = self._on_device(positions)
-        self._cos = self._buffer.cos[self.where]
-        self._sin = self._buffer.sin[self.where]
+        self._rotary = self._buffer.rotary.rows(self.where)
 
         self._watched_rows = slice(0)
         if self._observer is not None:
@@ -160,12 +159,13 @@ class RowPass:
         self._started_layer = layer
 
         with self.timer("placing"):
-            queries = rotate(q, self._cos, self._sin)
-            keys = rotate(k, self._cos, self._sin)
+            cos, sin = self._rotary.of_layer(layer)
+            queries = rotate(q, cos, sin)
+            keys = rotate(k, cos, sin)
 
         if self._drift is not None and not is_repeated:
             with self.timer("drift"):
-                self._drift.correct(merged, keys, v)
+                self._drift.correct(layer, merged, keys, v)
 
         with self.timer("placing"):
             scatter_rows(merged, keys, v, self.where)
@@ -206,9 +206,10 @@ class RowPass:
         item_bytes = kv.element_size()
         keys = kv.data_ptr() + layer * kv.stride(0) * item_bytes
         values = keys + kv.stride(1) * item_bytes
-        cos = self._cos.data_ptr()
-        sin = self._sin.data_ptr()
-        row_bytes = self._cos.stride(0) * item_bytes
+        layer_cos, layer_sin = self._rotary.of_layer(layer)
+        cos = layer_cos.data_ptr()
+        sin = layer_sin.data_ptr()
+        row_bytes = layer_cos.stride(0) * item_bytes
         return [
             LayerRow(keys, values, cos + row * row_bytes, sin + row * row_bytes, position)
             for row, position in enumerate(self.positions.tolist())

@@ -1,13 +1,15 @@
 """A stack of decoder layers, wherever it runs: in this process on Hugging Face's layers, or in a server's worker.
 
-Stack       one rank's decoder layers
-LayerPass   what a layer's attention calls: a pass of some rows
-Ranks       what tensor-parallel ranks have to agree on; `Alone` where there is one rank
+Stack         one rank's decoder layers
+RotaryTables  cos and sin of some positions, for each kind of layer
+LayerPass     what a layer's attention calls: a pass of some rows
+Ranks         what tensor-parallel ranks have to agree on; `Alone` where there is one rank
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,11 +24,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """Settings of a layer: factor on the scores, sliding window in tokens, soft cap of the scores (None = none)."""
+    """Attention settings of a layer.
+
+    scale    factor on the scores
+    window   sliding window in tokens; None = every earlier token is visible
+    softcap  scores become softcap · tanh(scores / softcap); None = as they are
+    sinks    `[heads]`, the score of a position without a value that each head may attend to; None = there is none
+    """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class LayerPass(Protocol):
@@ -113,18 +122,60 @@ class Stack(Protocol):
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[streams, rows, hidden]`."""
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the model's own rotary embedding at these positions, each `[tokens, rotary_dim]`."""
+    @property
+    def rotary_kinds(self) -> Sequence[int]:
+        """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
+
+    def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin of one rotary table at these positions, each `[tokens, rotary_dim]`.
+
+        The table of layers that do not rotate has a rotary_dim of 0.
+        """
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
         """Run one layer over `[streams, rows, hidden]`; its attention calls `layer_pass.attend`."""
 
 
+@dataclass(frozen=True)
+class RotaryTables:
+    """cos and sin of the rotary embedding at some positions, for each kind of layer.
+
+    kinds   for each layer, the number of its table
+    tables  cos and sin of each kind, each `[positions, rotary_dim]`
+    """
+
+    kinds: Sequence[int]
+    tables: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, stack: Stack, positions: Tensor) -> RotaryTables:
+        """Return the tables of a stack at these positions."""
+        kinds = stack.rotary_kinds
+        return cls(kinds, [stack.rope(positions, kind) for kind in range(max(kinds) + 1)])
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of one layer."""
+        return self.tables[self.kinds[layer]]
+
+    def rows(self, positions: Tensor) -> RotaryTables:
+        """Return the tables' rows at these positions."""
+        return RotaryTables(self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables])
+
+    def layers(self, kind: int) -> list[int]:
+        """Return the layers of one kind, ascending.
+
+        >>> RotaryTables([0, 1, 0], []).layers(0)
+        [0, 2]
+        """
+        return [layer for layer, own_kind in enumerate(self.kinds) if own_kind == kind]
+
+
 def keys_per_row_of(config: Any) -> float:
     """`Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, those that one token passes through."""
+    last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]  # Gemma 4: its layers differ
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(last_layer, "num_key_value_heads", None) or heads
+    head_dim = getattr(last_layer, "head_dim", None) or config.hidden_size // heads
     experts = getattr(config, "num_experts_per_tok", None) or 1
     inner = (getattr(config, "moe_intermediate_size", None) or config.intermediate_size) * experts
     products = config.hidden_size * (2 * (heads + kv_heads) * head_dim + 3 * inner)

@@ -8,11 +8,10 @@ keyword arguments. Nothing of the model is patched, no inverse rotation is neede
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, cast
 
@@ -23,16 +22,19 @@ from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ra
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
-from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.model.attention_choice import measured_paths
 from cachecraft_rag.model.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.model.demo_model import demo_model_folder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
 from cachecraft_rag.model.fused_layers import FusedLayer, fused_layers, product
 from cachecraft_rag.model.hub_check import require_hub
+from cachecraft_rag.model.layer_survey import ModelSurvey, SeenAttention, SurveyError, in_order, survey_model
 from cachecraft_rag.types import KVLayout
 
 ATTENTION_NAME = "cachecraft"
+_running: ContextVar[Callable[[SeenAttention], Tensor] | None] = ContextVar("cachecraft_attention", default=None)
+_POSITION_ARGUMENTS = ("position_ids", "cache_position")
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
 _ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
@@ -47,27 +49,39 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    layer_pass: LayerPass | None = None,
+    scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_unused: object,
+    s_aux: Tensor | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers; tensors arrive as `[1, heads, rows, head_dim]`."""
-    if layer_pass is None:
+    """Attention function registered with transformers; tensors arrive as `[1, heads, rows, head_dim]`."""
+    attend = _running.get()
+    if attend is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ran outside a pass of this package. If you called the model yourself, do it "
-            "inside Decoder.stock(). Otherwise the model does not pass keyword arguments on to its attention, and is "
-            "not supported."
+            "inside Decoder.stock()."
         )
-    out = layer_pass.attend(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        AttentionSettings(scaling, sliding_window, softcap),
+    for name, given in others.items():
+        if isinstance(given, Tensor) and name not in _POSITION_ARGUMENTS:
+            raise UnsupportedModelError(f"{type(module).__name__} gives {name} to its attention, which is not known")
+    settings = AttentionSettings(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.detach().float().contiguous(),
     )
-    return out[None], None
+    return attend(SeenAttention(module, query, key, value, settings)), None
+
+
+@contextlib.contextmanager
+def _attention_calls(attend: Callable[[SeenAttention], Tensor]) -> Iterator[None]:
+    """Send the attention of every layer that this thread runs to `attend`, which returns `[1, rows, heads, dim]`."""
+    before = _running.set(attend)
+    try:
+        yield
+    finally:
+        _running.reset(before)
 
 
 class Decoder:
@@ -103,14 +117,25 @@ class Decoder:
         self.keys_per_row = keys_per_row_of(config)
         self._base = model.model
         self._layers = self._base.layers
+        self._norm = next(getattr(self._base, norm) for norm in _NORMS if hasattr(self._base, norm))
         capped = getattr(config, "attn_logit_softcapping", None)
         self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._survey = self._surveyed()
+        self._orders = [self._survey.kinds[kind].form.order for kind in self._survey.kind_of]
+        self.layout = KVLayout(
+            layers=len(self._layers),
+            kv_heads=max(self._survey.heads),
+            head_dim=max(max(dims) for dims in self._survey.dims),
+            dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
+        )
         self.fused_layers: list[FusedLayer] | None = None
-        if self.device.type == "cpu":
-            self.fused_layers = fused_layers(self._layers, config.hidden_size, self.dtype, rotary_dim=self.rotary_dim)
-        self.layout = layout_of(config, str(self.dtype).removeprefix("torch."))
+        if self.device.type == "cpu" and not any(order is not None for order in self._orders):
+            rotary_dims = [self._survey.kinds[kind].form.rotary_dim for kind in self._survey.kind_of]
+            self.fused_layers = fused_layers(
+                self._layers, config.hidden_size, self.dtype, rotary_dims=rotary_dims, run=self._stock_layer
+            )
         self.context_length = context_length_of(config)
         self.end_tokens = end_tokens_of(model.generation_config, model.config, tokenizer)
         self.fingerprint = fingerprint or model_fingerprint(model, tokenizer)
@@ -158,43 +183,69 @@ class Decoder:
         """Bound of a document's chunks for this model."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
+    @torch.no_grad()
+    def _surveyed(self) -> ModelSurvey:
+        """Return how the model calls its layers. Raises UnsupportedModelError with the reason if they cannot be run."""
+        try:
+            survey = survey_model(self.model, self._layers, stock=self.stock, watch=_attention_calls)
+            expected = self.embed(survey.ids[0])
+            if not torch.allclose(survey.embedded, expected, rtol=1e-2, atol=1e-5):
+                raise SurveyError("something other than its token embeddings enters its first layer")
+        except SurveyError as error:
+            raise _refusal(self.name, self.model.config.model_type, str(error)) from error
+        return survey
+
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[1, rows, hidden]`."""
         hidden: Tensor = self._base.embed_tokens(ids[None])
         return hidden * getattr(self.model.config, "embedding_multiplier", 1.0)  # Granite
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the model's own rotary module at these positions, each `[tokens, rotary_dim]`."""
-        probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = self._base.rotary_emb(probe, positions[None])
-        return cos[0], sin[0]
+    @property
+    def rotary_kinds(self) -> Sequence[int]:
+        """See `Stack.rotary_kinds`."""
+        return self._survey.kind_of
+
+    def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin of one rotary table at these positions, each `[tokens, rotary_dim]`; see `Stack.rope`."""
+        return self._survey.kinds[kind].tables(positions, self.dtype)
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
         """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
-        if self.fused_layers is not None and (found := self.fused_layers[index](hidden, layer_pass)) is not None:
-            return found
-        width = self.rotary_dim
-        one = torch.ones(1, 1, width, dtype=self.dtype, device=self.device)
-        identity = (one, torch.zeros_like(one))
-        out = self._layers[index](
-            hidden,
-            attention_mask=None,
-            position_ids=positions[None],
-            position_embeddings=identity,
-            layer_pass=layer_pass,
-        )
-        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+        if self.fused_layers is not None:
+            fused = self.fused_layers[index](hidden, layer_pass)
+            if fused is not None:
+                return fused
+        return self._stock_layer(index, hidden, positions, layer_pass)
 
-    @property
-    def rotary_dim(self) -> int:
-        """Number of dimensions of a head that the model rotates."""
-        return int(self._base.rotary_emb.inv_freq.shape[-1]) * 2
+    def _stock_layer(self, index: int, hidden: Tensor, positions: Tensor, layer_pass: LayerPass) -> Tensor:
+        """Run the model's own layer over `[1, rows, hidden]` with raw keys; its attention calls `layer_pass`."""
+        order = self._orders[index]
+        kv_heads = self.layout.kv_heads
+        head_dim = self.layout.head_dim
+
+        def attend(seen: SeenAttention) -> Tensor:
+            q = in_order(seen.query[0].transpose(0, 1), order)
+            k = in_order(seen.key[0].transpose(0, 1), order)
+            v = seen.value[0].transpose(0, 1)
+            value_dim = v.shape[2]
+            if k.shape[1] < kv_heads:  # other layers have more key/value heads
+                k = k.repeat_interleave(kv_heads // k.shape[1], dim=1)
+                v = v.repeat_interleave(kv_heads // v.shape[1], dim=1)
+            q = _widened(q, head_dim)
+            k = _widened(k, head_dim)
+            v = _widened(v, head_dim)
+            out = layer_pass.attend(index, q, k, v, seen.settings)
+            return out[None, ..., :value_dim]
+
+        with _attention_calls(attend):
+            return self._survey.calls[index].run(hidden, positions)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
-        scores: Tensor = self._to_logits(self._base.norm(hidden))[0].float()
+        scores: Tensor = self._to_logits(self._norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
+        scores = scores * (getattr(self.model.config, "logit_scale", None) or 1.0)  # Cohere
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
 
@@ -242,10 +293,16 @@ class Decoder:
             seen.append((inputs[-1], out[0] if isinstance(out, tuple) else out))
 
         with contextlib.ExitStack() as hooks:
-            for layer in self._layers:
-                hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(layer.self_attn.register_forward_hook(after).remove)
+            for call in self._survey.calls:
+                hooks.callback(call.layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(call.attention.register_forward_hook(after).remove)
             yield seen
+
+
+def _widened(heads: Tensor, head_dim: int) -> Tensor:
+    """Return heads `[rows, heads, dim]` with zeros up to `head_dim`."""
+    missing = head_dim - heads.shape[2]
+    return heads if missing == 0 else torch.nn.functional.pad(heads, (0, missing))
 
 
 def chunk_bound_of(name: str) -> ModelTokens:
@@ -312,14 +369,30 @@ def computes_bfloat16() -> bool:
 
 
 def layout_of(config: Any, dtype: str) -> KVLayout:
-    """The layout of a model's chunk-caches, from its Hugging Face config."""
-    heads = config.num_attention_heads
+    """Return the layout of a model's chunk-caches, from its Hugging Face config.
+
+    Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
+    """
+    kv_heads: list[int] = []
+    head_dims: list[int] = []
+    for layer_config in getattr(config, "per_layer_config", None) or [config]:
+        heads = config.num_attention_heads
+        latent_dim = _latent_head_dim(config)
+        kv_heads.append(heads if latent_dim else getattr(layer_config, "num_key_value_heads", None) or heads)
+        head_dims.append(latent_dim or getattr(layer_config, "head_dim", None) or config.hidden_size // heads)
     return KVLayout(
         layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=max(kv_heads),
+        head_dim=max(head_dims),
         dtype=cast(Any, dtype),
     )
+
+
+def _latent_head_dim(config: Any) -> int | None:
+    """Return the dimensions of a head of multi-head latent attention (DeepSeek); None for other models."""
+    if not getattr(config, "kv_lora_rank", None):
+        return None
+    return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
 
 
 def context_length_of(config: Any) -> int:
@@ -361,23 +434,19 @@ def _refusal(name: str, kind: str, reason: str) -> UnsupportedModelError:
 
 
 def _unsupported_reason(model: Any) -> str | None:
-    base, parameter = getattr(model, "model", None), next(model.parameters())
-    layers = getattr(base, "layers", None)
+    base = getattr(model, "model", None)
+    parameter = next(model.parameters())
     known = _position_reason(model)
     if known is not None:
         return known
-    if layers is None or not hasattr(model, "lm_head") or not hasattr(base, "norm"):
+    has_norm = any(hasattr(base, norm) for norm in _NORMS)
+    if getattr(base, "layers", None) is None or not hasattr(model, "lm_head") or not has_norm:
         return "its parts are not laid out like Llama's (model.layers, model.norm, lm_head)"
     if str(parameter.dtype).removeprefix("torch.") not in _DTYPES:
         return f"its weights are {parameter.dtype}, and chunk-caches hold {', '.join(_DTYPES)}"
     if getattr(model, "_hf_peft_config_loaded", False):
         return "it carries an adapter that may be switched while it runs; merge the adapter into the weights first"
-    if not hasattr(getattr(base, "rotary_emb", None), "inv_freq"):
-        return "it has no single rotary embedding whose positions could be re-applied"
-    attentions = [getattr(layer, "self_attn", None) for layer in layers]
-    if any(one is None or "position_embeddings" not in inspect.signature(one.forward).parameters for one in attentions):
-        return "its attention does not take rotary embeddings from outside"
-    return _rotary_reason(model, attentions[0])
+    return None
 
 
 def _position_reason(model: Any) -> str | None:
@@ -385,8 +454,8 @@ def _position_reason(model: Any) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return _ENCODER_DECODER
-    if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention (MLA) stores a compressed latent, not keys"
+    if getattr(config, "index_topk", None):
+        return "an indexer chooses the keys that each token attends to, and it would have to be moved with them"
     if getattr(config, "alibi", False) or any(map(_BUILDS_ALIBI.fullmatch, dir(model.base_model))):
         return "ALiBi puts positions into the scores, not into keys that could be moved"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -397,25 +466,4 @@ def _position_reason(model: Any) -> str | None:
         return f"its layers are of an unknown kind ({', '.join(sorted(kinds))})"
     if any(name.rpartition(".")[2] in _POSITION_TABLES for name, _ in model.named_modules()):
         return "learned or absolute positions are added to the tokens, so its keys cannot be moved"
-    return None
-
-
-def _rotary_reason(model: Any, attention: Any) -> str | None:
-    """Reason why the model's own rotation, tried on numbers, is not the half-split one of `kernels.rope`."""
-    own = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if own is None:
-        return "its module has no apply_rotary_pos_emb"
-    width = int(model.model.rotary_emb.inv_freq.shape[-1]) * 2
-    generator = torch.Generator().manual_seed(0)
-    # Only the rotated part of a head: some modules cut it off themselves before they call the function.
-    x = torch.randn(1, 2, 3, width, generator=generator)  # [1, heads, tokens, rotary_dim]
-    angle = torch.randn(3, width // 2, generator=generator).repeat(1, 2)
-    try:
-        expected = own(x, x, angle.cos()[None], angle.sin()[None])[1]
-    except (TypeError, RuntimeError) as error:
-        return f"its rotary embedding has another form ({error})"
-    if not torch.allclose(
-        expected[0].transpose(0, 1), rotate(x[0].transpose(0, 1), angle.cos(), angle.sin()), atol=1e-5
-    ):
-        return "its rotary embedding pairs other dimensions than Llama's"
     return None

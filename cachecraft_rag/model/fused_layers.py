@@ -8,7 +8,7 @@ where they are no plain linear layers: adapters, quantised ones. A layer with ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -137,9 +137,20 @@ class FusedLayer:
 
 @torch.inference_mode()
 def fused_layers(
-    layers: Sequence[Any], hidden_size: int, dtype: torch.dtype, *, rotary_dim: int
+    layers: Sequence[Any],
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    rotary_dims: Sequence[int],
+    run: Callable[[int, Tensor, Tensor, LayerPass], Tensor],
 ) -> list[FusedLayer] | None:
-    """The fused layers of a model; None if its class is not known or one of them differs from the model's own."""
+    """Return the fused layers of a model; None if its class is not known or one of them differs from the model's own.
+
+    Args:
+        layers: the model's decoder layers.
+        rotary_dims: for each layer, the dimensions of a head that it rotates.
+        run: runs a stock layer: its number, hidden states, positions and the pass that attends.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32).to(dtype)
     if kernels_for(hidden) is None or dtype not in _TOLERANCE:
@@ -151,13 +162,9 @@ def fused_layers(
         if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             return None
         seen = _Recorder()
-        width = layer.self_attn.head_dim
-        identity = hidden.new_ones(1, 1, width), hidden.new_zeros(1, 1, width)
-        positions = torch.arange(_CHECKED_ROWS)[None]
-        own = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=identity, layer_pass=seen)
-        own = own[0] if isinstance(own, tuple) else own
+        own = run(index, hidden, torch.arange(_CHECKED_ROWS), seen)
         assert seen.settings is not None, "each layer attends"
-        fused = FusedLayer(layer, index, seen.settings, rotary_dim=rotary_dim)
+        fused = FusedLayer(layer, index, seen.settings, rotary_dim=rotary_dims[index])
         ours = fused(hidden, _Recorder())
         if ours is None or not float((ours - own).norm()) <= _TOLERANCE[dtype] * float(own.norm()):
             return None

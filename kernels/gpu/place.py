@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,12 +17,12 @@ _ROWS = 32  # token-head pairs of one program
 
 @triton.jit(do_not_specialize=["start", "tokens"])
 def _place(
-    merged, chunk, cos, sin, start, tokens, kv_heads, rotary,
+    merged, chunk, cos, sin, layers, start, tokens, kv_heads, rotary,
     merged_layer, merged_part, merged_key, chunk_layer, chunk_part, chunk_token,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    layer, part = (tl.program_id(1) // 2).to(tl.int64), tl.program_id(1) % 2
+    layer, part = tl.load(layers + tl.program_id(1) // 2).to(tl.int64), tl.program_id(1) % 2
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = pair < tokens * kv_heads
     token, head = (pair // kv_heads).to(tl.int64), pair % kv_heads
@@ -42,8 +46,22 @@ def _place(
         tl.store(target + 2 * HALF + rest, kept.to(kind), inside)
 
 
-def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor) -> None:
-    """Write a stored chunk-cache to its new positions: all layers in one launch.
+@cache
+def layer_numbers(layers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return layer numbers on the device, int32 `[layers]`; a model has few kinds of layers, so they are kept."""
+    return torch.tensor(layers, dtype=torch.int32, device=device)
+
+
+def place(
+    merged: Tensor,
+    chunk: Tensor,
+    start: int,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    layers: Sequence[int] | None = None,
+) -> None:
+    """Write a stored chunk-cache to its new positions: all layers that rotate alike in one launch.
 
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; a key's heads lie side by side.
@@ -51,12 +69,13 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
             or more heads.
         start: the chunk's new first position.
         cos, sin: `[positions, rotary_dim]`, of all positions.
+        layers: numbers of the layers to write; None = all.
 
     Raises:
         ValueError: shapes do not fit together.
     """
-    layers, two, tokens, kv_heads, head_dim = chunk.shape
-    if two != 2 or merged.shape[:2] != (layers, 2) or merged.shape[3:] != (kv_heads, head_dim):
+    all_layers, two, tokens, kv_heads, head_dim = chunk.shape
+    if two != 2 or merged.shape[:2] != (all_layers, 2) or merged.shape[3:] != (kv_heads, head_dim):
         raise ValueError(f"a chunk of {tuple(chunk.shape)} has no place in {tuple(merged.shape)}")
     if cos.shape != sin.shape or not 0 <= start <= min(cos.shape[0], merged.shape[2]) - tokens:
         raise ValueError(
@@ -65,8 +84,9 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         )
     if any(x.stride()[3:] != (head_dim, 1) for x in (merged, chunk)):
         raise ValueError("a token's heads must lie side by side")
-    if chunk.numel():
-        _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * layers)](
-            merged, chunk, cos.contiguous(), sin.contiguous(), start, tokens, kv_heads, cos.shape[-1],
+    numbers = layer_numbers(tuple(range(all_layers) if layers is None else layers), merged.device)
+    if chunk.numel() and len(numbers):
+        _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * len(numbers))](
+            merged, chunk, cos.contiguous(), sin.contiguous(), numbers, start, tokens, kv_heads, cos.shape[-1],
             *merged.stride()[:3], *chunk.stride()[:3], HEAD_DIM=head_dim, ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
         )  # fmt: skip

@@ -56,7 +56,7 @@ def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
     half, rest = rotary_dim // 2, head_dim - rotary_dim
-    blocks = {"BLOCK_HALF": triton.next_power_of_2(half), "BLOCK_REST": triton.next_power_of_2(max(rest, 1))}
+    blocks = {"BLOCK_HALF": triton.next_power_of_2(max(half, 1)), "BLOCK_REST": triton.next_power_of_2(max(rest, 1))}
     return {"HALF": half, "REST": rest, **blocks}
 
 

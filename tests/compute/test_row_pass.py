@@ -81,7 +81,7 @@ class Request:
         spans = [(segment, *BOUNDS[segment : segment + 2]) for segment in captures]
         self.recorder = CaptureRecorder(decoder.layout, self.buffer.kv, spans)
         chunks = [StaleChunk(segment, [range(*BOUNDS[segment : segment + 2])]) for segment in (1, 2)]
-        drift = DriftCorrection(chunks, strength=0.7, cos=self.buffer.cos, sin=self.buffer.sin)
+        drift = DriftCorrection(chunks, strength=0.7, rotary=self.buffer.rotary)
         positions = rows.open()
         self.row_pass = RowPass(
             decoder,

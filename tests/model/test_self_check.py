@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.model.layer_survey import RotaryKind, RotationForm
 from cachecraft_rag.model.self_check import self_check
 
 MakeDecoder = Callable[..., Decoder]
@@ -34,10 +36,20 @@ def test_the_demo_model_passes_in_every_dtype(demo_model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_layer_without_rotary_embedding_is_refused(dtype: str, tiny_decoder: MakeDecoder) -> None:
-    # SmolLM3's NoPE layers look like Llama's from outside; in bf16 the logits alone would not show a single one.
-    decoder = tiny_decoder("SmolLM3", dtype=dtype, no_rope_layers=[1, 1, 0, 1], no_rope_layer_interval=2)
-    with pytest.raises(UnsupportedModelError, match=r"smollm3.*layer 2 differs"):
+def test_one_layer_that_forgets_its_rotary_embedding_in_passes_is_refused(
+    dtype: str, tiny_decoder: MakeDecoder
+) -> None:
+    # In bf16 the logits alone would not show a single layer.
+    def forget_rotation(decoder: Decoder) -> None:
+        kinds = list(decoder.rotary_kinds)
+        form = decoder._survey.kinds[kinds[2]].form
+        unrotated = RotaryKind(None, RotationForm(form.head_dim, rotary_dim=0))
+        kinds[2] = 1
+        decoder._survey = replace(decoder._survey, kinds=[*decoder._survey.kinds, unrotated], kind_of=kinds)
+
+    decoder = tampered(tiny_decoder("Llama", dtype=dtype), lambda model: None)
+    forget_rotation(decoder)
+    with pytest.raises(UnsupportedModelError, match=r"llama.*layer 2 differs"):
         self_check(decoder)
 
 
@@ -46,9 +58,18 @@ def test_attention_sinks_are_refused(tiny_decoder: MakeDecoder) -> None:
         self_check(tiny_decoder("GraniteSWA", num_hidden_layers=2, head_dim=16))
 
 
-def test_an_attention_that_the_model_calls_by_itself_is_refused(tiny_decoder: MakeDecoder) -> None:
-    with pytest.raises(UnsupportedModelError, match="does not pass keyword arguments on"):
-        self_check(tiny_decoder("Nemotron"))
+def test_an_attention_that_the_model_computes_by_itself_is_refused(tiny_decoder: MakeDecoder) -> None:
+    def compute_alone(model: Any) -> None:
+        attention = model.model.layers[1].self_attn
+
+        class Alone(type(attention)):  # type: ignore[misc]
+            def forward(self, hidden_states: Any, *args: Any, **named: Any) -> Any:
+                return self.o_proj(self.q_proj(hidden_states)), None
+
+        attention.__class__ = Alone
+
+    with pytest.raises(UnsupportedModelError, match="do not call the attention function"):
+        tampered(tiny_decoder("Llama"), compute_alone)
 
 
 def test_a_tampered_attention_is_refused(tiny_decoder: MakeDecoder) -> None:
@@ -62,7 +83,7 @@ def test_a_tampered_attention_is_refused(tiny_decoder: MakeDecoder) -> None:
 
         attention.__class__ = Odd
 
-    with pytest.raises(UnsupportedModelError, match=r"the attention of layer 1 differs"):
+    with pytest.raises(UnsupportedModelError, match=r"rotary embedding has an unknown form"):
         self_check(tampered(tiny_decoder("Llama"), stretch_the_rotation))
 
 

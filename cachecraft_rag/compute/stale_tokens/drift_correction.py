@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stack import RotaryTables
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
@@ -49,15 +50,13 @@ class DriftCorrection:
     Args:
         chunks: the reused chunks that may be corrected.
         strength: fraction of the mean change by which stale tokens are moved, in [0, 1].
-        cos: `[positions, rotary_dim]`, for all positions of the prompt.
-        sin: like `cos`.
+        rotary: cos and sin of all positions of the prompt, for each kind of layer.
     """
 
-    def __init__(self, chunks: Sequence[StaleChunk], *, strength: float, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, chunks: Sequence[StaleChunk], *, strength: float, rotary: RotaryTables) -> None:
         self._chunks = chunks
         self._strength = strength
-        self._cos = cos
-        self._sin = sin
+        self._rotary = rotary
         self._ranges: list[tuple[int, range]] = []  # (number among the corrected chunks, positions)
         self._chunk_of_position: Tensor | None = None  # for the Triton kernel; -1 = not corrected
         self._compiled: calls.Drift | None = None
@@ -82,14 +81,15 @@ class DriftCorrection:
         if not corrected_chunks:
             return
 
-        device = self._cos.device
-        if uses_triton(self._cos):
-            chunk_of_position = np.full(len(self._cos), -1, np.int32)
+        first_cos, _ = self._rotary.tables[0]
+        device = first_cos.device
+        if uses_triton(first_cos):
+            chunk_of_position = np.full(len(first_cos), -1, np.int32)
             for number, span in self._ranges:
                 chunk_of_position[span.start : span.stop] = number
             self._chunk_of_position = torch.from_numpy(chunk_of_position).to(device)
 
-        library = kernels_for(self._cos)
+        library = kernels_for(first_cos)
         if library is not None:
             tasks = []
             for number, span in self._ranges:
@@ -109,28 +109,33 @@ class DriftCorrection:
         self._scaled_mean = membership.float() * (self._strength / counts.float())[:, None]
 
         # The inverse rotation. The squared length is 1, except for rope scalings that stretch what they rotate.
-        cos = self._cos[self._row_positions]
-        sin = self._sin[self._row_positions]
-        squared_length = cos.square() + sin.square()
-        self._inverse_rotation = (cos / squared_length, -sin / squared_length)
+        inverse_tables = []
+        for cos, sin in self._rotary.rows(self._row_positions).tables:
+            squared_length = cos.square() + sin.square()
+            inverse_tables.append((cos / squared_length, -sin / squared_length))
+        self._inverse_rotation = RotaryTables(self._rotary.kinds, inverse_tables)
 
-    def correct(self, merged: Tensor, keys: Tensor, values: Tensor) -> None:
+    def correct(self, layer: int, merged: Tensor, keys: Tensor, values: Tensor) -> None:
         """Correct one layer, before its rows are written.
 
         Args:
+            layer: number of the layer, which decides how its keys are rotated.
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
             keys: `[rows, kv_heads, head_dim]`, rotated keys of the pass's rows.
             values: `[rows, kv_heads, head_dim]`, values of the pass's rows.
         """
         if not self._ranges:
             return
+        cos, sin = self._rotary.of_layer(layer)
         if self._compiled is not None:
-            self._compiled.correct(merged, (keys, values), (self._cos, self._sin), self._strength)
+            self._compiled.correct(merged, (keys, values), (cos, sin), self._strength)
             return
 
         stored_keys, stored_values = merged.index_select(1, self._row_positions)  # four times as fast as indexing
         rotated_change = keys.index_select(0, self._rows) - stored_keys
-        key_change = rotate(rotated_change, *self._inverse_rotation)  # of raw keys: comparable between positions
+        key_change = rotate(
+            rotated_change, *self._inverse_rotation.of_layer(layer)
+        )  # of raw keys: comparable between positions
         value_change = values.index_select(0, self._rows) - stored_values
 
         if self._chunk_of_position is not None:
@@ -138,13 +143,13 @@ class DriftCorrection:
 
             changes = torch.stack((key_change, value_change), dim=1).flatten(1).float()
             shifts = (self._scaled_mean @ changes).view(-1, 2, *key_change.shape[1:])
-            shift_stale(merged, shifts, self._chunk_of_position, cos=self._cos, sin=self._sin)
+            shift_stale(merged, shifts, self._chunk_of_position, cos=cos, sin=sin)
             return
 
         key_shifts = self._mean_shifts(key_change, merged.dtype)
         for number, span in self._ranges:
             where = slice(span.start, span.stop)
-            add_rotated(merged[0, where], key_shifts[number], self._cos[where], self._sin[where])
+            add_rotated(merged[0, where], key_shifts[number], cos[where], sin[where])
 
         value_shifts = self._mean_shifts(value_change, merged.dtype)
         for number, span in self._ranges:

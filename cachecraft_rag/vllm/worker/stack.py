@@ -11,7 +11,7 @@ into blocks that belong to another request by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -67,7 +67,12 @@ class WorkerStack:
         hidden = self._model.embed_input_ids(ids)
         return torch.stack((hidden, torch.zeros_like(hidden)))
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def rotary_kinds(self) -> Sequence[int]:
+        """See `Stack.rotary_kinds`: all layers share one table."""
+        return [0] * len(self._layers)
+
+    def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of the model's own rotary module, each `[tokens, rotary_dim]`."""
         cos, sin = self._rotary.cos_sin_cache[positions].to(self.dtype).chunk(2, dim=-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)

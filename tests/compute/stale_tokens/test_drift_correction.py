@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.rows import RowReason, Rows
+from cachecraft_rag.compute.stack import RotaryTables
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.model.decoder import Decoder
@@ -43,7 +44,7 @@ class Layer:
         return torch.stack((rotate(raw[0], self.cos, self.sin), raw[1]))
 
     def drift(self, stale: list[StaleChunk], *, strength: float = 1.0) -> DriftCorrection:
-        return DriftCorrection(stale, strength=strength, cos=self.cos, sin=self.sin)
+        return DriftCorrection(stale, strength=strength, rotary=RotaryTables([0], [(self.cos, self.sin)]))
 
     def corrected(
         self, rows: list[int], *, strength: float = 1.0, reason: RowReason = RowReason.RECOMPUTED, segment: int = 1
@@ -52,7 +53,7 @@ class Layer:
         drift = self.drift([StaleChunk(segment, [SPAN])], strength=strength)
         drift.locate(np.array(rows), Rows.of(BOUNDS).mark(rows, reason))
         merged = self.merged.clone()
-        drift.correct(merged, self.new[0, rows], self.new[1, rows])
+        drift.correct(0, merged, self.new[0, rows], self.new[1, rows])
         return merged
 
 
@@ -98,7 +99,7 @@ def test_each_chunk_follows_its_own_tokens(decoder: Decoder) -> None:
     new = layer.merged.clone()
     new[:, list(first)] = layer.new[:, list(first)]  # the second chunk does not change
     merged = layer.merged.clone()
-    drift.correct(merged, new[0, recomputed], new[1, recomputed])
+    drift.correct(0, merged, new[0, recomputed], new[1, recomputed])
     stale = [p for p in SPAN if p not in recomputed]
     assert torch.allclose(merged[:, stale], new[:, stale], atol=1e-4)
 
@@ -109,7 +110,7 @@ def test_what_an_earlier_pass_computed_stays(decoder: Decoder) -> None:
     drift = layer.drift([StaleChunk(1, [range(START, done), range(done + 1, START + TOKENS)])])
     drift.locate(np.array(RECOMPUTED), Rows.of(BOUNDS, recomputed=RECOMPUTED))
     merged = layer.merged.clone()
-    drift.correct(merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
+    drift.correct(0, merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
     assert torch.equal(merged[:, done], layer.merged[:, done])
     assert torch.allclose(merged[:, done - 1 : done + 2 : 2], layer.new[:, done - 1 : done + 2 : 2], atol=1e-4)
 
@@ -122,7 +123,7 @@ def test_evidence_that_does_not_come_is_none_from_then_on(decoder: Decoder) -> N
     drift.locate(np.array(RECOMPUTED), rows.mark(RECOMPUTED[:1], RowReason.NOT_LOADED))
     merged = layer.merged.clone()
     merged[:, RECOMPUTED[0]] = float("nan")
-    drift.correct(merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
+    drift.correct(0, merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
     stale = [p for p in SPAN if p not in RECOMPUTED]
     assert torch.allclose(merged[:, stale], layer.new[:, stale], atol=1e-4)
 
@@ -133,5 +134,5 @@ def test_evidence_that_is_gone_altogether_moves_nothing(decoder: Decoder) -> Non
     drift.locate(np.array(RECOMPUTED), rows)
     drift.locate(np.array(RECOMPUTED[2:]), rows)  # the pass goes on with fewer rows
     merged = layer.merged.clone()
-    drift.correct(merged, layer.new[0, RECOMPUTED[2:]], layer.new[1, RECOMPUTED[2:]])
+    drift.correct(0, merged, layer.new[0, RECOMPUTED[2:]], layer.new[1, RECOMPUTED[2:]])
     assert torch.equal(merged, layer.merged)
