@@ -38,7 +38,7 @@ demo-vllm: $(VLLM_VENV)/.vllm  ## The same over HTTP, with the model in a vLLM s
 app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt reused
 	$(BIN)/streamlit run examples/streamlit_app.py
 
-screenshots: $(VENV)/.dev  ## Take the pictures of docs/streamlit.md anew (needs chromium and chromium-driver)
+screenshots: $(VENV)/.dev  ## Take the pictures of docs/guides/browser_app.md anew (needs chromium and chromium-driver)
 	$(BIN)/python docs/site/screenshots.py
 
 test: lint  ## Lint, then the tests, on two cores (TESTS_WORKERS)

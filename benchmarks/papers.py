@@ -1,7 +1,7 @@
 """The two papers, figure by figure: `papers.toml` beside this module says what is run and what came of it.
 
-docs/papers.md holds the same as a table. Commands are those of this package and of `cachecraft`; nothing is measured
-here.
+docs/results/papers.md holds the same in sentences. Commands are those of this package and of `cachecraft`; nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def registry() -> tuple[dict[str, Command], tuple[Entry, ...]]:
 
 
 def markdown() -> str:
-    """The tables of docs/papers.md, one for each paper; diagrams of what is built share a row."""
+    """The tables of docs/results/papers.md, one for each paper; diagrams of what is built share a row."""
     parts = []
     for paper, title in (("cache-craft", "Cache-Craft"), ("cake", "Cake")):
         entries = [one for one in registry()[1] if one.id.startswith(f"{paper}/")]
@@ -166,7 +166,7 @@ def main(
     folder: Annotated[
         Path, typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again.")
     ] = Path("cachecraft-papers"),
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/papers.md.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/results/papers.md.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """List the papers' figures with our verdicts, or run their commands."""

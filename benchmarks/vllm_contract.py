@@ -22,7 +22,7 @@ import typer
 import cachecraft_rag
 from cachecraft_rag.errors import ConfigError
 
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "vllm_contract.csv"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "vllm_contract.csv"
 _PACKAGE = Path(cachecraft_rag.__file__).parent
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
@@ -522,7 +522,9 @@ def write_table(checked: dict[str, list[Row]], path: Path = TABLE) -> None:
 
 def main(
     wheels: Annotated[list[Path], typer.Argument(help="Wheels of vLLM, or folders that hold the package vllm.")],
-    table: Annotated[bool, typer.Option(help="Write docs/vllm_contract.csv; name a wheel of every version.")] = False,
+    table: Annotated[
+        bool, typer.Option(help="Write docs/reference/vllm_contract.csv; name a wheel of every version.")
+    ] = False,
 ) -> None:
     """Check that versions of vLLM have every name that this package uses of it; exit code 1 if one lacks some."""
     checked = {}

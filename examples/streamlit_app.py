@@ -5,9 +5,9 @@
 
 `CACHECRAFT_MODEL` (default "demo") and `CACHECRAFT_STORE` (default "chunk-caches/app") choose the model and the folder
 for the index, uploads and chunk-caches. All visitors share one engine, its documents and their chunk-caches; a
-conversation belongs to the address of its page. The server listens on 127.0.0.1 only: docs/streamlit.md says how to
-publish it. `CACHECRAFT_READ_ONLY=1` hides everything that adds or removes documents. `CACHECRAFT_METRICS_PORT` serves
-Prometheus metrics on that port of this machine.
+conversation belongs to the address of its page. The server listens on 127.0.0.1 only: docs/guides/browser_app.md says
+how to publish it. `CACHECRAFT_READ_ONLY=1` hides everything that adds or removes documents. `CACHECRAFT_METRICS_PORT`
+serves Prometheus metrics on that port of this machine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A follow-up is searched for twice in one search: alone, and behind the questions before it, by the mean of the two
 vectors. The first finds what the follow-up names, the second what it refers to; a change of subject is found by the
 first. On 40 follow-ups about the sample handbook this finds as much as the same questions written out in full
-(docs/log.md, which also has what was tried instead: condensing the question with the demo model, and merging lists).
+(docs/decisions/follow-up-questions.md, which also has what was tried instead: condensing the question with the demo
+model, and merging lists).
 """
 
 from __future__ import annotations

@@ -40,25 +40,28 @@ SHELL_STAND_INS = {  # a server that a test has not, and shorter runs
 }
 # API pages show the examples in these files' docstrings.
 EXAMPLES = {
-    "docs/api/cachecraft.md": ("cachecraft_rag/__init__.py", "cachecraft_rag/rag.py"),
-    "docs/api/langchain.md": ("cachecraft_rag/langchain/__init__.py", "cachecraft_rag/langchain/chat_model.py"),
-    "docs/api/llama_index.md": ("cachecraft_rag/llama_index/__init__.py",),
+    "docs/reference/api/cachecraft.md": ("cachecraft_rag/__init__.py", "cachecraft_rag/rag.py"),
+    "docs/reference/api/langchain.md": (
+        "cachecraft_rag/langchain/__init__.py",
+        "cachecraft_rag/langchain/chat_model.py",
+    ),
+    "docs/reference/api/llama_index.md": ("cachecraft_rag/llama_index/__init__.py",),
 }
 # The names that a page's blocks take from the reader's program.
 PREPARE = {
-    "docs/api/langchain.md": """
+    "docs/reference/api/langchain.md": """
 from langchain_classic.chains import create_retrieval_chain
 from langchain_core.documents import Document
 from langchain_core.runnables import RunnableLambda
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft
 retriever = any_retriever = RunnableLambda(lambda _: [Document("Descale the kettle every 8 weeks.")])
 """,
-    "docs/api/llama_index.md": """
+    "docs/reference/api/llama_index.md": """
 from llama_index.core import Document, VectorStoreIndex
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding
 index = VectorStoreIndex.from_documents([Document(text="Descale the kettle.")], embed_model=CacheCraftEmbedding())
 """,
-    "docs/operations.md": """
+    "docs/guides/production.md": """
 from pathlib import Path
 from cachecraft_rag import CacheCraft
 with CacheCraft.from_pretrained("Qwen/Qwen3-0.6B", store="own/") as before:
@@ -76,27 +79,27 @@ your_retriever = RunnableLambda(lambda _: [Text("Descale the kettle every 8 week
 }
 # What the blocks leave is looked at, so that a block that does nothing does not pass.
 AFTERWARDS = {
-    "docs/api/cachecraft.md": "assert answer.sources and rag.ask('How often?').stats.tokens_reused > 0",
-    "docs/api/langchain.md": "assert chain.invoke({'input': 'When?'})['answer'] and chat.engine.store.stats().chunks",
-    "docs/api/llama_index.md": "assert response.metadata['cachecraft']['chunk_ids']",
-    "docs/any_application.md": "assert str(answer) or answer.source_nodes",
-    "docs/choosing.md": "assert decoder.layout.kv_heads == 2",
-    "docs/deployment.md": """
-assert all(answer.sources for answer in answers)
+    "docs/reference/api/cachecraft.md": "assert answer.sources and rag.ask('How often?').stats.tokens_reused > 0",
+    "docs/reference/api/langchain.md": """
+assert chain.invoke({'input': 'When?'})['answer'] and chat.engine.store.stats().chunks
 """,
-    "docs/operations.md": """
+    "docs/reference/api/llama_index.md": "assert response.metadata['cachecraft']['chunk_ids']",
+    "docs/guides/any_application.md": "assert str(answer) or answer.source_nodes",
+    "docs/guides/production.md": """
+assert all(answer.sources for answer in answers)
 assert logging.getLogger("cachecraft_rag").isEnabledFor(logging.INFO)
 assert rag.engine.store.limits.max_variants == 77
 counts = [registry.get_sample_value("cachecraft_requests_total", {"outcome": end}) for end in ("end", "length")]
 assert sum(counts) == 2
 assert isinstance(logger.handlers[-1].formatter, JsonFormatter)
 """,
-    "docs/gpu.md": "assert reused.stats.tokens_reused > 0 == full.stats.tokens_reused",
-    "docs/sizes.md": """
+    "docs/guides/gpu.md": "assert reused.stats.tokens_reused > 0 == full.stats.tokens_reused",
+    "docs/guides/choosing.md": """
+assert decoder.layout.kv_heads == 2
 assert rag.engine.store.stats().disk_budget == 100 << 30
 assert estimate.fits and estimate.captures > 1 and rag.estimate_priming().captures == 0
 """,
-    "docs/tuning.md": """
+    "docs/guides/tuning.md": """
 assert 1 < len(exact.sources) <= 3 and exact.stats.tokens_recomputed > 0
 assert all(chunk.outcome in ("exact", "computed") or chunk.recomputed == chunk.tokens for chunk in exact.stats.chunks)
 assert rag.engine.config.recompute_ratio == 0.15 and rag.engine.decoder.layout.dtype == "bfloat16"
@@ -106,18 +109,18 @@ assert len(answer.sources) >= 2 and answer.stats.tokens_reused > 0
 assert {source.metadata["source"] for source in answer.sources} == {"docs/kettle.md", "docs/returns.md"}
 assert query_engine.query("How often?").source_nodes and chain.invoke({"input": "How often?"})["context"]
 """,
-    "docs/langchain.md": """
+    "docs/guides/langchain.md": """
 assert answer.usage_metadata["input_tokens"] > 0
 assert all(used["input_tokens"] > 0 for used in counter.usage_metadata.values()) and counter.usage_metadata
 assert second["answer"] and second["context"]
 assert 1 <= descaling.weeks <= 52 and call["name"] == "Order" and 1 <= call["args"]["count"] <= 9
 """,
-    "docs/llama_index.md": """
+    "docs/guides/llama_index.md": """
 assert numbers["tokens_computed"] > 0 and numbers["chunk_ids"]
 assert second.response and retriever.retrieve("kettle") and query_engine.query("How often?").source_nodes
 """,
-    "docs/documents.md": "assert not rag.documents() and answer.sources",
-    "docs/remote.md": "assert rag.engine.store.stats().remote is not None",
+    "docs/guides/documents.md": "assert not rag.documents() and answer.sources",
+    "docs/guides/remotes.md": "assert rag.engine.store.stats().remote is not None",
 }
 # Reads [[page, [[place, code], …]], …] from stdin; each page has a folder and a namespace of its own.
 RUN = """
@@ -309,7 +312,9 @@ def test_shell_lines_run(
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]
     for name, stand_in in SHELL_STAND_INS.items():
         lines = [(place, line.replace(name, stand_in.format(folder=tmp_path))) for place, line in lines]
-    work = [(place, str(remote if place.startswith("docs/remote.md") else reader), line) for place, line in lines]
+    work = [
+        (place, str(remote if place.startswith("docs/guides/remotes.md") else reader), line) for place, line in lines
+    ]
     command = [sys.executable, "-c", RUN_SHELL, ROOT]
     done = subprocess.run(command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
@@ -395,7 +400,7 @@ def test_names_in_the_glossary_are_in_the_code() -> None:
 
 
 def test_the_tables_of_sizes_follow_from_the_formula() -> None:
-    page = PAGES["docs/sizes.md"].read_text(encoding="utf-8")
+    page = PAGES["docs/guides/choosing.md"].read_text(encoding="utf-8")
     shapes = re.findall(r"^\| ([\w.-]+)[^|]* \| (\d+)×(\d+)×(\d+) \| (\d+) \|$", page, re.MULTILINE)
     per_token = {}
     for model, layers, heads, size, megabytes in shapes:
@@ -409,7 +414,9 @@ def test_the_tables_of_sizes_follow_from_the_formula() -> None:
         assert [int(number.replace(",", "")) for number in thousands] == wanted, model
     assert StoreConfig().host_bytes == 2 << 30
     assert DEFAULT_LIMITS["disk_bytes"] == 20 << 30
-    rows = re.findall(r"^\| \d+ GB \|(.*)\|$", PAGES["docs/choosing.md"].read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \d+ GB \|(.*)\|$", PAGES["docs/guides/choosing.md"].read_text(encoding="utf-8"), re.MULTILINE
+    )
     for row in rows:
         named, _, megabytes = row.split("|")
         assert [round(per_token[name.strip()] / 1000) for name in named.split(" or ")] == [

@@ -34,19 +34,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_every_public_name_is_explained(site: Path) -> None:
-    pages = [page.read_text() for page in (site / "api").glob("*.html")]
+    pages = [page.read_text() for page in (site / "reference").rglob("*.html")]
     explained = {
         anchor.split(".")[-1] for page in pages for anchor in re.findall(r'id="(cachecraft_rag\.[\w.]+)"', page)
     }
     for package in PUBLIC:
         names = importlib.import_module(package).__all__
         missing = [name for name in names if name not in explained]
-        assert not missing, f"name them on a page of docs/api/: {missing}"
+        assert not missing, f"name them on a page of docs/reference/: {missing}"
 
 
 @pytest.mark.slow
 def test_fields_and_examples_are_readable(site: Path) -> None:
-    settings = (site / "api" / "settings.html").read_text()
+    settings = (site / "reference" / "settings.html").read_text()
     for config in (ReuseConfig, EngineConfig, SamplingParams):
         for field in dataclasses.fields(config):
             names = rf"(?:<code>\w+</code>, )*<code>{field.name}</code>(?:, <code>\w+</code>)*"

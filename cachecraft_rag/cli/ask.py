@@ -140,7 +140,7 @@ def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
     if not estimate.fits:
         warn(
             "That is more than fits: the least useful chunk-caches will be removed. Raise --disk-bytes, or choose a "
-            "smaller --codec (docs/sizes.md)."
+            "smaller --codec (docs/guides/choosing.md)."
         )
 
 

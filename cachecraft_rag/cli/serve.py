@@ -37,7 +37,7 @@ class ServerOptions:
     client_settings       settings of reuse that requests may bring: none; safe: those that shape nobody else's
                           chunk-caches; all
     reuse_plain_prompts   of requests without documents, too: reuse passages that come again, see
-                          docs/any_application.md
+                          docs/guides/any_application.md
     search_system         with reuse_plain_prompts: search the system message, too, for applications that put the
                           context there
     admin_key_file        file of keys, one on each line; prime and evict ask for one

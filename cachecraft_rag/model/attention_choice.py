@@ -1,7 +1,8 @@
 """Fastest way of attending on this CPU: measured once, and kept in a file.
 
-What was best on one CPU was the worst on another (docs/log.md), so nothing is concluded from a CPU's name. A choice
-holds for the CPU's instructions, torch's version, the number of threads, the dtype and the heads of the model.
+What was best on one CPU was the worst on another (docs/decisions/cpu-attention.md), so nothing is concluded from a
+CPU's name. A choice holds for the CPU's instructions, torch's version, the number of threads, the dtype and the heads
+of the model.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         ...
     registry.register(EngineCollector(rag.engine))  # or in the registry of your application
 
-Names and labels are listed in docs/operations.md.
+Names and labels are listed in docs/guides/production.md.
 """
 
 from __future__ import annotations

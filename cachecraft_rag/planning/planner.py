@@ -26,7 +26,7 @@ _ALONE_WEIGHT = 1.25
 
 # Exact share of context that a lossy codec has stored. It is below 1 so that nothing computed after it counts as exact.
 # It is only a little below 1 because a codec adds far less error than a changed context (0.2 % and 6 % of its KL,
-# docs/benchmarks.md), so recomputing tokens for it would gain nothing.
+# docs/results/speed.md), so recomputing tokens for it would gain nothing.
 _LOSSY_SHARE = 0.99
 
 SegmentOutcome = Literal["exact", "reused", "computed"]
@@ -244,7 +244,7 @@ def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
     The weights correct CCI in two cases. A primed variant attended more to earlier chunks, so its CCI is higher, but
     these were neighbours in its own document: in another context it loses less on most questions. A variant captured
     after the instruction only attended to no chunk, so its CCI is the lowest possible, yet it loses most
-    (docs/fidelity.md).
+    (docs/results/quality.md).
     """
     variant = plan.variant
     assert variant is not None, "only variants are ranked"

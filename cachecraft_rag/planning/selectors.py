@@ -17,7 +17,7 @@ import numpy as np
 from cachecraft_rag.errors import ConfigError
 
 # Weight of the question's attention relative to the attention at capture. Both scores are 1 on average. The value was
-# the best of those tried on validation questions (docs/log.md).
+# the best of those tried on validation questions (docs/decisions/choosing-tokens.md).
 QUESTION_WEIGHT = 0.25
 
 BudgetScope = Literal["chunk", "prompt"]
@@ -81,7 +81,7 @@ def question(facts: TokenFacts) -> np.ndarray:
 
     Adds `QUESTION_WEIGHT` times the probe's score to the score of eq. 14 (that of `leading` if no chunk stood before
     this one at capture). Both are 1 on average. The question's attention alone is better on most questions but fails
-    badly on some (docs/log.md).
+    badly on some (docs/decisions/choosing-tokens.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()

@@ -33,7 +33,7 @@ from cachecraft_rag.prompt.unmarked import PromptPiece, Recognise, segments_of
 from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
 
 # Chunks without neighbours are captured after this passage. It holds no user's text, and a chunk that is captured after
-# it loses less than one that is captured after the instruction only (docs/fidelity.md).
+# it loses less than one that is captured after the instruction only (docs/results/quality.md).
 STAND_IN = (
     "Libraries lend more than books. Many of them keep tools, seeds and musical instruments on their shelves, and a "
     "reader who has a card may take them home for three weeks. Whoever brings something back late pays a small fee "

@@ -4,7 +4,7 @@ Its neighbours are the chunks before it. The first chunk has none, so it is also
 separate pass. A document of one chunk is captured after a fixed passage.
 
 A chunk captured after neighbours from the same document loses less, on most questions, than a chunk captured after
-unrelated chunks (median KL divergence 0.67 times as large), and one pass captures many chunks. docs/fidelity.md
+unrelated chunks (median KL divergence 0.67 times as large), and one pass captures many chunks. docs/results/quality.md
 compares other origin prefixes.
 """
 

@@ -89,7 +89,7 @@ def ticked(clock: float, score: float, *, used: bool) -> float:
     """The clock after something with this score had to leave: all the way to it, or a tenth where nobody used it.
 
     GreedyDual always goes all the way. Then a run of chunks that are asked for once ages the others, and soon evicts
-    them (docs/log.md has the numbers).
+    them (docs/decisions/eviction.md has the numbers).
 
     >>> ticked(1.0, 5.0, used=True), ticked(1.0, 5.0, used=False), ticked(5.0, 1.0, used=True)
     (5.0, 1.4, 5.0)

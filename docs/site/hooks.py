@@ -13,7 +13,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+}
+EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
 
 
 @event_priority(100)  # before mkdocstrings, which drops search paths that are not there yet
@@ -32,16 +36,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add README and changelog as pages, and the examples that pages link to."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=_moved((ROOT / name).read_text("utf-8"))))
-    for example in sorted((ROOT / "examples").glob("*.*")):
+    for example in EXAMPLES:
         files.append(File.generated(config, f"examples/{example.name}.txt", abs_src_path=str(example)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave `docs/` to where `on_files` has put their targets."""
-    for name, target in PAGES.items():
-        markdown = markdown.replace(f"](../{name}", f"]({target}")
-    return re.sub(r"\]\((?:\.\./)?(examples/\w+\.\w+)\)", r"](\1.txt)", markdown)  # .txt: browsers show it
+    """Point links that leave `docs/` to the pages that `on_files` has added for their targets."""
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+
+    def moved(link: re.Match[str]) -> str:
+        target, anchor = link[1], link[2] or ""
+        path = Path(os.path.normpath(folder / target))
+        if target.startswith("https:") or path.is_relative_to(ROOT / "docs") or not path.is_relative_to(ROOT):
+            return link[0]
+        name = path.relative_to(ROOT).as_posix()
+        if name not in PAGES and path not in EXAMPLES:
+            return link[0]
+        inside = ROOT / "docs" / PAGES.get(name, f"{name}.txt")  # .txt: browsers show it instead of saving it
+        return f"]({os.path.relpath(inside, folder)}{anchor})"
+
+    return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", moved, markdown)
 
 
 def _moved(markdown: str) -> str:

@@ -1,4 +1,4 @@
-"""The papers' registry: complete, the same as docs/papers.md, and every command in it runs."""
+"""The papers' registry: complete, the same as docs/results/papers.md, and every command in it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.papers import Command, chosen, markdown, registry, run
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 
-PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "results" / "papers.md").read_text("utf-8")
 # As numbered in the papers: arXiv 2502.15734 and 2410.03065.
 PUBLISHED = [
     *(f"cache-craft/fig{n}" for n in range(1, 30)),

@@ -4,8 +4,8 @@ A chunk-cache in a new context is wrong in many small ways, and in one way that 
 keys and values of all tokens move in about the same direction. The recomputed tokens show this direction. Each stale
 token is moved by a fraction of their mean change, which costs a rotation and an addition per token.
 
-Cache-Craft leaves stale tokens as they are. docs/fidelity.md shows the effect of the correction and docs/log.md how
-its strength was chosen.
+Cache-Craft leaves stale tokens as they are. docs/results/quality.md shows the effect of the correction and
+docs/decisions/drift.md how its strength was chosen.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class QuestionProbe(AttentionReceived):
     """Attention from the question to each token in the middle layers; an `Observer` of the probe's pass.
 
     Runs only the last rows of the question, through the first half of the layers, and measures attention from two
-    fifths of the layers on: earlier layers choose worse tokens and later ones cost more (docs/log.md). Chunks that are
-    still to be computed are hidden from these rows. Stored chunks are used as they were placed.
+    fifths of the layers on: earlier layers choose worse tokens and later ones cost more (docs/decisions/probe.md).
+    Chunks that are still to be computed are hidden from these rows. Stored chunks are used as they were placed.
 
     Args:
         rows: rows that the last pass would compute.

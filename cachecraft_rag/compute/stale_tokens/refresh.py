@@ -18,7 +18,8 @@ from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.visibility import Visibility
 
-# Fraction of the layers before those whose attention is observed: earlier layers choose worse tokens (docs/log.md).
+# Fraction of the layers before those whose attention is observed: earlier layers choose worse tokens
+# (docs/decisions/probe.md).
 DEEPER = 0.4
 
 # Factor by which earlier attention fades with each step.

@@ -1,4 +1,4 @@
-"""The remote tier: shared chunk-caches on a server that several engines use, see `docs/remote.md`.
+"""The remote tier: shared chunk-caches on a server that several engines use, see `docs/guides/remotes.md`.
 
 What a remote does wrong, or too slowly, is a miss: nothing here raises on a request's path.
 """

@@ -93,7 +93,7 @@ class RemoteConfig:
     cool_down_s         … for so long; then one try in the background, with twice the pause after each that fails
     key                 a secret that all engines share: what is sent is signed with it, and nothing else is used.
                         Else that of `key_file`, of the environment (CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE),
-                        or none: see docs/remote.md
+                        or none: see docs/guides/remotes.md
     key_file            file with a key on each line, of all engines: the first signs, all are accepted
     """
 
@@ -140,7 +140,7 @@ class RemoteConfig:
             raise ConfigError(f"{self.shown!r} names no host, bucket or path; give a URL such as {_EXAMPLES}")
         if self.budget_bytes is not None and parts.scheme not in ("file", "memory"):
             own = "`maxmemory` of the server" if parts.scheme in REDIS_SCHEMES else "life-cycle rules of the bucket"
-            raise ConfigError(f"budget_bytes is for folders (file://) only; set {own} instead, see docs/remote.md")
+            raise ConfigError(f"budget_bytes is for folders (file://) only; set {own} instead: docs/guides/remotes.md")
 
     @property
     def scheme(self) -> str:
