@@ -175,7 +175,7 @@ USES: tuple[Use, ...] = (
         "vllm.config",
         "ModelConfig",
         attributes=("model", "tokenizer", "dtype", "hf_config", "hf_text_config", "max_model_len", "quantization",
-                    "hf_overrides", "use_mla", "is_encoder_decoder"),
+                    "hf_overrides", "use_mla", "is_encoder_decoder", "disable_sliding_window", "model_impl"),
     ),
     Use(
         "vllm.config",
@@ -187,9 +187,8 @@ USES: tuple[Use, ...] = (
                                                   "num_gpu_blocks")),
     Use("vllm.config", "SchedulerConfig", attributes=("max_num_batched_tokens",)),
     Use("vllm.config", "CompilationConfig", attributes=("static_forward_context",)),
-    Use("vllm.config.offload", "OffloadConfig", attributes=("prefetch", "uva")),
+    Use("vllm.config.offload", "OffloadConfig", attributes=("offload_backend", "prefetch")),
     Use("vllm.config.offload", "PrefetchOffloadConfig", attributes=("offload_group_size",)),
-    Use("vllm.config.offload", "UVAOffloadConfig", attributes=("cpu_offload_gb",)),
     # The front end.
     Use(
         "vllm.v1.engine.async_llm",
@@ -210,7 +209,10 @@ USES: tuple[Use, ...] = (
         "AsyncEngineArgs",
         attributes=("model", "dtype", "max_model_len", "enable_prefix_caching", "kv_transfer_config",
                     "disable_log_stats", "max_num_queued_reqs", "tensor_parallel_size", "kv_cache_dtype", "enable_lora",
-                    "speculative_config", "quantization", "hf_overrides", "cpu_offload_gb", "offload_group_size",
+                    "speculative_config", "spec_method", "spec_model", "quantization", "quantization_config",
+                    "hf_overrides", "hf_config_path", "load_format", "model_weights", "model_class_overrides",
+                    "model_loader_extra_config", "config_format", "model_impl", "disable_sliding_window",
+                    "offload_backend", "offload_group_size", "prefill_context_parallel_size",
                     "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
                     "enable_expert_parallel"),
     ),

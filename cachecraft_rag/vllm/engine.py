@@ -28,6 +28,7 @@ from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
+from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
@@ -81,7 +82,7 @@ class VLLMEngine(StoreEngine):
         check_mapping("server", server or {})
         chosen = check_config((config or EngineConfig()).with_options(**options))
         require_vllm()
-        served = ServedModel.load(model, dtype=chosen.dtype)
+        served = ServedModel.load(model, dtype=chosen.dtype, options=VLLMOptions.from_values(server or {}))
         served.require_ranks((server or {}).get("tensor_parallel_size", 1))
         folder = Path(store) / CACHE_FOLDER
         settings = ConnectorSettings(str(folder), served.identity, chosen)

@@ -13,6 +13,8 @@ from cachecraft_rag.model.decoder import config_of, context_length_of, end_token
 from cachecraft_rag.model.demo_model import demo_model_folder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.types import KVLayout
+from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.refusals import refusal
 
 PROTOCOL = 1  # version of the messages between `client.HTTPEngine` and the endpoint
 TOKENIZER_FILES = (
@@ -51,14 +53,23 @@ class ServedModel:
     end_tokens: frozenset[int]
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "auto") -> ServedModel:
+    def load(cls, name: str, *, dtype: str = "auto", options: VLLMOptions | None = None) -> ServedModel:
         """Read config and tokenizer, and the digests of the weights.
 
-        Raises ModelNotFoundError for an unknown name, UnsupportedModelError without weight files.
+        Args:
+            options: of the vLLM that is about to start. The model is refused if chunk-caches cannot be reused with it,
+                before anything large is read.
+
+        Raises ModelNotFoundError for an unknown name, UnsupportedModelError without weight files or where it is
+        refused.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
-        source, config = str(demo_model_folder()) if name == "demo" else name, config_of(name)
+        source = str(demo_model_folder()) if name == "demo" else name
+        config = config_of(name)
+        reason = None if options is None else refusal(config, options)
+        if reason is not None:
+            raise reason.error(name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
@@ -74,6 +85,10 @@ class ServedModel:
             generation: Any = GenerationConfig.from_pretrained(folder)
         except OSError:  # it has none
             generation = None
+        quantization = getattr(config, "quantization_config", None) or {}
+        own_quantization = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if options is not None:
+            fingerprint = options.fingerprint(fingerprint, own_quantization=own_quantization)
         return cls(
             name,
             folder,

@@ -119,6 +119,16 @@ class ServerProcess:
                 raise AssertionError(f"{left} have outlived the server")
             time.sleep(0.1)
 
+    def ends_when_asked(self) -> bool:
+        """Ask it to end; returns whether it does, without being killed."""
+        self._process.terminate()
+        try:
+            self._process.wait(120)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return False
+        return True
+
     def stop(self) -> None:
         """Ask it to end, and wait."""
         if self.alive():

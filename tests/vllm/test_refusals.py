@@ -1,13 +1,25 @@
-"""Reasons to refuse a server; the names of vLLM's settings are pinned by the contract test."""
+"""Reasons to refuse a server, before vLLM starts and in it; the names of vLLM's settings are pinned by the contract."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
+from cachecraft_rag.cli import main
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.refusals import refusal
+from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
+
+ONE_TABLE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 class FullAttentionSpec:
@@ -18,11 +30,19 @@ class SlidingWindowSpec:
     """Named as vLLM's."""
 
 
-def config(**changed: Any) -> Any:
-    """A server that is served; `changed` by `part__name`."""
+def hf_config(family: str = "Llama", **changed: Any) -> Any:
+    kind = getattr(transformers, f"{family}Config")
+    made = kind(**({"architectures": [f"{family}ForCausalLM"]} | changed))
+    if family == "Mistral" and "sliding_window" not in changed:
+        made.sliding_window = None
+    return made
+
+
+def vllm_config(hf: Any = None, **changed: Any) -> Any:
+    """A `VllmConfig` that is served; `changed` by `part__name`."""
+    hf = hf_config() if hf is None else hf
     parts: dict[str, dict[str, Any]] = {
-        "model": {"use_mla": False, "is_encoder_decoder": False, "architectures": ["LlamaForCausalLM"]},
-        "hf": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default"}},
+        "model": {"use_mla": False, "disable_sliding_window": False, "model_impl": "auto"},
         "parallel": {
             "pipeline_parallel_size": 1,
             "tensor_parallel_size": 2,
@@ -31,23 +51,20 @@ def config(**changed: Any) -> Any:
             "prefill_context_parallel_size": 1,
             "enable_expert_parallel": False,
         },
-        "top": {"lora_config": None, "speculative_config": None, "cache_dtype": "auto"},
+        "top": {"lora_config": None, "speculative_config": None},
+        "cache": {"cache_dtype": "auto"},
+        "offload": {"offload_backend": "auto", "group_size": 0},
     }
     for place, value in changed.items():
         part, name = place.split("__")
         parts[part][name] = value
-    model, hf, top = parts["model"], SimpleNamespace(**parts["hf"]), parts["top"]
+    prefetch = SimpleNamespace(offload_group_size=parts["offload"]["group_size"])
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            use_mla=model["use_mla"],
-            is_encoder_decoder=model["is_encoder_decoder"],
-            hf_config=SimpleNamespace(architectures=model["architectures"]),
-            hf_text_config=hf,
-        ),
+        model_config=SimpleNamespace(**parts["model"], hf_config=hf, hf_text_config=hf.get_text_config()),
         parallel_config=SimpleNamespace(**parts["parallel"]),
-        lora_config=top["lora_config"],
-        speculative_config=top["speculative_config"],
-        cache_config=SimpleNamespace(cache_dtype=top["cache_dtype"]),
+        cache_config=SimpleNamespace(**parts["cache"]),
+        offload_config=SimpleNamespace(offload_backend=parts["offload"]["offload_backend"], prefetch=prefetch),
+        **parts["top"],
     )
 
 
@@ -58,43 +75,171 @@ def caches(*specs: type) -> Any:
 ONE = caches(FullAttentionSpec)
 
 
-def test_a_plain_server_is_served() -> None:
-    assert start_up_refusal(config(), ONE) is None
-    yarn = config(hf__rope_parameters={"rope_type": "yarn", "factor": 4.0})
-    assert start_up_refusal(yarn, ONE) is None
-    assert start_up_refusal(config(hf__rope_parameters=None, hf__num_key_value_heads=None), ONE) is None
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_known_families_are_served(family: str) -> None:
+    assert refusal(hf_config(family), VLLMOptions()) is None
+    assert start_up_refusal(vllm_config(hf_config(family)), ONE) is None
+
+
+def test_other_rotary_tables_are_served() -> None:
+    yarn = hf_config(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
+    assert start_up_refusal(vllm_config(yarn), ONE) is None
+
+
+MODELS: list[tuple[str, dict[str, Any], str]] = [
+    ("Gemma2", {}, "its architecture is Gemma2ForCausalLM; known are LlamaForCausalLM"),
+    ("Gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+    ("GptOss", {}, "GptOssForCausalLM"),
+    ("Qwen3Moe", {}, "Qwen3MoeForCausalLM"),
+    ("DeepseekV3", {}, "latent (MLA)"),
+    ("T5", {}, "encoder-decoder"),
+    ("Llama", {"architectures": None}, "its architecture is unknown"),
+    ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1]}}, "several parts"),
+    ("Llama", {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}},
+     "--kv-cache-dtype bfloat16"),
+    ("Mistral", {"sliding_window": 512}, "windows of 512 tokens. Add `-- --disable-sliding-window`"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 128}, "windows of 128 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changed", "says"), MODELS)
+def test_models_that_are_refused_by_their_config(family: str, changed: dict[str, Any], says: str) -> None:
+    found = refusal(hf_config(family, **changed), VLLMOptions())
+    assert found is not None
+    message = str(found.error("the model"))
+    assert says in message
+    assert message.startswith("the model cannot be served from chunk-caches: ")
+    assert start_up_refusal(vllm_config(hf_config(family, **changed)), ONE) == found  # in vLLM, too
+
+
+def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
+    windowed = hf_config("Mistral", sliding_window=512)
+    assert refusal(windowed, VLLMOptions.from_arguments(["--disable-sliding-window"])) is None
+
+
+ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [
+    (["--enable-lora"], {"top__lora_config": object()}, "Leave out --enable-lora"),
+    (["--kv-cache-dtype", "fp8"], {"cache__cache_dtype": "fp8"}, "the KV cache is quantised (fp8)"),
+    (["--kv_cache_dtype=fp8_e5m2"], {"cache__cache_dtype": "fp8_e5m2"}, "Leave out --kv-cache-dtype"),
+    (["--speculative-config", '{"method": "ngram"}'], {"top__speculative_config": object()}, "draft model"),
+    (["-sc.method", "ngram"], {"top__speculative_config": object()}, "draft model"),
+    (["--offload-group-size", "8"], {"offload__group_size": 8}, "--cpu-offload-gb works"),
+    (["--offload-backend=prefetch"], {"offload__offload_backend": "prefetch"}, "another layer's weights"),
+    (["--model-impl", "transformers"], {"model__model_impl": "transformers"}, "Leave out --model-impl"),
+    (["-pp", "2"], {"parallel__pipeline_parallel_size": 2}, "pipeline"),
+    (["-dcp=2"], {"parallel__decode_context_parallel_size": 2}, "context parallelism"),
+    (["-pcp", "2"], {"parallel__prefill_context_parallel_size": 2}, "context parallelism"),
+    (["-dp", "2", "--enable-expert-parallel"],
+     {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}, "expert parallelism"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "changed", "says"), ARGUMENTS)
+def test_options_that_are_refused(arguments: list[str], changed: dict[str, Any], says: str) -> None:
+    """By the command line before vLLM starts, and by vLLM's own configuration."""
+    early = refusal(hf_config(), VLLMOptions.from_arguments(arguments))
+    assert early is not None
+    assert says in str(early.error("the model"))
+    assert start_up_refusal(vllm_config(**changed), ONE) == early
+
+
+def test_options_without_an_effect_are_no_reason() -> None:
+    fine = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--cpu-offload-gb", "4", "-tp", "2", "-O3",
+            "--kv-cache-dtype", "auto", "--offload-backend", "uva", "--offload-group-size", "4"]  # fmt: skip
+    assert refusal(hf_config(), VLLMOptions.from_arguments(fine)) is None
+    assert VLLMOptions.from_arguments(fine).shaping == ()
+
+
+def test_a_number_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size must be a whole number, and is 'two'"):
+        VLLMOptions.from_arguments(["-pp", "two"])
+
+
+@pytest.mark.parametrize(("hf", "changed", "groups", "says"), [
+    ({}, {"model__use_mla": True}, ONE, "MLA"),
+    ({"num_key_value_heads": 8}, {"parallel__tensor_parallel_size": 3}, ONE, "8 key/value heads cannot be divided"),
+    ({}, {}, caches(FullAttentionSpec, SlidingWindowSpec), "2 kinds"),
+    ({}, {}, caches(SlidingWindowSpec), "full attention"),
+])  # fmt: skip
+def test_what_only_a_running_vllm_knows(hf: dict[str, Any], changed: dict[str, Any], groups: Any, says: str) -> None:
+    found = start_up_refusal(vllm_config(hf_config(**hf), **changed), groups)
+    assert found is not None
+    assert says in found.reason
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("family", "arguments", "says"),
     [
-        ({"model__use_mla": True}, "MLA"),
-        ({"model__is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model__architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM; known are LlamaForCausalLM"),
-        ({"model__architectures": None}, "unknown"),
-        ({"hf__rope_parameters": {"rope_type": "longrope"}}, "LongRoPE"),
-        ({"hf__rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "several parts"),
-        ({"hf__num_key_value_heads": 3}, "3 key/value heads cannot be divided among 2 ranks"),
-        ({"hf__num_key_value_heads": 1}, "1 key/value heads cannot"),
-        ({"parallel__pipeline_parallel_size": 2}, "pipeline"),
-        ({"parallel__decode_context_parallel_size": 2}, "context parallelism"),
-        ({"parallel__prefill_context_parallel_size": 2}, "context parallelism"),
-        ({"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}, "expert parallelism"),
-        ({"top__lora_config": object()}, "LoRA"),
-        ({"top__speculative_config": object()}, "draft model"),
-        ({"top__cache_dtype": "fp8"}, "quantised .fp8."),
+        ("Gemma2", [], "Gemma2ForCausalLM"),
+        ("Gemma3Text", [], "Gemma3TextForCausalLM"),
+        ("GptOss", [], "GptOssForCausalLM"),
+        ("Qwen3Moe", [], "Qwen3MoeForCausalLM"),
+        ("Llama", ["--enable-lora"], "LoRA"),
+        ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
+        ("Llama", ["--offload-group-size", "4"], "another layer's weights"),
     ],
 )
-def test_refused_at_start_up(changed: dict[str, Any], says: str) -> None:
-    import re
+def test_the_command_refuses_without_starting_vllm(
+    family: str,
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The folder holds no weights: nothing beyond the config is read."""
+    hf_config(family).save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cachecraft", "serve", str(tmp_path), "--", *arguments])
+    monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[misc]  # its import would fail
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert "cannot be served from chunk-caches: " in message
+    assert "Traceback" not in message
 
-    reason = start_up_refusal(config(**changed), ONE)
-    assert reason is not None
-    assert re.search(says, reason), reason
+
+def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
+    hf_config("Gemma2").save_pretrained(tmp_path)
+    command = [sys.executable, "-c", "from cachecraft_rag.cli import main; main()", "serve", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_refused_for_its_kv_caches() -> None:
-    for groups, says in (((FullAttentionSpec, SlidingWindowSpec), "2 kinds"), ((SlidingWindowSpec,), "full attention")):
-        reason = start_up_refusal(config(), caches(*groups))
-        assert reason is not None
-        assert says in reason
+SHAPING: list[tuple[list[str], dict[str, Any]]] = [
+    (["--quantization", "fp8"], {"quantization": "fp8"}),
+    (["--hf-overrides", '{"rope_theta": 1e6, "a": 1}'], {"hf_overrides": {"a": 1, "rope_theta": 1e6}}),
+    (["--hf-config-path", "elsewhere"], {"hf_config_path": "elsewhere"}),
+    (["--load-format", "dummy"], {"load_format": "dummy"}),
+]
+
+
+def test_options_that_shape_the_model_change_its_fingerprint() -> None:
+    seen = {VLLMOptions().fingerprint("2-abc")}
+    assert seen == {"2-abc"}
+    for arguments, values in SHAPING:
+        options = VLLMOptions.from_arguments(arguments)
+        assert options == VLLMOptions.from_values(values)
+        fingerprint = options.fingerprint("2-abc")
+        assert fingerprint.startswith("2-")
+        assert fingerprint not in seen
+        seen.add(fingerprint)
+    own = VLLMOptions.from_arguments(["-q", "awq", "--load-format", "safetensors"])
+    assert own.fingerprint("2-abc", own_quantization="awq") == "2-abc"
+    assert own.fingerprint("2-abc") != "2-abc"
+    with pytest.raises(ConfigError, match="plain values"):
+        VLLMOptions.from_values({"hf_overrides": lambda config: config})
+
+
+def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:
+    folder = str(model_folder("Llama"))
+    plain = ServedModel.load(folder, options=VLLMOptions())
+    assert plain.identity == ServedModel.load(folder).identity
+    for arguments, _ in SHAPING:
+        other = ServedModel.load(folder, options=VLLMOptions.from_arguments(arguments))
+        assert other.identity != plain.identity
+        assert other.layout == plain.layout

@@ -70,7 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Co
     monkeypatch.setattr(server, "require_vllm", lambda: None)
     monkeypatch.setattr(server, "_run", lambda _served, _model, settings, _arguments: found.append(settings))
 
-    def load(_name: str, *, dtype: str) -> Any:
+    def load(_name: str, *, dtype: str, options: Any) -> Any:
         return SimpleNamespace(identity=dtype)
 
     monkeypatch.setattr(ServedModel, "load", load)

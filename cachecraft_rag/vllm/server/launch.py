@@ -12,6 +12,7 @@ from typing import Any
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.config import CACHE_FOLDER
+from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
@@ -22,6 +23,8 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # Set here, so they cannot be given as further arguments.
 _OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
 _NEVER_S = 1e9
+# Longest wait for connections once vLLM has ended, in whole seconds: it may leave requests without an end.
+_CLOSING_S = 5
 
 
 def serve(
@@ -45,13 +48,14 @@ def serve(
     """
     check_arguments(arguments)
     config = check_config(config)
+    # Refused models and options end here, in a moment: importing vLLM takes many seconds, and starting it a minute.
+    served = ServedModel.load(model, dtype=config.dtype, options=VLLMOptions.from_arguments(arguments))
     require_vllm()
     # One API server, so one process counts: with files that several would share, our own metrics would be left out.
     if os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None) is not None:
         logger.warning("PROMETHEUS_MULTIPROC_DIR is not used: one process serves HTTP, and /metrics is its own")
     named = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, PLUGIN, ENDPOINT]))
-    served = ServedModel.load(model, dtype=config.dtype)
     settings = ConnectorSettings(
         str((store / CACHE_FOLDER).absolute()),
         served.identity,
@@ -86,7 +90,7 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
-    parser: Any = make_arg_parser(FlexibleArgumentParser(prog="cachecraft serve"))
+    parser: Any = make_arg_parser(FlexibleArgumentParser(prog="cachecraft serve", allow_abbrev=False))
     names = () if any(one.startswith("--served") for one in arguments) else ("--served-model-name", model)
     fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)
     args = parser.parse_args([*fixed, *names, *arguments])
@@ -96,4 +100,4 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
     # As an object, not on a command line: the key that seals requests would show in the list of processes.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    uvloop.run(run_server(args, timeout_graceful_shutdown=_CLOSING_S))

@@ -51,7 +51,9 @@ class ServerEngine(VLLMEngine):
         model = ServedModel.load(model_config.model, dtype=str(model_config.dtype).removeprefix("torch."))
         length = min(model.context_length, int(model_config.max_model_len))
         own = settings.endpoint
-        model = replace(model, name=own.model or model.name, context_length=length)
+        # Its fingerprint: the front end has added the options of vLLM that change what the model computes.
+        fingerprint = settings.identity.fingerprint
+        model = replace(model, name=own.model or model.name, context_length=length, fingerprint=fingerprint)
         if chat_template is not None:
             model.tokenizer.chat_template = chat_template
         engine = cls(model, ChunkCacheStore.open(settings.store, settings.config.store), settings, calls=calls)

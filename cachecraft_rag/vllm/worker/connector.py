@@ -75,12 +75,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
         self._settings = ConnectorSettings.of(vllm_config)
-        reason = start_up_refusal(vllm_config, kv_cache_config)
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"{vllm_config.model_config.model} cannot be served from chunk-caches: {reason}. "
-                "Start vLLM without this connector."
-            )
+        refusal = start_up_refusal(vllm_config, kv_cache_config)
+        if refusal is not None:
+            raise refusal.error(vllm_config.model_config.model)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._sender, self._sent_counts = str(role.name).lower(), dict[str, Any]()

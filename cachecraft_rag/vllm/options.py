@@ -1,0 +1,153 @@
+"""Options of vLLM that decide whether, and with which identity, chunk-caches can be reused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.types import digest
+
+# Short forms on vLLM's command line.
+_SHORT = {
+    "q": "quantization",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "ep": "enable_expert_parallel",
+    "sc": "speculative_config",
+}
+# Options that change what the model computes, besides the files of its checkpoint.
+_SHAPING = ("quantization", "quantization_config", "hf_overrides", "hf_config_path", "load_format", "model_weights",
+            "model_class_overrides", "model_loader_extra_config", "config_format")  # fmt: skip
+# Values of `load_format` that read the checkpoint's own weights.
+_SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
+_NOTHING = (None, "", "{}", "auto", "None", False, {})
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """Decisive options of a vLLM server; names without a comment are vLLM's own.
+
+    Attributes:
+        speculates: speculative decoding is on.
+        prefetches_weights: weights are offloaded and fetched layer by layer while a forward runs.
+        shaping: (option, value) for each option that changes what the model computes.
+    """
+
+    enable_lora: bool = False
+    kv_cache_dtype: str = "auto"
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    disable_sliding_window: bool = False
+    model_impl: str = "auto"
+    speculates: bool = False
+    prefetches_weights: bool = False
+    shaping: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> Self:
+        """Read them from arguments of vLLM's command line, without importing vLLM, which takes many seconds.
+
+        >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
+        'fp8'
+        """
+        values: dict[str, Any] = {}
+        for place, argument in enumerate(arguments):
+            if not argument.startswith("-"):
+                continue
+            name, has_value, value = argument.partition("=")
+            name, _, part = name.lstrip("-").partition(".")
+            name = name.replace("-", "_")
+            name = _SHORT.get(name, name)
+            following = arguments[place + 1 : place + 2]
+            if not has_value and following and not following[0].startswith("-"):
+                value = following[0]
+            # `--hf-overrides.rope_theta 1e6` sets one part of a JSON object.
+            values[name] = f"{values.get(name, '')} {part}={value}".strip() if part else value or True
+        return cls.from_values(values)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """Read them from values by the names of vLLM's `EngineArgs`; those that are missing have their defaults.
+
+        Raises ConfigError for a function in the place of plain values, whose effect on the model cannot be compared.
+        """
+        known = {field.name: type(field.default) for field in fields(cls) if field.name != "shaping"}
+        chosen = {name: _as(known[name], name, values[name]) for name in known if values.get(name) is not None}
+        chosen["speculates"] = any(
+            values.get(name) not in _NOTHING for name in ("speculative_config", "spec_method", "spec_model")
+        )
+        chosen["prefetches_weights"] = _prefetches(
+            str(values.get("offload_backend") or "auto"),
+            _as(int, "offload_group_size", values.get("offload_group_size")),
+        )
+        shaping = [(name, _text(name, values[name])) for name in _SHAPING if values.get(name) not in _NOTHING]
+        chosen["shaping"] = tuple(pair for pair in shaping if pair[0] != "load_format" or pair[1] not in _SAME_WEIGHTS)
+        return cls(**chosen)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """Read them from a running vLLM's `VllmConfig`; without `shaping`, which the front end has digested."""
+        parallel = config.parallel_config
+        offload = config.offload_config
+        return cls(
+            enable_lora=config.lora_config is not None,
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            decode_context_parallel_size=parallel.decode_context_parallel_size,
+            prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+            enable_expert_parallel=bool(parallel.enable_expert_parallel),
+            disable_sliding_window=bool(config.model_config.disable_sliding_window),
+            model_impl=str(config.model_config.model_impl),
+            speculates=config.speculative_config is not None,
+            prefetches_weights=_prefetches(offload.offload_backend, offload.prefetch.offload_group_size),
+        )
+
+    def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
+        """Fingerprint of a checkpoint as it is served with these options: its own one if they change nothing.
+
+        Args:
+            checkpoint: fingerprint of the checkpoint's files.
+            own_quantization: method of its own quantisation, which may be named again.
+        """
+        shaping = [pair for pair in self.shaping if pair != ("quantization", own_quantization)]
+        if not shaping:
+            return checkpoint
+        version, _, files = checkpoint.partition("-")
+        return f"{version}-{digest('served', files, *(part for pair in sorted(shaping) for part in pair))}"
+
+
+def _prefetches(backend: str, group_size: int) -> bool:
+    return backend == "prefetch" or (backend == "auto" and group_size > 0)
+
+
+def _as(kind: type, name: str, value: Any) -> Any:
+    """Convert a value that may come from a command line. Raises ConfigError."""
+    if kind is int:
+        try:
+            return int(value or 0)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--{name.replace('_', '-')} must be a whole number, and is {value!r}") from error
+    if kind is bool:
+        return value is True or str(value).lower() in ("true", "1")
+    return str(getattr(value, "value", value))
+
+
+def _text(name: str, value: Any) -> str:
+    """A value as text that is the same for the same JSON."""
+    if callable(value):
+        raise ConfigError(f"{name}: a function cannot be compared with another server's; write plain values")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return str(value)
+    return json.dumps(value, sort_keys=True, default=str) if not isinstance(value, str) else value
