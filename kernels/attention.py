@@ -19,6 +19,7 @@ def attention(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     paths: AttentionPaths = UNMEASURED,
 ) -> Tensor:
     """Softmax attention of scattered rows, masked by position.
@@ -29,6 +30,8 @@ def attention(
         visible: the keys that each row sees.
         scale: multiplies the scores.
         softcap: scores become softcap · tanh(scores / softcap) (Gemma-2); None = as they are.
+        sinks: float32 `[heads]`, contiguous; the score of a position without a value, which each head may attend to
+            (gpt-oss). None = there is none.
         paths: the fastest ways to attend on this CPU.
 
     Returns:
@@ -37,13 +40,13 @@ def attention(
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
-        found = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap).out
+        found = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks).out
         assert found is not None, "values were given"
         return found
     rows, heads, head_dim = q.shape
     # A decode step: a group's queries are rows of their common key/value head.
     path = paths.of(visible)
-    if path.kind != "compiled" and rows == 1 and softcap is None and visible.absent is None:
+    if path.kind != "compiled" and rows == 1 and softcap is None and sinks is None and visible.absent is None:
         (block,) = visible.prepared(row_blocks)
         span = slice(block.first_key, block.last_key)
         one = q.view(1, k.shape[1], heads // k.shape[1], head_dim)
@@ -51,4 +54,4 @@ def attention(
             one, k[span].transpose(0, 1)[None], v[span].transpose(0, 1)[None], scale=scale
         )
         return found.reshape(1, heads, head_dim)
-    return attend(q, k, v, visible, path, scale=scale, softcap=softcap)
+    return attend(q, k, v, visible, path, scale=scale, softcap=softcap, sinks=sinks)

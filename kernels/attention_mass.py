@@ -10,12 +10,19 @@ from torch import Tensor
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
-from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks
+from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks, softmax_with_sinks
 from cachecraft_rag.kernels.visibility import Visibility
 
 
 def attention_mass(
-    q: Tensor, k: Tensor, visible: Visibility, bounds: Tensor, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    bounds: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the rows: to each segment, row by row, and to each key, from all rows together.
 
@@ -28,7 +35,7 @@ def attention_mass(
         k: `[keys, kv_heads, head_dim]`, rotated.
         visible: the keys that each row sees.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.
-        scale, softcap: as in `attention`.
+        scale, softcap, sinks: as in `attention`.
 
     Returns:
         float32 `[rows, segments]` and float32 `[keys]`.
@@ -42,21 +49,21 @@ def attention_mass(
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
         from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
 
-        found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, bounds=bounds)
+        found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds)
         assert found.mass is not None, "bounds were given"
         return found.mass, received_on_gpu(q, k, found.lse, visible, scale=scale, softcap=softcap)
     if (run := kernels_for(q, k)) is not None and calls.attends(q, k):
-        return calls.mass(run, q, k, visible, bounds, scale=scale, softcap=softcap)
+        return calls.mass(run, q, k, visible, bounds, scale=scale, softcap=softcap, sinks=sinks)
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
     received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
-    for block, weights in _mean_weights(q, k, visible, scale=scale, softcap=softcap):
+    for block, weights in _mean_weights(q, k, visible, scale=scale, softcap=softcap, sinks=sinks):
         mass[block.start : block.stop] = _by_segment(weights, block, bounds)
         received[block.first_key : block.last_key] += weights.sum(0)
     return mass, received
 
 
 def _mean_weights(
-    q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Iterator[tuple[RowBlock, Tensor]]:
     """Each block's weights, averaged over heads and 0 at a row's own position: float32 `[rows of the block, keys in
     span]`.
@@ -67,7 +74,7 @@ def _mean_weights(
         scores = masked_scores(
             queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap
         )
-        weights = scores.softmax(-1).view(heads, block.stop - block.start, -1).mean(0)
+        weights = softmax_with_sinks(scores, queries.shape[1], sinks).view(heads, block.stop - block.start, -1).mean(0)
         weights.scatter_(1, (visible.positions[rows] - block.first_key)[:, None], 0.0)
         yield block, weights
 

@@ -18,7 +18,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels, kernels_for
-from cachecraft_rag.kernels.row_blocks import BLOCK_ROWS, RowBlock, additive, grouped, masked_scores, row_blocks
+from cachecraft_rag.kernels.row_blocks import (
+    BLOCK_ROWS,
+    RowBlock,
+    additive,
+    grouped,
+    masked_scores,
+    row_blocks,
+    softmax_with_sinks,
+)
 from cachecraft_rag.kernels.visibility import Visibility
 
 Kind = Literal["fused", "folded", "explicit", "causal", "compiled"]
@@ -100,20 +108,32 @@ def shape_class(visible: Visibility) -> ShapeClass:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visibility, path: AttentionPath, *, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visibility,
+    path: AttentionPath,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attention` of more than one row by this path; soft-capped scores take products where torch would serve."""
+    """Compute `attention` of several rows by this path.
+
+    torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products.
+    """
     if path.kind == "compiled" and (run := kernels_for(q, k, v)) is not None and calls.attends(q, k, v):
-        return calls.attend(run, q, k, v, visible, scale=scale, softcap=softcap)
+        return calls.attend(run, q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
     out = torch.empty_like(q)
     queries, grouped_out = grouped(q, k.shape[1]), grouped(out, k.shape[1])
-    if path.kind == "causal" and softcap is None:
+    needs_products = softcap is not None or sinks is not None
+    if path.kind == "causal" and not needs_products:
         rows = len(q)
         grouped_out.copy_(causal(queries, k[:rows], v[:rows], scale=scale))
         return out
-    explicit = softcap is not None or path.kind == "explicit"
+    explicit = needs_products or path.kind == "explicit"
     group = queries.shape[1]
-    size = BLOCK_ROWS if softcap is not None else path.block_rows
+    size = BLOCK_ROWS if needs_products else path.block_rows
     if path.kind == "folded":
         size = max(1, size // group)
     # From the last one on, which sees most keys: the memory that torch takes for it serves all the others.
@@ -121,7 +141,7 @@ def attend(
     for block, mask in reversed(visible.prepared(_masked_blocks, size, repeats, dtype)):
         part, span = queries[:, :, block.start : block.stop], slice(block.first_key, block.last_key)
         if explicit:
-            found = products(part, k[span], v[span], block, scale=scale, softcap=softcap)
+            found = products(part, k[span], v[span], block, scale=scale, softcap=softcap, sinks=sinks)
         else:
             found = (folded if path.kind == "folded" else fused)(part, k[span], v[span], mask, scale=scale)
         grouped_out[:, :, block.start : block.stop] = found
@@ -156,12 +176,22 @@ def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     return scaled_dot_product_attention(q, seen(k), seen(v), is_causal=True, scale=scale)
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
+def products(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: RowBlock,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns float32.
 
     Rejected: products in half precision, which round every score.
     """
-    weights = masked_scores(q, k, block, scale=scale, softcap=softcap).softmax(-1)
+    scores = masked_scores(q, k, block, scale=scale, softcap=softcap)
+    weights = softmax_with_sinks(scores, q.shape[1], sinks)
     return torch.bmm(weights, v.transpose(0, 1).float()).view(q.shape)
 
 

@@ -83,6 +83,25 @@ def masked_scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softca
     return scores
 
 
+def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tensor:
+    """Return the weights of one block's keys; what a head gives to its sink is missing from their sum.
+
+    Args:
+        scores: float32 `[kv_heads, group · rows, keys]`, masked.
+        group: query heads of a key/value head.
+        sinks: float32 `[heads]`, the score of each head's sink; None = there is none.
+
+    >>> softmax_with_sinks(torch.zeros(1, 1, 1), 1, torch.zeros(1)).tolist()
+    [[[0.5]]]
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    kv_heads, folded_rows, _ = scores.shape
+    sink_scores = sinks.float().view(kv_heads, group, 1).expand(-1, -1, folded_rows // group)
+    sink_scores = sink_scores.reshape(kv_heads, folded_rows, 1)
+    return torch.cat((scores, sink_scores), dim=-1).softmax(-1)[..., :-1]
+
+
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
     """`[rows, heads, head_dim]` seen as `[kv_heads, group, rows, head_dim]`, without a copy."""
     rows, heads, head_dim = q.shape

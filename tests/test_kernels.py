@@ -93,7 +93,14 @@ def test_rotate_takes_views() -> None:
 
 
 def probabilities(
-    q: Tensor, k: Tensor, positions: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Plain softmax `[heads, rows, keys]` in float64, one query head at a time."""
     group = q.shape[1] // k.shape[1]
@@ -106,7 +113,9 @@ def probabilities(
         scores = q[:, head].double() @ k[:, head // group].double().T * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1))
+        scores = scores.masked_fill(~visible, -torch.inf)
+        sink = torch.full((len(q), 1), -torch.inf if sinks is None else float(sinks[head]), dtype=torch.float64)
+        heads.append(torch.cat((scores, sink), -1).softmax(-1)[:, :-1])
     return torch.stack(heads)
 
 
@@ -122,6 +131,10 @@ CASES: dict[str, dict[str, Any]] = {
     "one row in a window": {"positions": [30], "window": 7},
     "softcap": {"positions": [0, 5, 30], "softcap": 2.0},
     "softcap and window": {"positions": [3, 5, 30], "softcap": 2.0, "window": 4},
+    "sinks": {"positions": [0, 5, 30], "sinks": True},
+    "sinks, one row": {"positions": [17], "sinks": True},
+    "sinks, softcap and window": {"positions": [3, 5, 30], "softcap": 2.0, "window": 4, "sinks": True},
+    "sinks, every row": {"positions": [*range(31)], "sinks": True},
     "several blocks": {"positions": [*range(0, 700, 2), 731], "keys": 740},
     "several blocks in a window": {"positions": [*range(0, 700, 2), 731], "keys": 740, "window": 33},
     "a last block of one row": {"positions": [*range(BLOCK_ROWS + 1)], "keys": 300, "window": 9},
@@ -134,7 +147,8 @@ def tensors(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     positions = torch.tensor(case["positions"])
     q, k = noise(len(positions), heads, 16, dtype=dtype), noise(keys, kv_heads, 16, seed=1, dtype=dtype)
     v = noise(keys, kv_heads, 16, seed=2, dtype=dtype)
-    return q, k, v, positions, {"scale": 0.3, "softcap": case.get("softcap")}
+    sinks = noise(heads, seed=3).float() if case.get("sinks") else None
+    return q, k, v, positions, {"scale": 0.3, "softcap": case.get("softcap"), "sinks": sinks}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,7 +45,14 @@ def turns(positions: int, width: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def weights(q: Tensor, k: Tensor, visible: Visibility, scale: float, softcap: float | None) -> Tensor:
+def weights(
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Plain softmax `[heads, rows, keys]`."""
     scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
     if softcap is not None:
@@ -56,7 +63,11 @@ def weights(q: Tensor, k: Tensor, visible: Visibility, scale: float, softcap: fl
         hidden |= keys <= own - visible.window
     if visible.absent is not None:
         hidden |= torch.isin(keys, visible.absent)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    sink_scores = sinks.double()[:, None, None].expand(-1, len(q), 1)
+    return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
 
 
 def near(found: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
@@ -74,6 +85,10 @@ CASES: dict[str, dict[str, Any]] = {
     "absent": {"positions": [9, 150, 190], "keys": 200, "absent": [*range(10, 140), 189]},
     "soft cap": {"positions": [7, 90, 140], "keys": 150, "softcap": 3.0},
     "soft cap and window": {"positions": [7, 90, 140], "keys": 150, "softcap": 0.5, "window": 60},
+    "sinks, one row": {"positions": [600], "keys": 610, "sinks": True},
+    "sinks, scattered": {"positions": [0, 7, 90, 140, 300], "keys": 301, "sinks": True},
+    "sinks, many": {"positions": [*range(5, 700, 3)], "keys": 710, "sinks": True, "window": 90},
+    "sinks and soft cap": {"positions": [7, 90, 140], "keys": 150, "sinks": True, "softcap": 3.0},
     "every head its own keys": {"positions": [7, 90], "keys": 99, "heads": 3, "kv_heads": 3},
     "one key head": {"positions": [7, 90, 91, 92, 93], "keys": 99, "heads": 7, "kv_heads": 1},
     "small heads": {"positions": [7, 90], "keys": 99, "dim": 8},
@@ -95,7 +110,8 @@ def made(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     k, v = (noise(case["keys"], kv_heads, dim, seed=seed).to(dtype) for seed in (1, 2))
     absent = torch.tensor(case["absent"]) if "absent" in case else None
     visible = Visibility(torch.tensor(case["positions"]), window=case.get("window"), absent=absent)
-    return q, k, v, visible, {"scale": 1.5 * dim**-0.5, "softcap": case.get("softcap")}
+    sinks = 2 * noise(heads, seed=3).float() if case.get("sinks") else None
+    return q, k, v, visible, {"scale": 1.5 * dim**-0.5, "softcap": case.get("softcap"), "sinks": sinks}
 
 
 @needs_build
@@ -103,7 +119,7 @@ def made(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_its_mass_are_a_plain_softmax(name: str, dtype: torch.dtype, instructions: str) -> None:
     q, k, v, visible, how = made(CASES[name], dtype)
-    exact = weights(q.double(), k.double(), visible, how["scale"], how["softcap"])
+    exact = weights(q.double(), k.double(), visible, **how)
     right = torch.einsum("hrk,khd->rhd", exact, v.double().repeat_interleave(q.shape[1] // k.shape[1], 1))
     run = kernels_for(q, k, v)
     assert run is not None
@@ -172,7 +188,7 @@ def test_two_threads_of_python_may_call_at_once(instructions: str) -> None:
 
 @needs_build
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("dim", "width"), [(2, 2), (6, 6), (80, 20), (64, 64), (128, 64), (256, 256)])
+@pytest.mark.parametrize(("dim", "width"), [(2, 2), (6, 6), (80, 20), (64, 64), (64, 0), (128, 64), (256, 256)])
 @pytest.mark.parametrize("tokens", [0, 1, 77])
 def test_a_chunk_is_rotated_into_its_place(
     tokens: int, dim: int, width: int, dtype: torch.dtype, instructions: str
@@ -193,7 +209,7 @@ def test_a_chunk_is_rotated_into_its_place(
 
 @needs_build
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("dim", "width"), [(64, 64), (20, 12)])
+@pytest.mark.parametrize(("dim", "width"), [(64, 64), (20, 12), (20, 0)])
 def test_drift_moves_as_torch_does(
     dim: int, width: int, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ class RowPass:
                 visible,
                 scale=settings.scale,
                 softcap=settings.softcap,
+                sinks=settings.sinks,
                 paths=self._paths,
             )
 

@@ -287,7 +287,11 @@ INLINE void NAME(attend_tile)(const attend_t *c, long job, long bf) {
     NAME(take)(c, &tile, kv_head, first, stop, bf);
     memset(o, 0, (size_t)(MOST_ROWS * padded) * 4);
     memset(p, 0, sizeof p);
-    for (long i = 0; i < MOST_ROWS; i++) most[i] = -1e30f, total[i] = 0;
+    for (long i = 0; i < MOST_ROWS; i++) {
+        int sinks = c->sinks && i < tile.count;
+        most[i] = sinks ? c->sinks[tile.head[i]] * 1.44269504f : -1e30f;
+        total[i] = sinks ? 1.f : 0.f;
+    }
     for (long i = tile.count * WIDE; i < MOST_ROWS * WIDE; i++) tile.s[i] = 0;
     long end = c->positions[tile.last_row] + 1;
     for (long key = NAME(first_seen)(c, tile.first_row) / WIDE * WIDE; key < end; key += WIDE) {
@@ -424,11 +428,13 @@ static void NAME(few)(const attend_t *c) {
     for (long head = 0; head < c->kv_heads; head++)
         for (long i = 0; i < folded; i++) {
             void *out = AT(c->out, (i / group * c->heads + head * group + i % group) * dim);
-            float most = -1e30f, total = 0, sum[MOST_DIM] = {};
+            float sink = c->sinks ? c->sinks[head * group + i % group] * 1.44269504f : -1e30f;
+            float most = sink, total = 0, sum[MOST_DIM] = {};
             for (long part = 0; part < parts; part++) {
                 const float *o = (const float *)c->packed + ((part * c->kv_heads + head) * folded + i) * (dim + 2);
                 most = o[0] > most ? o[0] : most;
             }
+            if (c->sinks) total = exp2f(sink - most);
             for (long part = 0; part < parts; part++) {
                 const float *o = (const float *)c->packed + ((part * c->kv_heads + head) * folded + i) * (dim + 2);
                 float share = exp2f(o[0] - most);

@@ -36,6 +36,7 @@ class _Attend(ctypes.Structure):
         *_fields("rows heads kv_heads dim keys window segments threads bfloat", _N),
         *_fields("q_row q_head k_row k_head v_row v_head", _N),
         *_fields("scale softcap", ctypes.c_float),
+        *_fields("sinks", _P),
     ]
 
 
@@ -196,23 +197,39 @@ def attends(q: Tensor, *others: Tensor) -> bool:
 
 
 def attend(
-    run: Kernels, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+    run: Kernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention.attention`."""
     out = torch.empty(q.shape, dtype=q.dtype)
-    call = _attention(run, q, k, visible, scale=scale, softcap=softcap)
+    call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
     call.v, call.v_row, call.v_head, call.out = v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr()
     run("attend", ctypes.byref(call))
     return out
 
 
 def mass(
-    run: Kernels, q: Tensor, k: Tensor, visible: Visibility, bounds: Tensor, *, scale: float, softcap: float | None
+    run: Kernels,
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    bounds: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `attention_mass.attention_mass`."""
     found = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)
-    call = _attention(run, q, k, visible, scale=scale, softcap=softcap)
+    call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
     received = torch.empty(parts, -(-call.keys // _WIDE) * _WIDE, dtype=torch.float32)
     bounds = bounds.contiguous()
     call.bounds, call.segments, call.mass, call.received = (
@@ -265,7 +282,14 @@ def differs(run: Kernels) -> str:
 
 
 def _attention(
-    run: Kernels, q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+    run: Kernels,
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> _Attend:
     rows, heads, dim = q.shape
     keys, absent, positions = visible.prepared(_reach)
@@ -276,6 +300,7 @@ def _attention(
     call.window, call.threads, call.bfloat = visible.window or 0, torch.get_num_threads(), q.dtype == torch.bfloat16
     call.q_row, call.q_head, call.k_row, call.k_head = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call.scale, call.softcap = scale, softcap or 0.0
+    call.sinks = None if sinks is None else sinks.data_ptr()
     blocks = -(-keys // _WIDE) * (_WIDE // _BLOCK)
     padded = -(-dim // _BLOCK) * _BLOCK
     size = 2 if run.instructions in ("avx512_bf16", "amx") and call.bfloat else 4

@@ -92,6 +92,7 @@ typedef struct {
     long rows, heads, kv_heads, dim, keys, window, segments, threads, bfloat;
     long q_row, q_head, k_row, k_head, v_row, v_head;
     float scale, softcap; /* 0: no cap */
+    const float *sinks;   /* [heads] or 0: the score of a position without a value, which each head may attend to */
 } attend_t;
 
 /* Of `rotate`: rows of `x` turned into rows of `out`. */

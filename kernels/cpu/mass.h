@@ -12,7 +12,10 @@ INLINE void NAME(mass_rows)(const attend_t *c, long job, long bf) {
     memset(received, 0, (size_t)(NAME(blocks)(c) * BLOCK) * 4);
     memset(mass, 0, (size_t)((stop - first) * c->segments) * 4);
     float most[MASS_ROWS * c->heads], total[MASS_ROWS * c->heads];
-    for (long n = 0; n < MASS_ROWS * c->heads; n++) most[n] = -1e30f, total[n] = 0;
+    for (long n = 0; n < MASS_ROWS * c->heads; n++) {
+        most[n] = c->sinks ? c->sinks[n % c->heads] * 1.44269504f : -1e30f;
+        total[n] = c->sinks ? 1.f : 0.f;
+    }
     for (int pass = 0; pass < 2; pass++)
         for (long key = NAME(first_seen)(c, first) / WIDE * WIDE; key < end; key += WIDE) {
             if (pass) memset(seen, 0, sizeof seen);

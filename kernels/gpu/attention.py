@@ -118,12 +118,12 @@ def _write(
 
 @triton.jit(do_not_specialize=["rows", "segments", "window"])
 def _attend(
-    q, k, v, out, lse, mass, positions, absent, bounds, q_row, q_head, k_key, k_head, v_key, v_head,
+    q, k, v, out, lse, mass, positions, absent, bounds, sinks, q_row, q_head, k_key, k_head, v_key, v_head,
     rows, heads, segments, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, ABSENT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     VALUES: tl.constexpr, MASS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASS_PRECISION: tl.constexpr,
+    MASS_PRECISION: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys, so they begin first
     head, split = tl.program_id(1), tl.program_id(2)
@@ -134,6 +134,10 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # noqa: SIM102  # the first is known when the kernel is compiled
+        if split == 0:  # a sink counts once
+            top = tl.load(sinks + query_head, mask=live, other=0.0) * 1.4426950408889634
+            total += 1.0
     column = tl.arange(0, BLOCK_S)
     summed, low, high = total, column, column
     if MASS:
@@ -168,6 +172,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     bounds: Tensor | None = None,
     splits: int | None = None,
     tiling: Tiling | None = None,
@@ -180,6 +185,7 @@ def attend(
         visible: which keys each row sees.
         scale: multiplies the scores.
         softcap: scores become softcap · tanh(scores / softcap); None = as they are.
+        sinks: float32 `[heads]`, the score of a position without a value, which each head may attend to; None = none.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the positions `bounds[i]:bounds[i + 1]` and may be
             empty. None = no mass is wanted.
         splits: among how many programs a tile's keys are split; None = as many as fill the device.
@@ -196,7 +202,7 @@ def attend(
         mass = None if bounds is None else q.new_empty(0, segments, dtype=torch.float32)
         return Attended(None if v is None else torch.empty_like(q), none, mass)
     if bounds is not None and segments > MOST_SEGMENTS:
-        return _in_parts(q, k, v, visible, scale=scale, softcap=softcap, bounds=bounds, tiling=tiling)
+        return _in_parts(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds, tiling=tiling)
     group = heads // kv_heads
     tiling = tiling or Tiling.of(q, pairs=rows * group)
     tiles = triton.cdiv(rows * group, tiling.rows)
@@ -210,10 +216,11 @@ def attend(
     _attend[(tiles, kv_heads, splits)](
         q, k, values, lse if out is None else out, lse, lse if mass is None else mass,
         visible.positions, q if absent is None else absent, q if bounds is None else bounds.contiguous(),
+        q if sinks is None else sinks.contiguous(),
         *q.stride()[:2], *k.stride()[:2], *values.stride()[:2],
         rows, heads, segments, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
         GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits,
-        VALUES=v is not None, MASS=bounds is not None,
+        VALUES=v is not None, MASS=bounds is not None, SINKS=sinks is not None,
         MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **tiling.constants(q, visible, absent=absent, softcap=softcap),
     )  # fmt: skip

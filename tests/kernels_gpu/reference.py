@@ -19,11 +19,15 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     bounds: Tensor | None = None,
 ) -> Attended:
     """`kernels.gpu.attention.attend` by matrices `[rows, heads, keys]`."""
     scored = _scores(q, k, visible, scale=scale, softcap=softcap)
-    weights = scored.softmax(-1).nan_to_num(0.0)  # a row that sees nothing
+    if sinks is not None:
+        sink_scores = sinks.double()[None, :, None].expand(len(q), -1, 1)
+        scored = torch.cat((scored, sink_scores), -1)
+    weights = scored.softmax(-1).nan_to_num(0.0)[..., : k.shape[0]]  # a row that sees nothing
     out = mass = None
     if v is not None:
         out = torch.einsum("rhk,khd->rhd", weights, v.double().repeat_interleave(q.shape[1] // k.shape[-2], dim=1))

@@ -42,6 +42,7 @@ def assert_as_the_reference(q: Tensor, k: Tensor, v: Tensor | None, visible: Vis
             assert torch.allclose(ours.double(), right, atol=tolerance, rtol=tolerance), name
     assert found.out is None or found.out.dtype == q.dtype
     how.pop("bounds", None)
+    how.pop("sinks", None)  # what a row gives to its sink shows in its lse
     tiling = launch.get("tiling")
     keys = received(q, k, expected.lse.float(), visible, **how, tiling=tiling)
     right = reference.received(q, k, expected.lse, visible, **how)
@@ -66,6 +67,13 @@ CASES: dict[str, dict[str, Any]] = {
     "absent keys": {"positions": [9, 20, 36], "absent": [0, 1, 2, 8, 10, 33]},
     "absent keys in a window": {"positions": [9, 20, 36], "absent": [0, 1, 2, 8, 10, 33], "window": 5},
     "a row that sees nothing": {"positions": [2, 20], "absent": [0, 1, 2]},
+    "sinks": {"positions": [0, 5, 30], "sinks": [0.5, -1.0, 2.0, 0.0]},
+    "sinks, soft cap and window": {
+        "positions": [3, 5, 30],
+        "softcap": 2.0,
+        "window": 4,
+        "sinks": [1.0, 2.0, 3.0, -9.0],
+    },
     "several tiles": {"positions": [*range(1, 50, 2)], "keys": 60},
     "every row": {"positions": [*range(37)]},
 }
@@ -88,18 +96,20 @@ def test_every_feature(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     q, k, v, visible = tensors(case, dtype, 16)
     bounds = on_device([0, 4, 4, 9, len(k)] if len(k) > 9 else [0, 0, len(k)])  # one segment is empty
-    found = assert_as_the_reference(
-        q, k, v, visible, scale=0.3, softcap=case.get("softcap"), bounds=bounds, tiling=SMALL
-    )
+    sinks = on_device(case["sinks"], torch.float32) if "sinks" in case else None
+    how = {"scale": 0.3, "softcap": case.get("softcap"), "sinks": sinks, "bounds": bounds}
+    found = assert_as_the_reference(q, k, v, visible, **how, tiling=SMALL)
     assert found.mass is not None
     assert not found.mass[:, 1 if len(k) > 9 else 0].any()
 
 
 @pytest.mark.parametrize("splits", [2, 8])
-@pytest.mark.parametrize("name", ["one row", "one key", "several tiles", "soft cap and window", "absent keys"])
+@pytest.mark.parametrize("name", ["one row", "one key", "several tiles", "soft cap and window", "absent keys", "sinks"])
 def test_keys_split_among_programs(name: str, splits: int) -> None:
     q, k, v, visible = tensors(CASES[name], torch.float32, 16)
-    how = {"scale": 0.3, "softcap": CASES[name].get("softcap"), "bounds": on_device([0, 1, len(k)])}
+    case = CASES[name]
+    sinks = on_device(case["sinks"], torch.float32) if "sinks" in case else None
+    how = {"scale": 0.3, "softcap": case.get("softcap"), "sinks": sinks, "bounds": on_device([0, 1, len(k)])}
     assert_as_the_reference(q, k, v, visible, **how, tiling=SMALL, splits=splits)
 
 

@@ -14,7 +14,7 @@ from tests.kernels_gpu import reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1, 2, 2), (7, 3, 6, 6), (5, 4, 80, 20), (33, 2, 64, 64), (3, 2, 10, 2), (4, 1, 96, 96)]
+SHAPES = [(1, 1, 2, 2), (7, 3, 6, 6), (5, 4, 80, 20), (33, 2, 64, 64), (3, 2, 10, 2), (4, 1, 96, 96), (5, 2, 8, 0)]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,3 +128,15 @@ def test_what_does_not_fit_together_is_refused() -> None:
         shift_stale(merged[0], noise(1, 2, 2, 8), torch.zeros(3, dtype=torch.int32, device=DEVICE), cos=cos, sin=sin)
     with pytest.raises(ValueError, match="changes"):
         shift_stale(merged[0], noise(1, 2, 3, 8), torch.zeros(9, dtype=torch.int32, device=DEVICE), cos=cos, sin=sin)
+
+
+def test_only_the_named_layers_are_placed() -> None:
+    cos, sin = turns(12, 8, torch.float32)
+    chunk = noise(3, 2, 5, 2, 8)
+    found = torch.full((3, 2, 14, 2, 8), 7.0, device=DEVICE)
+    expected = found.clone()
+    place(found, chunk, 5, cos=cos, sin=sin, layers=[0, 2])
+    for layer in (0, 2):
+        reference.place(expected[layer : layer + 1], chunk[layer : layer + 1], 5, cos=cos, sin=sin)
+    assert near(found, expected)
+    assert torch.equal(found[1], torch.full_like(found[1], 7.0))

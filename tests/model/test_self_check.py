@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.layer_survey import RotaryKind, RotationForm
 from cachecraft_rag.model.self_check import self_check
@@ -53,7 +54,16 @@ def test_one_layer_that_forgets_its_rotary_embedding_in_passes_is_refused(
         self_check(decoder)
 
 
-def test_attention_sinks_are_refused(tiny_decoder: MakeDecoder) -> None:
+def test_attention_sinks_are_served(tiny_decoder: MakeDecoder) -> None:
+    decoder = tiny_decoder("GraniteSWA", num_hidden_layers=2, head_dim=16)
+    assert self_check(decoder) <= 2e-6
+
+
+def test_forgotten_attention_sinks_are_refused(tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_sinks(*args: Any, sinks: Any = None, **named: Any) -> Any:
+        return attention(*args, **named)
+
+    monkeypatch.setattr("cachecraft_rag.compute.row_pass.attention", without_sinks)
     with pytest.raises(UnsupportedModelError, match="granite_swa"):
         self_check(tiny_decoder("GraniteSWA", num_hidden_layers=2, head_dim=16))
 

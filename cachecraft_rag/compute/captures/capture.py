@@ -193,6 +193,7 @@ class AttentionAccumulator:
             self._edges,
             scale=settings.scale,
             softcap=settings.softcap,
+            sinks=settings.sinks,
         )
         self._mass += mass
 

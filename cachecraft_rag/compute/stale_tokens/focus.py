@@ -43,6 +43,7 @@ class FocusObserver:
                 self._chunks,
                 scale=settings.scale,
                 softcap=settings.softcap,
+                sinks=settings.sinks,
             )
             self._mass = mass.sum(0)
 

@@ -50,7 +50,15 @@ class AttentionReceived:
         keys = k[: self.watched.stop]  # later keys are not computed yet
         # Bounds of a single segment, made on the device: copying them there would wait for it.
         bounds = torch.arange(0, len(keys) + 1, len(keys), device=q.device)
-        _mass, received = attention_mass(q, keys, visible, bounds, scale=settings.scale, softcap=settings.softcap)
+        _mass, received = attention_mass(
+            q,
+            keys,
+            visible,
+            bounds,
+            scale=settings.scale,
+            softcap=settings.softcap,
+            sinks=settings.sinks,
+        )
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
