@@ -331,7 +331,7 @@ def main(
 
 def _lasting(origin: str) -> OriginCondition:
     condition = origin_named(origin)
-    if condition.behind is None:
+    if condition.is_stream:
         raise ConfigError(
             f"with the origin {origin}, chunk-caches change from question to question; choose unrelated, neighbours, "
             "alone or similar"

@@ -41,7 +41,9 @@ class CalibrationOptions:
     quality  mean quality to keep, for which α is found; full prefill has 1
     metric   measure of quality: rouge_l of the answer against full prefill's; top1, the share of equal most likely
              tokens; f1 against gold answers, relative to full prefill's
-    origin   capture chunks behind: unrelated, neighbours, alone
+    origin   how chunks are captured. documents: primed, as index --prime does it; neighbours: after the chunks before
+             them in their document; alone: after a fixed passage; unrelated: after chunks of other documents, for
+             stores that are not primed
     check    calibrate on one half of the questions, and test the result on the other
     """
 
@@ -49,7 +51,7 @@ class CalibrationOptions:
     store: Path = Path("chunk-caches")
     quality: float = 0.95
     metric: str = "rouge_l"
-    origin: str = "unrelated"
+    origin: str = "documents"
     check: bool = False
     dtype: str = "auto"
     device: str = "auto"
@@ -133,8 +135,8 @@ def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
     if not found.pays:
         said.append(
             f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
-            "with --quality; or capture chunks behind their neighbours (cachecraft index --prime), and calibrate "
-            "for that with --origin neighbours."
+            "with --quality; or prime the documents (cachecraft index --prime), and calibrate for that with "
+            "--origin documents."
         )
     if checked is not None:
         mean, interval = _shown(checked)

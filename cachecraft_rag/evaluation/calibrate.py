@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, ratio_interval
 from cachecraft_rag.evaluation.measuring import Method, Record, Trial
-from cachecraft_rag.evaluation.origins import CONDITIONS, condition_named
+from cachecraft_rag.evaluation.origins import CONDITIONS, DEFAULT_ORIGIN, condition_named
 from cachecraft_rag.evaluation.records import RecordLog
 from cachecraft_rag.evaluation.runner import Run, Settings
 from cachecraft_rag.planning.calibration import Calibration
@@ -64,7 +64,7 @@ class CalibrationSettings:
 
     quality: float = 0.95
     metric: str = "rouge_l"
-    origin: str = "unrelated"
+    origin: str = DEFAULT_ORIGIN
     answer_tokens: int = 16
     seed: int = 0
 
@@ -76,8 +76,8 @@ class CalibrationSettings:
                 f"quality must lie between 0 and 1, where 1 is that of full prefill, not {self.quality:g}; "
                 "write for example 0.95"
             )
-        if condition_named(self.origin).behind is None:
-            fixed = [condition.name for condition in CONDITIONS.values() if condition.behind is not None]
+        if condition_named(self.origin).is_stream:
+            fixed = [condition.name for condition in CONDITIONS.values() if not condition.is_stream]
             raise ConfigError(
                 f"with the origin {self.origin!r} chunk-caches change from question to question, but every α must find "
                 f"the same ones; choose one of {', '.join(fixed)}"

@@ -1,7 +1,7 @@
-"""Origin conditions: what chunks were captured behind before a question reuses them.
+"""Origin conditions: how chunks were captured before a question reuses them.
 
-Under every condition but `stream`, each distinct chunk is captured once, behind chunks that depend on the seed and the
-chunk alone. So every method finds the same chunk-caches, also after an interruption.
+Under every condition but `stream`, the stored variants of a chunk depend on the dataset, the seed and the chunk alone.
+So every method finds the same chunk-caches, also after an interruption.
 """
 
 from __future__ import annotations
@@ -17,53 +17,81 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types import Chunk
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.dataset import Dataset, Question
 
-Behind = Callable[["Dataset", "Chunk", int], Sequence["Chunk"]]  # dataset, chunk, seed → what it is captured behind
+# dataset, chunk, seed → the chunks that it is captured after
+OriginPrefix = Callable[["Dataset", "Chunk", int], Sequence["Chunk"]]
+
+DEFAULT_ORIGIN = "documents"
 
 
 @dataclass(frozen=True, slots=True)
 class OriginCondition:
-    """A rule for the origin prefixes of chunks.
+    """A rule for how chunks are captured.
 
-    behind  the chunks that a chunk is captured behind: "unrelated", 1 or 2 chunks of other documents; "neighbours", the
-            chunks before it in its document; "alone", a fixed passage, as with `prime(alone=True)`. None if captures
-            are left to the questions, as in production ("stream")
+    Exactly one of three rules applies: the documents are primed, each chunk is captured after `origin_prefix`, or the
+    questions capture.
+
+    meaning            what the condition stands for, in one phrase
+    origin_prefix      the chunks that a chunk is captured after, each chunk in a pass of its own
+    primes_documents   the documents of a question's passages are primed as `CacheCraft.prime` primes them
     """
 
     name: str
-    behind: Behind | None
+    meaning: str
+    origin_prefix: OriginPrefix | None = None
+    primes_documents: bool = False
+
+    @property
+    def is_stream(self) -> bool:
+        """True if captures are left to the questions, as in production."""
+        return self.origin_prefix is None and not self.primes_documents
+
+
+def _neighbours(dataset: Dataset, chunk: Chunk, seed: int) -> Sequence[Chunk]:
+    # `Primer` drops the furthest neighbours if they do not fit into one pass.
+    return dataset.neighbours(chunk.chunk_id)
+
+
+def _fixed_passage(dataset: Dataset, chunk: Chunk, seed: int) -> Sequence[Chunk]:
+    return [Chunk(STAND_IN)]
 
 
 def _unrelated(dataset: Dataset, chunk: Chunk, seed: int) -> Sequence[Chunk]:
-    own = dataset.document_of(chunk.chunk_id)
-    others = [other for document in dataset.documents if document is not own for other in document]
+    own_document = dataset.document_of(chunk.chunk_id)
+    others = [other for document in dataset.documents if document is not own_document for other in document]
     if not others:
         raise ConfigError(
             "the file of questions has only one document, so no chunk in it is unrelated; choose another origin: "
-            "neighbours, alone or stream"
+            "documents, stream, neighbours or alone"
         )
     draw = random.Random(f"{seed}/{chunk.chunk_id}")
     return draw.sample(others, min(len(others), draw.randint(1, 2)))
 
 
+# In the order in which users should think of them.
 _ALL = (
-    OriginCondition("unrelated", _unrelated),
-    # `Primer` drops the furthest neighbours if they do not fit into one pass.
-    OriginCondition("neighbours", lambda dataset, chunk, _: dataset.neighbours(chunk.chunk_id)),
-    OriginCondition("alone", lambda *_: [Chunk(STAND_IN)]),
-    OriginCondition("stream", None),
+    OriginCondition(
+        "documents",
+        "each document primed, as `prime` and `index --prime` do it",
+        primes_documents=True,
+    ),
+    OriginCondition("stream", "captured by the questions before, as without priming"),
+    OriginCondition("neighbours", "after the chunks before it in its document, one pass per chunk", _neighbours),
+    OriginCondition("alone", "after a fixed passage, as `prime(alone=True)` does it", _fixed_passage),
+    OriginCondition("unrelated", "after one or two chunks of other documents, the hardest case", _unrelated),
 )
 
 CONDITIONS: Mapping[str, OriginCondition] = MappingProxyType({condition.name: condition for condition in _ALL})
 
 
 def condition_named(name: str) -> OriginCondition:
-    """The condition of that name; ConfigError lists the known names."""
+    """Return the condition of that name; ConfigError lists the known names."""
     try:
         return CONDITIONS[name]
     except KeyError:
@@ -85,25 +113,46 @@ class Origins:
 
     def __post_init__(self) -> None:
         self._primer = Primer(self.engine)
+        self._primed: set[str] = set()  # the first chunk of each document
+        self._asked_for = {chunk.chunk_id for question in self.dataset.questions for chunk in question.passages}
 
     def before(self, question: Question) -> None:
         """Capture the chunks of a question about to be measured; skipped for one that an earlier run has measured."""
-        if (behind := self.condition.behind) is not None:
+        if self.condition.primes_documents:
             for chunk in question.passages:
-                self._primer.capture(chunk, behind(self.dataset, chunk, self.seed))
+                self._prime(self.dataset.document_of(chunk.chunk_id))
+        elif self.condition.origin_prefix is not None:
+            for chunk in question.passages:
+                prefix = self.condition.origin_prefix(self.dataset, chunk, self.seed)
+                self._primer.capture(chunk, prefix)
+
+    def _prime(self, document: tuple[Chunk, ...]) -> None:
+        """Prime a document once, and keep only the chunk-caches that a question asks for.
+
+        The others would fill the disk: documents of a question set may have a hundred times the chunks that are asked
+        for.
+        """
+        first = document[0].chunk_id
+        if first in self._primed:
+            return
+        self._primed.add(first)
+        self._primer.prime([chunk for chunk in document if self._primer.fits(chunk)])
+        unused = tuple(chunk.chunk_id for chunk in document if chunk.chunk_id not in self._asked_for)
+        if unused:
+            self.engine.store.evict(RowFilter(chunk_ids=unused))
 
     def after(self, question: Question) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
         Called after every question, also those of the warm-up and those that an earlier run has measured.
         """
-        if self.condition.behind is not None:
+        if not self.condition.is_stream:
             return
         engine = self.engine
         sampling = SamplingParams(max_new_tokens=self.answer_tokens)
-        asked = engine.stream(question.text, question.passages, sampling=sampling, config=ReuseConfig())
-        next(asked, None)
-        asked.close()  # prefill captures, so the first token is enough
+        answer = engine.stream(question.text, question.passages, sampling=sampling, config=ReuseConfig())
+        next(answer, None)
+        answer.close()  # prefill captures, so the first token is enough
         captured = [engine.prompts.system.segment_id, *(chunk.chunk_id for chunk in question.passages)]
         # Looked at by the loop after it has ended the answer and handed over its captures.
         engine.loop.wait_until(lambda: not engine.write_back.pending(captured))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.measuring import Record, Reference, Trial, measure, reference_of
-from cachecraft_rag.evaluation.origins import CONDITIONS, OriginCondition, Origins
+from cachecraft_rag.evaluation.origins import CONDITIONS, DEFAULT_ORIGIN, OriginCondition, Origins
 from cachecraft_rag.evaluation.records import RecordLog
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Progress, digest
@@ -45,7 +45,7 @@ class Settings:
     """
 
     trials: tuple[Trial, ...]
-    origin: OriginCondition = CONDITIONS["unrelated"]
+    origin: OriginCondition = CONDITIONS[DEFAULT_ORIGIN]
     warmup: int = 20
     answer_tokens: int = 16
     seed: int = 0
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def _warmup(self) -> int:
-        return self.warmup if self.origin.behind is None else 0
+        return self.warmup if self.origin.is_stream else 0
 
     def describe(self, engine: Engine, dataset: Dataset) -> dict[str, Any]:
         """Everything that the measurements depend on, as plain values."""

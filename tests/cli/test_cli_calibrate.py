@@ -178,7 +178,7 @@ def test_another_quality_replaces_the_first(home: Path) -> None:
     [
         (("--quality", "0.9", "--metric", "bleu"), "unknown metric 'bleu'; choose one of"),
         (("--quality", "95"), "quality must lie between 0 and 1"),
-        (("--quality", "0.9", "--origin", "stream"), "choose one of unrelated"),
+        (("--quality", "0.9", "--origin", "stream"), "choose one of documents"),
         (("--quality", "0.9", "--limit", "1", "--check"), "2 questions or more: raise --limit"),
         (("--data", "missing.json"), r"missing\.json"),
     ],

@@ -248,7 +248,7 @@ def test_a_stopped_calibration_resumes_and_finds_the_same(
         ({"quality": -0.1}, "between 0 and 1"),
         ({"quality": float("nan")}, "between 0 and 1"),
         ({"origin": "somehow"}, "unknown origin condition"),
-        ({"origin": "stream"}, "choose one of unrelated, neighbours, alone"),
+        ({"origin": "stream"}, "choose one of documents, neighbours, alone, unrelated"),
         ({"answer_tokens": 0}, "1 token or more"),
     ],
 )

@@ -1,9 +1,10 @@
-"""Origin conditions: what each chunk is captured behind, once, and the stream of questions that captures as in use."""
+"""Origin conditions: how each chunk is captured, and the stream of questions that captures as in use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,30 +13,33 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.origins import CONDITIONS, Origins, condition_named
 from cachecraft_rag.prompt.builder import STAND_IN
+from cachecraft_rag.serving.priming import prime_documents
+from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk
 
 
 def unrelated(dataset: Dataset, chunk: Chunk, seed: int = 0) -> Sequence[Chunk]:
-    assert CONDITIONS["unrelated"].behind is not None
-    return CONDITIONS["unrelated"].behind(dataset, chunk, seed)
+    assert CONDITIONS["unrelated"].origin_prefix is not None
+    return CONDITIONS["unrelated"].origin_prefix(dataset, chunk, seed)
 
 
-def captured_behind(engine: Engine, dataset: Dataset, chunk: Chunk) -> list[list[Chunk]]:
+def origin_prefixes(engine: Engine, dataset: Dataset, chunk: Chunk) -> list[list[Chunk]]:
     """Chunks between the instruction and this chunk, for each of its captures."""
-    known = {one.chunk_id: one for document in (*dataset.documents, [Chunk(STAND_IN)]) for one in document}
+    chunks = [chunk for document in dataset.documents for chunk in document]
+    known = {chunk.chunk_id: chunk for chunk in (*chunks, Chunk(STAND_IN))}
     rows = engine.store.rows(RowFilter(chunk_ids=(chunk.chunk_id,)))
     return [[known[name] for name in row.variant.key.origin_prefix[1:]] for row in rows]
 
 
-def test_unrelated_ones_come_from_other_documents_by_the_seed(town_dataset: Dataset) -> None:
+def test_unrelated_chunks_are_drawn_from_other_documents_by_the_seed(town_dataset: Dataset) -> None:
     mill, bridge = town_dataset.documents
-    found = {seed: [unrelated(town_dataset, chunk, seed) for chunk in mill] for seed in range(5)}
-    assert found[0] == [unrelated(town_dataset, chunk) for chunk in mill]
-    assert found[0] != found[1]
-    drawn = [few for of_seed in found.values() for few in of_seed]
-    assert {len(few) for few in drawn} == {1, 2}
-    assert all(chunk in bridge for few in drawn for chunk in few)
+    drawn = {seed: [unrelated(town_dataset, chunk, seed) for chunk in mill] for seed in range(5)}
+    assert drawn[0] == [unrelated(town_dataset, chunk) for chunk in mill]
+    assert drawn[0] != drawn[1]
+    prefixes = [prefix for of_seed in drawn.values() for prefix in of_seed]
+    assert {len(prefix) for prefix in prefixes} == {1, 2}
+    assert all(chunk in bridge for prefix in prefixes for chunk in prefix)
 
 
 def test_one_document_has_nothing_unrelated(town_dataset: Dataset) -> None:
@@ -45,12 +49,12 @@ def test_one_document_has_nothing_unrelated(town_dataset: Dataset) -> None:
 
 
 def test_an_unknown_condition_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="choose one of unrelated, neighbours, alone, stream"):
+    with pytest.raises(ConfigError, match="choose one of documents, stream, neighbours, alone, unrelated"):
         condition_named("somehow")
 
 
-@pytest.mark.parametrize("name", [name for name, one in CONDITIONS.items() if one.behind is not None])
-def test_each_chunk_is_captured_once_behind_what_the_condition_says(
+@pytest.mark.parametrize("name", [name for name, condition in CONDITIONS.items() if condition.origin_prefix])
+def test_each_chunk_is_captured_once_after_the_prefix_of_the_condition(
     evaluation_engine: Engine, town_dataset: Dataset, name: str
 ) -> None:
     engine, condition = evaluation_engine, CONDITIONS[name]
@@ -58,11 +62,41 @@ def test_each_chunk_is_captured_once_behind_what_the_condition_says(
     for question in town_dataset.questions:
         origins.before(question)
         origins.after(question)
-    assert condition.behind is not None
+    assert condition.origin_prefix is not None
     asked = {chunk.chunk_id: chunk for question in town_dataset.questions for chunk in question.passages}
     for chunk in asked.values():
-        assert captured_behind(engine, town_dataset, chunk) == [list(condition.behind(town_dataset, chunk, 3))]
+        prefix = condition.origin_prefix(town_dataset, chunk, 3)
+        assert origin_prefixes(engine, town_dataset, chunk) == [list(prefix)]
     assert len(list(engine.store.rows())) == len(asked) + 1
+
+
+def test_documents_are_captured_as_prime_captures_them(
+    evaluation_engine: Engine, town_dataset: Dataset, tmp_path: Path
+) -> None:
+    origins = Origins(CONDITIONS["documents"], evaluation_engine, town_dataset, 0, 4)
+    for question in town_dataset.questions:
+        origins.before(question)
+        origins.after(question)
+    captured = sorted((row.variant.variant_id, row.variant.primed) for row in evaluation_engine.store.rows())
+    with (
+        ChunkCacheStore.open(tmp_path / "primed") as store,
+        Engine(evaluation_engine.decoder, store, new_variants="off") as engine,
+    ):
+        texts = [(str(number), list(document)) for number, document in enumerate(town_dataset.documents)]
+        prime_documents(engine.primer(), texts, skipped=pytest.fail)
+        primed = sorted((row.variant.variant_id, row.variant.primed) for row in store.rows())
+    assert captured == primed
+
+
+def test_primed_chunks_that_no_question_asks_for_are_not_kept(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+    few = replace(town_dataset, questions=town_dataset.questions[:1])
+    origins = Origins(CONDITIONS["documents"], evaluation_engine, few, 0, 4)
+    (question,) = few.questions
+    origins.before(question)
+    origins.before(question)
+    kept = {row.variant.key.chunk_id for row in evaluation_engine.store.rows()}
+    system = evaluation_engine.prompts.system.segment_id
+    assert kept == {system, *(chunk.chunk_id for chunk in question.passages)}
 
 
 def test_in_the_stream_a_chunk_is_captured_where_it_is_first_asked_for(
@@ -75,7 +109,7 @@ def test_in_the_stream_a_chunk_is_captured_where_it_is_first_asked_for(
     assert not list(engine.store.rows())
     origins.after(first)
     for place, chunk in enumerate(first.passages):
-        assert captured_behind(engine, town_dataset, chunk) == [list(first.passages[:place])]
+        assert origin_prefixes(engine, town_dataset, chunk) == [list(first.passages[:place])]
     before = len(list(engine.store.rows()))
     origins.after(first)  # all exact now
     assert len(list(engine.store.rows())) == before

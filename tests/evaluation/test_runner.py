@@ -76,7 +76,7 @@ class StopAfter:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("origin", ["unrelated", "stream"])
+@pytest.mark.parametrize("origin", ["documents", "stream", "unrelated"])
 def test_a_stopped_evaluation_goes_on_and_comes_out_the_same(
     new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path, origin: str
 ) -> None:
