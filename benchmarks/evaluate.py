@@ -16,10 +16,10 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Measuring, Questions, require_packages, show_report
 from cachecraft_rag.cli.options import takes
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.intervals import Interval, paired_interval, ratio_interval
+from cachecraft_rag.evaluation.intervals import paired_interval, ratio_interval
 from cachecraft_rag.evaluation.measuring import Method, Record, label, methods_named
 from cachecraft_rag.evaluation.origins import OriginCondition, condition_named
-from cachecraft_rag.evaluation.report import MEASURES, Columns, Measure, summarise
+from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measure, summarise
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset
@@ -40,7 +40,7 @@ class Similar:
         self._of: Dataset | None = None
 
     def __call__(self, dataset: Dataset, chunk: Chunk, _: int) -> Sequence[Chunk]:
-        """See `OriginCondition.behind`."""
+        """See `OriginCondition.origin_prefix`."""
         if self._of is not dataset:
             embed = self._embed
             if embed is None:
@@ -59,7 +59,7 @@ class Similar:
 def origin_named(name: str) -> OriginCondition:
     """One of the package's conditions, or `similar`."""
     if name == "similar":
-        return OriginCondition(name, Similar())
+        return OriginCondition(name, "after the two most similar chunks of the dataset (FusionRAG)", Similar())
     return condition_named(name)
 
 
@@ -69,16 +69,20 @@ def _craft_at(found: Sequence[Record], columns: Columns) -> Sequence[Record] | N
     return None if ratio is None else columns.get(label(CRAFT.name, ratio))
 
 
-def _kl_ratio(found: Sequence[Record], columns: Columns) -> Interval | None:
-    craft = _craft_at(found, columns)
-    if craft is None or sum(r.kl for r in craft) <= 0:
+def _kl_ratio(records: Sequence[Record], columns: Columns) -> Estimate | None:
+    craft = _craft_at(records, columns)
+    if craft is None or sum(record.kl for record in craft) <= 0:
         return None
-    return ratio_interval([r.kl for r in found], [r.kl for r in craft])
+    interval = ratio_interval([record.kl for record in records], [record.kl for record in craft])
+    return Estimate(interval, len(records))
 
 
-def _kl_difference(found: Sequence[Record], columns: Columns) -> Interval | None:
-    craft = _craft_at(found, columns)
-    return None if craft is None else paired_interval([r.kl for r in found], [r.kl for r in craft])
+def _kl_difference(records: Sequence[Record], columns: Columns) -> Estimate | None:
+    craft = _craft_at(records, columns)
+    if craft is None:
+        return None
+    interval = paired_interval([record.kl for record in records], [record.kl for record in craft])
+    return Estimate(interval, len(records))
 
 
 VERSUS = (

@@ -37,9 +37,12 @@ def run_python(code: str, *, cwd: Path) -> str:
 
 
 def expected_files() -> set[str]:
-    """Every module and the handbook, by their paths inside a wheel."""
+    """Every module, the handbook and the lookalikes, by their paths inside a wheel."""
     found = {f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")}
     found |= {"cachecraft_rag/handbook/.questions.json", "cachecraft_rag/handbook/__init__.py"}
+    lookalikes = ROOT / "examples/lookalikes"
+    for path in (*lookalikes.glob("*/*.md"), lookalikes / ".questions.json", lookalikes / "__init__.py"):
+        found.add(f"cachecraft_rag/lookalikes/{path.relative_to(lookalikes).as_posix()}")
     for inside, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             found.add(f"{inside}/{path.relative_to(ROOT / folder).as_posix()}")
@@ -182,7 +185,9 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(
 import sys
 sys.path.insert(0, "installed")
 import cachecraft_rag, cachecraft_rag.kernels, cachecraft_rag.retrievers
+from cachecraft_rag.evaluation.lookalikes import lookalikes_dataset
 from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
+assert len(lookalikes_dataset(passages=5, limit=None, seed=0).documents) == 48
 assert "installed" in cachecraft_rag.kernels.__file__, cachecraft_rag.kernels.__file__
 print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
 """

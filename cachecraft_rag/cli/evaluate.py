@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.report import Report
     from cachecraft_rag.store import ChunkCacheStore
 
+DEFAULT_LIMIT = 100
+
 
 @dataclass(frozen=True)
 class Questions:
     """Options: the questions to ask, and their passages.
 
-    data           file of questions; without it the sample handbook's own
+    data           file of questions; or lookalikes, a test set of similar pages that comes with the package, or half of
+                   it: lookalikes:tune, lookalikes:confirm. Without it, the sample handbook's questions
     format         format of the file, squad or jsonl; without it recognised from the first record
-    limit          questions, including those of the warm-up
+    limit          questions, including those of the warm-up; by default 100, and all of lookalikes
     passages       chunks in each prompt
     chunk_tokens   approximate length limit of a chunk, at least 16; needs --data
     answer_tokens  longest answer
@@ -37,7 +40,7 @@ class Questions:
 
     data: Path | None = None
     format: str | None = None
-    limit: int = 100
+    limit: int | None = None
     passages: int = 5
     chunk_tokens: int | None = None
     answer_tokens: int = 16
@@ -50,21 +53,30 @@ class Questions:
         check_whole("--seed", self.seed, least=-MOST - 1)
 
     def load(self, read: Callable[[Path, str | None], Source] | None = None) -> Dataset:
-        """The questions of a file, or those of the sample handbook if there is no file.
+        """Return the questions of a file or of a named test set, or those of the sample handbook if neither is given.
 
         Args:
             read: reads a file in the format named; None = the formats of `evaluation.formats`.
         """
         from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
         from cachecraft_rag.evaluation.formats import read_source
+        from cachecraft_rag.evaluation.lookalikes import lookalikes_dataset, parse_name
 
-        drawn: dict[str, Any] = {"passages": self.passages, "limit": self.limit, "seed": self.seed}
+        is_lookalikes, half = parse_name(str(self.data))
+        if is_lookalikes:
+            self._refuse_file_options()
+            return lookalikes_dataset(half=half, passages=self.passages, limit=self.limit, seed=self.seed)
+        limit = DEFAULT_LIMIT if self.limit is None else self.limit
+        drawn: dict[str, Any] = {"passages": self.passages, "limit": limit, "seed": self.seed}
         if self.data is not None:
             drawn |= {"format": self.format, "chunk_tokens": self.chunk_tokens}
             return load_dataset(self.data, read=read or read_source, **drawn)
+        self._refuse_file_options()
+        return handbook_dataset(**drawn)
+
+    def _refuse_file_options(self) -> None:
         if self.format is not None or self.chunk_tokens is not None:
             raise ConfigError("--format and --chunk-tokens apply to a file of questions: name it with --data")
-        return handbook_dataset(**drawn)
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,9 @@ class Measuring:
     """Options: the model and store to measure with, at which ratios, and where results go.
 
     ratios   recompute ratios, comma-separated
-    origin   capture chunks behind: unrelated, neighbours, alone; or stream: as in production
+    origin   how chunks were captured before a question reuses them. documents: primed, as index --prime does it;
+             stream: by the questions before; neighbours: after the chunks before them in their document; alone: after
+             a fixed passage; unrelated: after chunks of other documents, the hardest case
     warmup   with --origin stream: the first N questions are not measured
     out      folder of the report; a stopped evaluation resumes from it
     restart  discard the measurements in --out
@@ -80,7 +94,7 @@ class Measuring:
 
     model: str = "demo"
     ratios: str = "0.05,0.1,0.15,0.2,0.3"
-    origin: str = "unrelated"
+    origin: str = "documents"
     warmup: int = 20
     out: Path = Path("cachecraft-eval")
     dtype: str = "float32"
@@ -130,6 +144,9 @@ def evaluate(
 ) -> None:
     """Compare the answers with reuse to full prefill's, question by question.
 
+    With gold answers it also counts the right answers that reuse loses and wins. "Net of near ties" leaves out lost
+    answers that depart from full prefill's where its two likeliest tokens were almost equally likely.
+
     Writes report.md to --out. After Ctrl-C, the same command resumes.
     """
     options.set_threads(chosen.threads)
@@ -155,7 +172,7 @@ def show_report(
     report: Report, described: dict[str, Any], folder: Path, *, figures: Sequence[str] = (), as_json: bool
 ) -> None:
     """Write the page with the report into the folder, and print the report."""
-    from cachecraft_rag.evaluation.report import markdown
+    from cachecraft_rag.evaluation.report import full_answers, markdown
 
     page = folder / "report.md"
     try:
@@ -165,5 +182,10 @@ def show_report(
     if as_json:
         print_json(report.as_dict())
         return
+    answer_rows = report.answer_rows(intervals=True)
+    if answer_rows:
+        print_table(report.answer_headings, answer_rows, numbers=True)
+        out.print()
     print_table(report.headings, report.rows(intervals=False), numbers=True)
     out.print(f"means over {report.questions} questions; the report with intervals: {page}")
+    out.print(full_answers(report))

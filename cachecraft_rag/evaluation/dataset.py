@@ -107,9 +107,14 @@ def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
     return _assemble(builder.source(), "sample handbook", passages=passages, limit=limit, seed=seed)
 
 
-def _assemble(source: Source, name: str, *, passages: int, limit: int | None, seed: int) -> Dataset:
+def check_draw(*, passages: int, limit: int | None) -> None:
+    """Raise ConfigError if a number of passages or of questions is below 1."""
     if passages < 1 or (limit is not None and limit < 1):
         raise ConfigError(f"asked for {limit} questions with {passages} passages each; both must be at least 1")
+
+
+def _assemble(source: Source, name: str, *, passages: int, limit: int | None, seed: int) -> Dataset:
+    check_draw(passages=passages, limit=limit)
     draw = random.Random(seed)
     asked = list(source.questions)
     draw.shuffle(asked)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_names
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.metrics import divergence, is_right, least_margin, rouge_l, squad_f1
+from cachecraft_rag.evaluation.metrics import divergence, first_difference, is_right, margin_at, rouge_l, squad_f1
 from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Question
     from cachecraft_rag.types import Chunk
 
+# A difference of two probabilities. Below it, rounding can decide between full prefill's two likeliest tokens, so an
+# answer that departs from full prefill's there departs by chance.
 NEAR_TIE = 0.02
 Preparation = Callable[["Engine", "Question", float], AbstractContextManager[Sequence["Chunk"]]]
 
@@ -123,8 +125,8 @@ class Record:
     kl, top1            `metrics.divergence` from full prefill, over the tokens of full prefill's answer
     rouge_l             of the method's own greedy answer against full prefill's
     right, reference_right  True if the answer holds a gold answer, the method's and full prefill's; None likewise
-    near_tie            full prefill's two likeliest tokens differ by less than `NEAR_TIE` somewhere in its answer:
-                        which of them comes, and so what is right, is chance
+    margin              difference of full prefill's two highest probabilities at the first token at which the method's
+                        answer departs from full prefill's; None if it does not
     f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none
     ttft_s              seconds to the first token, with the method's preparation and a selector's probes
     reference_ttft_s    the same of full prefill
@@ -146,7 +148,22 @@ class Record:
     text: str
     right: bool | None = None
     reference_right: bool | None = None
-    near_tie: bool = False
+    margin: float | None = None
+
+    @property
+    def is_near_tie(self) -> bool:
+        """True if the answers depart at a token for which full prefill's two highest probabilities nearly tie."""
+        return self.margin is not None and self.margin < NEAR_TIE
+
+    @property
+    def is_lost(self) -> bool:
+        """True if full prefill's answer is right and the method's is wrong."""
+        return self.reference_right is True and self.right is False
+
+    @property
+    def is_won(self) -> bool:
+        """True if full prefill's answer is wrong and the method's is right."""
+        return self.reference_right is False and self.right is True
 
     @property
     def label(self) -> str:
@@ -190,6 +207,7 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
         found = engine.score_answer(
             question.text, passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=trial.config
         )
+    departure = first_difference(full.tokens, found.tokens)
     kl, top1 = divergence(full.logits, found.logits)
     golds = question.answers
     chunk_tokens = sum(chunk.tokens for chunk in full.stats.chunks)
@@ -209,5 +227,5 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
         text=found.text,
         right=is_right(found.text, golds) if golds else None,
         reference_right=is_right(full.text, golds) if golds else None,
-        near_tie=least_margin(full.logits) < NEAR_TIE,
+        margin=None if departure is None else margin_at(full.logits, departure),
     )

@@ -47,24 +47,55 @@ def _f1(found: list[str], gold: list[str]) -> float:
 
 
 def is_right(prediction: str, golds: Sequence[str]) -> bool:
-    """True if the answer holds one of the gold answers, in the words of `normalised_words`.
+    """Return whether the answer holds one of the gold answers, in the words of `normalised_words`.
+
+    Decimal points count: 10.9 is not 109.
 
     >>> is_right("It was founded in 1815 by two brothers.", ["1815"]), is_right("In 18150.", ["1815"])
     (True, False)
+    >>> is_right("It weighs 10.9 kg.", ["10.9 kg"]), is_right("It weighs 109 kg.", ["10.9 kg"])
+    (True, False)
     """
-    found = f" {' '.join(normalised_words(prediction))} "
-    return any(words and f" {' '.join(words)} " in found for words in map(normalised_words, golds))
+    words_of_answer = f" {' '.join(_words_with_decimals(prediction))} "
+    for gold in golds:
+        words = _words_with_decimals(gold)
+        if words and f" {' '.join(words)} " in words_of_answer:
+            return True
+    return False
 
 
-def least_margin(logits: Tensor) -> float:
-    """The least difference of the two highest probabilities over the positions of `[positions, vocabulary]`.
+def _words_with_decimals(text: str) -> list[str]:
+    """Return the normalised words; a decimal point becomes a letter, because punctuation is removed."""
+    return normalised_words(re.sub(r"(?<=\d)\.(?=\d)", "p", text))
+
+
+def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first place at which two answers' tokens differ; None if they do not.
+
+    >>> first_difference([5, 7, 9], [5, 8, 9]), first_difference([5, 7], [5, 7])
+    (1, None)
+    >>> first_difference([5, 7, 9], [5, 7])  # the other one ends earlier
+    2
+    """
+    for place, (token, other_token) in enumerate(zip(reference, other, strict=False)):
+        if token != other_token:
+            return place
+    return min(len(reference), len(other)) if len(reference) != len(other) else None
+
+
+def margin_at(logits: Tensor, place: int) -> float | None:
+    """Return the difference of the two highest probabilities at a place of `[positions, vocabulary]`.
+
+    None if the logits end before that place.
 
     >>> import math, torch
-    >>> round(least_margin(torch.tensor([[math.log(3.0), 0.0], [5.0, 5.0]])), 3)  # ¾ − ¼, ½ − ½
-    0.0
+    >>> round(margin_at(torch.tensor([[5.0, 5.0], [math.log(3.0), 0.0]]), 1), 3)  # ¾ − ¼
+    0.5
     """
-    highest = logits.double().softmax(-1).topk(2, dim=-1).values
-    return float((highest[:, 0] - highest[:, 1]).min())
+    if place >= len(logits):
+        return None
+    highest, second = logits[place].double().softmax(-1).topk(2).values.tolist()
+    return float(highest - second)
 
 
 def rouge_l(reference: str, prediction: str) -> float:

@@ -17,7 +17,7 @@ from cachecraft_rag.evaluation.measuring import Record
 from cachecraft_rag.store.closeable import Closeable
 
 FILE = "records.jsonl"
-VERSION = 4  # of the settings' and the records' names
+VERSION = 5  # of the settings' and the records' names
 _SHOWN = 3  # differences in one message
 
 

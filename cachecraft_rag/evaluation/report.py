@@ -1,4 +1,4 @@
-"""The report: means over questions with paired bootstrap intervals, as numbers, as a table and as Markdown."""
+"""The report: means and shares over questions with 95 % intervals, as numbers, as tables and as Markdown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,37 @@ from typing import Any
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, share_interval
 from cachecraft_rag.evaluation.measuring import NEAR_TIE, Record
 
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over questions with its 95 % interval.
+
+    count  the number of questions
+    hits   for a share: the number of questions counted; None for other means
+    """
+
+    interval: Interval
+    count: int
+    hits: int | None = None
+
+    @property
+    def mean(self) -> float:
+        """The mean, or the share."""
+        return self.interval.mean
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.interval.low
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval."""
+        return self.interval.high
+
+
 Columns = Mapping[str, Sequence[Record]]  # label → its records, of the same questions in the same order
-Value = Callable[[Sequence[Record], Columns], Interval | None]
+Value = Callable[[Sequence[Record], Columns], Estimate | None]
 
 
 @dataclass(frozen=True)
@@ -22,7 +51,7 @@ class Measure:
     heading  in tables
     form     the format of its numbers
     meaning  how to read it
-    value    one method's records, and those of all → the mean with its interval; None where there is none
+    value    one method's records, and those of all methods → the estimate; None without questions to estimate from
     """
 
     name: str
@@ -32,36 +61,62 @@ class Measure:
     value: Value
 
 
-def _mean(values: Sequence[float | None]) -> Interval | None:
+def share(hits: int, count: int) -> Estimate | None:
+    """Return a share of questions with its interval; None without questions."""
+    return Estimate(share_interval(hits, count), count, hits) if count else None
+
+
+def _mean(values: Sequence[float | None]) -> Estimate | None:
     given = [value for value in values if value is not None]
-    return mean_interval(given) if given else None
+    return Estimate(mean_interval(given), len(given)) if given else None
 
 
 def _difference(name: str) -> Value:
     """A field minus full prefill's, question by question."""
 
-    def value(found: Sequence[Record], _: Columns) -> Interval | None:
-        pairs = [(getattr(record, name), getattr(record, f"reference_{name}")) for record in found]
+    def value(records: Sequence[Record], _: Columns) -> Estimate | None:
+        pairs = [(getattr(record, name), getattr(record, f"reference_{name}")) for record in records]
         pairs = [pair for pair in pairs if None not in pair]
-        return paired_interval(*zip(*pairs, strict=True)) if pairs else None
+        return Estimate(paired_interval(*zip(*pairs, strict=True)), len(pairs)) if pairs else None
 
     return value
 
 
-def _of_certain(found: Sequence[Record], *, full_right: bool) -> Interval | None:
-    """Share of changed verdicts where full prefill is right, or wrong, and no near-tie."""
-    there = [r for r in found if r.reference_right is full_right and not r.near_tie]
-    return share_interval(sum(r.right is not full_right for r in there), len(there)) if there else None
+def _right(records: Sequence[Record], _: Columns) -> Estimate | None:
+    judged = [record for record in records if record.right is not None]
+    return share(sum(bool(record.right) for record in judged), len(judged))
 
 
-def _ttft_ratio(found: Sequence[Record], _: Columns) -> Interval:
+def _full_right(records: Sequence[Record]) -> Estimate | None:
+    judged = [record for record in records if record.reference_right is not None]
+    return share(sum(bool(record.reference_right) for record in judged), len(judged))
+
+
+def _lost(records: Sequence[Record], _: Columns) -> Estimate | None:
+    full_right = [record for record in records if record.reference_right is True]
+    return share(sum(record.is_lost for record in full_right), len(full_right))
+
+
+def _lost_net(records: Sequence[Record], _: Columns) -> Estimate | None:
+    full_right = [record for record in records if record.reference_right is True]
+    lost = sum(record.is_lost and not record.is_near_tie for record in full_right)
+    return share(lost, len(full_right))
+
+
+def _won(records: Sequence[Record], _: Columns) -> Estimate | None:
+    full_wrong = [record for record in records if record.reference_right is False]
+    return share(sum(record.is_won for record in full_wrong), len(full_wrong))
+
+
+def _ttft_ratio(records: Sequence[Record], _: Columns) -> Estimate:
     """The geometric mean, so that one slow question does not dominate."""
-    one = mean_interval([math.log(r.ttft_s / r.reference_ttft_s) for r in found])
-    return Interval(math.exp(one.mean), math.exp(one.low), math.exp(one.high))
+    logarithms = mean_interval([math.log(record.ttft_s / record.reference_ttft_s) for record in records])
+    interval = Interval(math.exp(logarithms.mean), math.exp(logarithms.low), math.exp(logarithms.high))
+    return Estimate(interval, len(records))
 
 
 def _field(name: str) -> Value:
-    return lambda found, _: _mean([getattr(record, name) for record in found])
+    return lambda records, _: _mean([getattr(record, name) for record in records])
 
 
 _KL = (
@@ -71,17 +126,26 @@ _KL = (
 _TOP1 = "share of the answer's positions at which the most likely token is the same."
 _ROUGE = "(F1, with stems) of the method's own greedy answer against full prefill's."
 _F1 = "of the answer against the gold answers, if the data has any."
-_LOST = "share of the answers that are right with full prefill (they hold a gold answer) and wrong with the method."
-_WON = "share of the answers that are wrong with full prefill and right with the method. Near-ties are in neither."
-_RIGHT = "difference of the shares of right answers, question by question, near-ties included."
+_RIGHT = "answers that hold a gold answer, of all questions that have gold answers."
+_LOST = "answers that are wrong with the method, of those that are right with full prefill."
+_LOST_NET = (
+    "the same without near ties: lost answers that depart from full prefill's at a token for which its two highest "
+    f"probabilities differ by at least {NEAR_TIE:g}."
+)
+_WON = "answers that are right with the method, of those that are wrong with full prefill. Near ties are included."
+_RIGHT_DIFFERENCE = "difference of the shares of right answers, question by question. Near ties are included."
 _TTFT = "time to the first token divided by full prefill's; geometric mean over questions."
+ANSWER_MEASURES: tuple[Measure, ...] = (
+    Measure("right", "right", ".2f", _RIGHT, _right),
+    Measure("lost", "lost", ".2f", _LOST, _lost),
+    Measure("lost_net", "lost net of near ties", ".2f", _LOST_NET, _lost_net),
+    Measure("won", "won", ".2f", _WON, _won),
+    Measure("right_difference", "right − full's", "+.3f", _RIGHT_DIFFERENCE, _difference("right")),
+)
 MEASURES: tuple[Measure, ...] = (
     Measure("kl", "KL", ".4f", _KL, _field("kl")),
     Measure("top1", "top-1", ".3f", _TOP1, _field("top1")),
     Measure("rouge_l", "ROUGE-L", ".3f", _ROUGE, _field("rouge_l")),
-    Measure("lost", "lost", ".2f", _LOST, lambda found, _: _of_certain(found, full_right=True)),
-    Measure("won", "won", ".2f", _WON, lambda found, _: _of_certain(found, full_right=False)),
-    Measure("right_difference", "right − full's", "+.3f", _RIGHT, _difference("right")),
     Measure("f1", "F1", ".3f", _F1, _field("f1")),
     Measure("f1_difference", "F1 − full's", "+.3f", "the difference, question by question.", _difference("f1")),
     Measure("ttft_ratio", "TTFT / full's", ".2f", _TTFT, _ttft_ratio),
@@ -93,52 +157,70 @@ MEASURES: tuple[Measure, ...] = (
 
 @dataclass(frozen=True)
 class Report:
-    """Each method's values by label, one for each measure.
+    """Each method's estimates by label, one for each measure.
 
-    questions  number of questions that every method has answered; only these count
-    near_ties  those of them in which full prefill wavers between two tokens
-    full_right full prefill's right answers, near-ties left out, and of how many
-    full_f1    F1 of full prefill's answers against the gold answers; None if there are none
+    measures    of every question; `ANSWER_MEASURES` are kept apart, because they need gold answers
+    questions   number of questions that every method has answered; only these count
+    full_right  full prefill's right answers; None if no question has gold answers
+    full_f1     F1 of full prefill's answers against the gold answers; None if there are none
     """
 
-    methods: Mapping[str, tuple[Interval | None, ...]]
+    methods: Mapping[str, Mapping[str, Estimate | None]]
     measures: Sequence[Measure]
     ratios: Mapping[str, tuple[str, float | None]]
     questions: int
-    near_ties: int
-    full_right: tuple[int, int]
-    full_f1: Interval | None
+    full_right: Estimate | None
+    full_f1: Estimate | None
 
-    def value(self, method: str, name: str) -> Interval | None:
-        """One measure of the method with this label."""
-        return dict(zip((measure.name for measure in self.measures), self.methods[method], strict=True))[name]
+    def value(self, method: str, name: str) -> Estimate | None:
+        """Return one measure of the method with this label."""
+        return self.methods[method][name]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: each mean under its name, and its interval under `…_ci`."""
+        """Return plain values for JSON: each mean under its name, its interval under `…_ci`, its questions under `…_n`.
+
+        Shares also have the number of questions counted, under `…_hits`.
+        """
         methods: dict[str, Any] = {}
-        for label, values in self.methods.items():
+        for label, estimates in self.methods.items():
             name, ratio = self.ratios[label]
             methods[label] = {"method": name, "ratio": ratio}
-            for measure, value in zip(self.measures, values, strict=True):
-                methods[label] |= _plain(measure.name, value)
+            for measure_name, estimate in estimates.items():
+                methods[label] |= _plain(measure_name, estimate)
         return {
             "methods": methods,
             "questions": self.questions,
-            "near_ties": self.near_ties,
+            "near_tie_margin": NEAR_TIE,
+            **_plain("full_right", self.full_right),
             **_plain("full_f1", self.full_f1),
         }
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """Above the columns of `rows`."""
+        """Headings of the columns of `rows`."""
         return ("method", *(measure.heading for measure in self.measures))
 
+    @property
+    def answer_headings(self) -> tuple[str, ...]:
+        """Headings of the columns of `answer_rows`."""
+        return ("method", *(measure.heading for measure in ANSWER_MEASURES))
+
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """One row per method: means, with their intervals in brackets where wanted."""
-        return [
-            (label, *(_shown(*pair, intervals=intervals) for pair in zip(values, self.measures, strict=True)))
-            for label, values in self.methods.items()
-        ]
+        """Return one row per method: means, with their intervals in brackets where wanted."""
+        return self._rows(self.measures, intervals=intervals)
+
+    def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
+        """Return the right, lost and won answers, one row per method; empty if no question has gold answers."""
+        if self.full_right is None:
+            return []
+        return self._rows(ANSWER_MEASURES, intervals=intervals)
+
+    def _rows(self, measures: Sequence[Measure], *, intervals: bool) -> list[tuple[str, ...]]:
+        rows = []
+        for label, estimates in self.methods.items():
+            cells = [_shown(estimates[measure.name], measure, intervals=intervals) for measure in measures]
+            rows.append((label, *cells))
+        return rows
 
 
 def summarise(records: Sequence[Record], *, order: Sequence[str], measures: Sequence[Measure] = MEASURES) -> Report:
@@ -147,46 +229,59 @@ def summarise(records: Sequence[Record], *, order: Sequence[str], measures: Sequ
     for record in records:
         by_label.setdefault(record.label, {})[record.question_id] = record
     asked = dict.fromkeys(record.question_id for record in records)
-    shared = [name for name in asked if all(name in by for by in by_label.values())]
+    shared = [question for question in asked if all(question in answered for answered in by_label.values())]
     if not shared:
         raise ValueError("no question was answered by every method")
-    columns = {label: [by[question] for question in shared] for label, by in by_label.items()}
-    ratios = {label: (found[0].method, found[0].ratio) for label, found in columns.items()}
+
+    columns = {label: [answered[question] for question in shared] for label, answered in by_label.items()}
+    ratios = {label: (column[0].method, column[0].ratio) for label, column in columns.items()}
     places = {name: place for place, name in enumerate(order)}
     ordered = sorted(columns, key=lambda label: (places.get(ratios[label][0], len(places)), ratios[label][1] or 0.0))
-    certain = [one for one in columns[ordered[0]] if one.reference_right is not None and not one.near_tie]
+
+    methods: dict[str, dict[str, Estimate | None]] = {}
+    for label in ordered:
+        column = columns[label]
+        methods[label] = {measure.name: measure.value(column, columns) for measure in (*measures, *ANSWER_MEASURES)}
+    first = columns[ordered[0]]  # full prefill's own answers are the same in every column
     return Report(
-        {label: tuple(measure.value(columns[label], columns) for measure in measures) for label in ordered},
-        measures,
-        ratios,
-        len(shared),
-        sum(record.near_tie for record in columns[ordered[0]]),
-        (sum(bool(one.reference_right) for one in certain), len(certain)),
-        _mean([record.reference_f1 for record in columns[ordered[0]]]),
+        methods=methods,
+        measures=measures,
+        ratios=ratios,
+        questions=len(shared),
+        full_right=_full_right(first),
+        full_f1=_mean([record.reference_f1 for record in first]),
     )
 
 
-def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
-    """The report as a Markdown page; `figures` are paths relative to it."""
-    about = {name: value for name, value in settings.items() if not isinstance(value, dict) and value is not None}
-    gold = "The data has no gold answers, so none is right or wrong, and there is no F1."
+def full_answers(report: Report) -> str:
+    """Return a sentence about full prefill's own answers."""
+    if report.full_right is None:
+        return "The data has no gold answers, so no answer is right or wrong, and there is no F1."
+    right = report.full_right
+    interval = f"[{right.low:.2f}, {right.high:.2f}]"
+    sentence = f"Full prefill's own answers: {right.hits} of {right.count} right, {right.mean:.2f} {interval}"
     if report.full_f1 is not None:
         f1 = report.full_f1
-        right, asked = report.full_right
-        gold = (
-            f"Full prefill's own answers: F1 {f1.mean:.3f} [{f1.low:.3f}, {f1.high:.3f}]; {right} of {asked} right. "
-            f"{report.near_ties} questions are near-ties and not among these: full prefill's two likeliest tokens "
-            f"once differ by less than {NEAR_TIE}, so what is right there is chance."
-        )
-    reading = "\n".join(f"- **{measure.heading}** {measure.meaning}" for measure in report.measures)
+        sentence += f"; F1 {f1.mean:.3f} [{f1.low:.3f}, {f1.high:.3f}]"
+    return f"{sentence}."
+
+
+def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
+    """Return the report as a Markdown page; `figures` are paths relative to it."""
+    about = {name: value for name, value in settings.items() if not isinstance(value, dict) and value is not None}
+    answer_rows = report.answer_rows(intervals=True)
+    measures = (*(ANSWER_MEASURES if answer_rows else ()), *report.measures)
+    reading = "\n".join(f"- **{measure.heading}** {measure.meaning}" for measure in measures)
     parts = [
         "# Quality and time of reuse",
-        f"Every method has answered {report.questions} questions. {gold}",
+        f"Every method has answered {report.questions} questions. {full_answers(report)}",
+        *([_table(report.answer_headings, answer_rows)] if answer_rows else []),
         _table(report.headings, report.rows(intervals=True)),
         *(f"![{name.rpartition('.')[0]}]({name})" for name in figures),
         "## How to read it",
-        "Full prefill answers each question first, then every method does. [ ] holds the 95 % interval of the mean "
-        "over questions\n(10,000 bootstrap resamples, paired). `NAME@R` is the method NAME at the recompute ratio R.",
+        "Full prefill answers each question first, then every method does. [ ] holds the 95 % interval: Wilson's for "
+        "shares\n(“4 of 32”), else of the mean over questions (10,000 bootstrap resamples, paired). `NAME@R` is the "
+        "method NAME at the\nrecompute ratio R.",
         reading,
         "## Settings",
         _table(("setting", "value"), [(name, str(value)) for name, value in about.items()]),
@@ -194,15 +289,28 @@ def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str]
     return "\n\n".join(parts) + "\n"
 
 
-def _plain(name: str, value: Interval | None) -> dict[str, Any]:
-    return {name: value and value.mean, f"{name}_ci": value and [value.low, value.high]}
+def _plain(name: str, estimate: Estimate | None) -> dict[str, Any]:
+    if estimate is None:
+        return {name: None, f"{name}_ci": None, f"{name}_n": 0}
+    plain: dict[str, Any] = {
+        name: estimate.mean,
+        f"{name}_ci": [estimate.low, estimate.high],
+        f"{name}_n": estimate.count,
+    }
+    if estimate.hits is not None:
+        plain[f"{name}_hits"] = estimate.hits
+    return plain
 
 
-def _shown(value: Interval | None, measure: Measure, *, intervals: bool) -> str:
-    if value is None:
+def _shown(estimate: Estimate | None, measure: Measure, *, intervals: bool) -> str:
+    if estimate is None:
         return ""
-    mean = f"{value.mean:{measure.form}}"
-    return f"{mean} [{value.low:{measure.form}}, {value.high:{measure.form}}]" if intervals else mean
+    mean = f"{estimate.mean:{measure.form}}"
+    interval = f"[{estimate.low:{measure.form}}, {estimate.high:{measure.form}}]"
+    if estimate.hits is None:
+        return f"{mean} {interval}" if intervals else mean
+    counted = f"{estimate.hits} of {estimate.count}"
+    return f"{counted}: {mean} {interval}" if intervals else counted
 
 
 def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -137,6 +137,21 @@ def test_a_report_that_cannot_be_written_says_so(home: Path) -> None:
         run(home, "--methods", "full_cache", "--limit", "1", "--out", home / "taken")
 
 
+def test_lookalikes_are_a_named_test_set(home: Path) -> None:
+    named = ("eval", "--data", "lookalikes:confirm", "--model", str(home / "model"), "--threads", "1")
+    short = ("--limit", "2", "--passages", "2", "--answer-tokens", "4", "--methods", "default", "--ratios", "0.15")
+    out = ("--out", str(home / "lookalikes"), "--json")
+    report = last_json(invoke(*named, *short, *out))
+    assert (report["questions"], report["full_right_n"]) == (2, 2)
+    default = report["methods"]["default@0.15"]
+    assert default["right_n"] == 2
+    assert default["lost_net_n"] + default["won_n"] == 2
+    with pytest.raises(ConfigError, match="lookalikes has no half 'all'"):
+        invoke("eval", "--data", "lookalikes:all")
+    with pytest.raises(ConfigError, match="apply to a file of questions"):
+        invoke("eval", "--data", "lookalikes", "--chunk-tokens", "16")
+
+
 def test_smaller_chunks_are_other_data(home: Path) -> None:
     out = ("--methods", "full_cache", "--limit", "1", "--out", home / "small")
     run(home, *out)

@@ -14,6 +14,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset, Question
 from cachecraft_rag.evaluation.measuring import (
     METHODS,
+    NEAR_TIE,
     Record,
     Reference,
     Trial,
@@ -100,6 +101,22 @@ def test_measuring_leaves_the_store_as_it_is(evaluation_engine: Engine, town_dat
         measure(evaluation_engine, reference, trial(name, 0.2 if METHODS[name].takes_ratio else None))
     evaluation_engine.write_back.wait_for([chunk.chunk_id for chunk in reference.question.passages])
     assert {row.variant.variant_id for row in evaluation_engine.store.rows()} == before
+
+
+def test_the_margin_is_full_prefill_s_at_the_first_token_that_differs(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
+    reference = prepared(evaluation_engine, town_dataset)
+    assert measure(evaluation_engine, reference, trial("full_recompute")).margin is None
+    tokens = reference.answer.tokens
+    vocabulary = reference.answer.logits.shape[-1]
+    other_tokens = (*tokens[:1], (tokens[1] + 1) % vocabulary, *tokens[2:])
+    other = replace(reference, answer=replace(reference.answer, tokens=other_tokens))
+    departing = measure(evaluation_engine, other, trial("full_recompute"))
+    highest = reference.answer.logits[1].double().softmax(-1).topk(2).values
+    assert departing.margin == pytest.approx(float(highest[0] - highest[1]))
+    assert replace(departing, margin=NEAR_TIE / 2).is_near_tie
+    assert not replace(departing, margin=NEAR_TIE * 2).is_near_tie
 
 
 def test_without_gold_answers_there_is_nothing_to_compare_with(

@@ -62,7 +62,6 @@ def test_methods_stand_in_the_registry_s_order(report: Report) -> None:
 
 def test_means_by_hand(report: Report) -> None:
     expected = {"kl": 0.2, "top1": 0.8, "rouge_l": 0.9, "f1": 0.6, "f1_difference": -0.2, "recomputed": 0.15}
-    expected |= {"lost": 0.0, "won": 0.0, "right_difference": 0.0}
     expected["ttft_ratio"] = math.sqrt(0.25 * 1.0)
     assert expected.keys() == {measure.name for measure in MEASURES}
     for name, mean in expected.items():
@@ -88,9 +87,11 @@ def test_only_questions_that_every_method_answered_count() -> None:
 
 
 def test_without_gold_answers_there_is_no_f1() -> None:
-    bare = summarised([replace(one, f1=None, reference_f1=None) for one in RECORDS])
+    without = {"f1": None, "reference_f1": None, "right": None, "reference_right": None}
+    bare = summarised([replace(made, **without) for made in RECORDS])
     found = bare.as_dict()["methods"]["default@0.15"]
-    assert [found[name] for name in ("f1", "f1_ci", "f1_difference")] == [None] * 3
+    assert [found[name] for name in ("f1", "f1_ci", "f1_difference", "right", "lost_net")] == [None] * 5
+    assert bare.answer_rows(intervals=True) == []
     assert "no gold answers" in markdown(bare, {})
 
 
@@ -127,21 +128,53 @@ def test_markdown_shows_settings_figures_and_how_to_read_it(report: Report) -> N
     assert "warmup" not in page
     assert all(f"- **{measure.heading}**" in page for measure in MEASURES)
     widths = {line.count(" | ") for line in page.splitlines() if re.match(r"\| (method|default|full_cache)", line)}
-    assert widths == {len(report.headings) - 1}
+    assert widths == {len(report.headings) - 1, len(report.answer_headings) - 1}
 
 
-def test_near_ties_are_neither_lost_nor_won() -> None:
-    def one(name: str, right: bool, full: bool, tie: bool = False) -> Record:
+def test_right_lost_and_won_answers_are_counted_with_intervals() -> None:
+    def judged(name: str, right: bool, full: bool, margin: float | None = None) -> Record:
         made = record(name, "default", 0.15, 0.1, ttft=1.0, f1=0.5)
-        return replace(made, right=right, reference_right=full, near_tie=tie)
+        return replace(made, right=right, reference_right=full, margin=margin)
 
-    asked = [one("a", True, True), one("b", False, True), one("c", False, True, tie=True), one("d", True, False)]
-    found = summarise(asked, order=["default"])
-    lost, won, difference = (found.value("default@0.15", name) for name in ("lost", "won", "right_difference"))
-    assert lost is not None
-    assert won is not None
+    report = summarised(
+        [
+            judged("kept", True, True),
+            judged("lost", False, True, margin=0.3),
+            judged("lost in a near tie", False, True, margin=0.001),
+            judged("won", True, False, margin=0.4),
+            judged("wrong", False, False),
+        ]
+    )
+
+    def counted(name: str) -> tuple[int | None, int]:
+        estimate = report.value("default@0.15", name)
+        assert estimate is not None
+        assert 0 <= estimate.low < estimate.mean < estimate.high <= 1
+        return estimate.hits, estimate.count
+
+    assert counted("right") == (2, 5)
+    assert counted("lost") == (2, 3)
+    assert counted("lost_net") == (1, 3)
+    assert counted("won") == (1, 2)
+    assert report.full_right is not None
+    assert (report.full_right.hits, report.full_right.count) == (3, 5)
+    difference = report.value("default@0.15", "right_difference")
     assert difference is not None
-    assert (lost.mean, won.mean, difference.mean) == (0.5, 1.0, -0.25)
-    assert 0 < lost.low < 0.1
-    assert 0.9 < lost.high < 1
-    assert (found.near_ties, found.full_right) == (1, (2, 3))
+    assert difference.mean == pytest.approx(-0.2)
+
+    row = dict(zip(report.answer_headings, report.answer_rows(intervals=True)[0], strict=True))
+    assert row["lost net of near ties"].startswith("1 of 3: 0.33 [")
+    plain = report.as_dict()["methods"]["default@0.15"]
+    assert (plain["lost_net_hits"], plain["lost_net_n"]) == (1, 3)
+    assert plain["lost_net_ci"][1] > 0.5
+    page = markdown(report, {})
+    assert "3 of 5 right" in page
+    assert "| default@0.15 | 2 of 5: 0.40 [" in page
+
+
+def test_without_lost_answers_the_upper_bound_is_above_zero() -> None:
+    kept = record("a", "default", 0.15, 0.1, ttft=1.0, f1=0.7)
+    lost = summarised([kept]).value("default@0.15", "lost_net")
+    assert lost is not None
+    assert (lost.mean, lost.low) == (0.0, 0.0)
+    assert lost.high > 0.5
