@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -25,6 +25,7 @@ from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.observability.stats import Answer, RequestStats, Source
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
@@ -77,6 +78,72 @@ class AnswerStream(Iterator[str]):
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One question, answered with reuse and with full prefill over the same chunks.
+
+    reused  the answer with reuse
+    full    the answer with full prefill
+    """
+
+    reused: Answer
+    full: Answer
+
+    @property
+    def is_same(self) -> bool:
+        """True if both answers are equal word for word."""
+        return self.reused.text == self.full.text
+
+    @property
+    def agreement(self) -> float:
+        """The share of words that both answers have in the same order: 1.0 for equal answers.
+
+        Twice the longest common subsequence, divided by the words of both answers.
+        """
+        return word_agreement(self.reused.text, self.full.text)
+
+    @property
+    def speedup(self) -> float:
+        """Full prefill's time to the first token, divided by that with reuse."""
+        return self.full.stats.ttft_s / self.reused.stats.ttft_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {
+            "reused": self.reused.as_dict(),
+            "full": self.full.as_dict(),
+            "is_same": self.is_same,
+            "agreement": self.agreement,
+            "speedup": self.speedup,
+        }
+
+
+def word_agreement(text: str, other_text: str) -> float:
+    """Return the share of words that two texts have in the same order, 0 to 1.
+
+    >>> word_agreement("every eight weeks", "every eight weeks")
+    1.0
+    >>> word_agreement("it costs 3 euros", "it costs 10 euros")
+    0.75
+    """
+    words = text.split()
+    other_words = other_text.split()
+    if not words and not other_words:
+        return 1.0
+    # lengths[i]: the longest common subsequence of the words so far and the first i of the other words.
+    lengths = [0] * (len(other_words) + 1)
+    for word in words:
+        diagonal = 0
+        for place, other_word in enumerate(other_words, start=1):
+            above = lengths[place]
+            if word == other_word:
+                lengths[place] = diagonal + 1
+            else:
+                lengths[place] = max(above, lengths[place - 1])
+            diagonal = above
+    return 2 * lengths[-1] / (len(words) + len(other_words))
 
 
 class AnsweringOptions(AnswerOptions, SamplingOptions, total=False):
@@ -339,6 +406,26 @@ class CacheCraft(Retriever, Closeable):
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Retrieve and answer; options and errors as in `stream`."""
         return self.stream(question, **options).answer()
+
+    def compare(self, question: str, **options: Unpack[AskOptions]) -> Comparison:
+        """Answer with reuse and then with full prefill, over the same chunks; options and errors as in `stream`.
+
+        Neither answer captures anything, so comparing one question changes no later comparison. The first request of
+        a process is slower than the others; here it is the one with reuse.
+
+        Args:
+            options: `config` holds the settings of reuse; its `capture` is taken as False.
+        """
+        config = options.get("config") or self.engine.config
+        reused_options = options.copy()
+        reused_options["config"] = replace(config, capture=False)
+        full_options = options.copy()
+        full_options["config"] = ReuseConfig.full_prefill()
+        history = listed("history", options.get("history", ()))  # a generator gives its turns once
+        reused_options["history"] = history
+        full_options["history"] = history
+        reused = self.ask(question, **reused_options)
+        return Comparison(reused, self.ask(question, **full_options))
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """`stream` for `async for`; nothing happens before the first piece is asked for."""

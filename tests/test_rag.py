@@ -94,13 +94,41 @@ def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(fresh:
     assert all(chunk.cfo is not None and 0 < chunk.cfo < 1 for chunk in moved)
 
 
+def test_a_comparison_changes_no_later_comparison(fresh: CacheCraft) -> None:
+    fresh.prime()
+    stored = {row.variant.variant_id for row in fresh.engine.store.rows()}
+    first = fresh.compare(QUESTION, sampling=SHORT)
+    second = fresh.compare(QUESTION, sampling=SHORT)
+    fresh.engine.write_back.wait_for([])
+    assert {row.variant.variant_id for row in fresh.engine.store.rows()} == stored
+    assert first.reused.stats.tokens_reused > 0
+    assert first.full.stats.tokens_reused == 0
+    assert [chunk.outcome for chunk in first.full.stats.chunks] == ["computed"] * len(first.full.sources)
+    assert [source.chunk_id for source in first.reused.sources] == [source.chunk_id for source in first.full.sources]
+    assert second.full.text == first.full.text
+    assert second.reused.stats.tokens_reused == first.reused.stats.tokens_reused
+    assert first.is_same == (first.agreement == 1.0)
+    assert first.as_dict()["speedup"] == first.full.stats.ttft_s / first.reused.stats.ttft_s
+
+
+def test_without_captures_the_same_question_is_answered_alike(fresh: CacheCraft) -> None:
+    fresh.prime()
+    settings = ReuseConfig.deterministic()
+    first = fresh.ask(QUESTION, sampling=SHORT, config=settings)
+    fresh.ask("What does the warranty say about limescale?", sampling=SHORT, config=settings)
+    second = fresh.ask(QUESTION, sampling=SHORT, config=settings)
+    assert second.text == first.text
+    plans = [[(chunk.outcome, chunk.recomputed) for chunk in answer.stats.chunks] for answer in (first, second)]
+    assert plans[0] == plans[1]
+
+
 @pytest.mark.slow  # tests/test_gates.py has the quick one
 def test_reuse_of_exact_caches_gives_the_answer_of_full_prefill_in_fp32(
     demo_model: Path, documents: Path, tmp_path: Path
 ) -> None:
     with CacheCraft.from_pretrained(str(demo_model), store=tmp_path, dtype="float32") as rag:
         rag.add_documents(documents)
-        full = rag.ask(QUESTION, sampling=SHORT, config=ReuseConfig(reuse=False))
+        full = rag.ask(QUESTION, sampling=SHORT, config=ReuseConfig(reuse=False))  # captures
         reused = rag.ask(QUESTION, sampling=SHORT)
     assert reused.stats.tokens_reused > 0
     assert reused.text == full.text

@@ -19,7 +19,7 @@ from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import RequestStats
-    from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
+    from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft, Comparison
     from cachecraft_rag.retrievers.indexer import IndexReport
     from cachecraft_rag.serving.priming import PrimingEstimate
     from cachecraft_rag.store import ChunkCacheStore
@@ -201,6 +201,9 @@ class AskingOptions:
 @takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse", chosen=AskingOptions)
 def ask(
     question: Annotated[str, typer.Argument(help="Your question.")],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer with full prefill, too, and compare. Nothing is captured.")
+    ] = False,
     as_json: options.Json = False,
     *,
     settings: Settings,
@@ -210,6 +213,9 @@ def ask(
     if not question.strip():
         raise ConfigError('the question is empty; write one, for example cachecraft ask "How often?"')
     with chosen.open(settings) as (rag, asking):
+        if compare:
+            print_comparison(rag.compare(question, **asking), as_json=as_json)
+            return
         stream = rag.stream(question, **asking)
         require_found(stream, asking)
         if as_json:
@@ -219,6 +225,26 @@ def ask(
             print_sources(stream)
             print_stats(stream.stats)
             print_calibration(rag)
+
+
+def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
+    """Print both answers, the share of words on which they agree, and both times to the first token."""
+    if as_json:
+        print_json(comparison.as_dict())
+        return
+    out.print("with reuse:", style="bold")
+    out.print(comparison.reused.text.strip(), soft_wrap=True)
+    out.print("with full prefill:", style="bold")
+    out.print(comparison.full.text.strip(), soft_wrap=True)
+    agreement = "the same words" if comparison.is_same else f"{comparison.agreement:.0%} of the words agree"
+    reused_s = comparison.reused.stats.ttft_s
+    full_s = comparison.full.stats.ttft_s
+    out.print(
+        f"{agreement}; first token after {reused_s:.2f} s with reuse, {full_s:.2f} s with full prefill: "
+        f"{comparison.speedup:.1f} times faster",
+        style="dim",
+    )
+    print_stats(comparison.reused.stats)
 
 
 def require_found(stream: AnswerStream, asking: AskOptions) -> None:

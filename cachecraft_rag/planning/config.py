@@ -19,8 +19,8 @@ Scope = Literal["anywhere", "prefix", "set"]
 class ReuseConfig:
     """Settings of reuse.
 
-    reuse            reuse stored chunk-caches; False computes every prompt in full (new chunk-caches are still
-                     captured unless `capture` is False)
+    reuse            reuse stored chunk-caches. False computes every prompt in full and still captures its chunks, so
+                     later requests reuse them exactly; to compare with full prefill, use `full_prefill()`
     capture          store newly computed chunk-caches
     scope            contexts in which a chunk-cache may be reused. "anywhere": at any position after any chunks
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
@@ -89,6 +89,37 @@ class ReuseConfig:
             "loading": "cake",
         }
         return cls(**published | changes)
+
+    @classmethod
+    def full_prefill(cls) -> Self:
+        """Return settings that reuse nothing and capture nothing: the baseline to compare reuse with.
+
+        `ReuseConfig(reuse=False)` is no baseline. It captures the chunks of the prompt, and the same question then
+        reuses them exactly.
+
+        >>> config = ReuseConfig.full_prefill()
+        >>> config.reuse, config.capture
+        (False, False)
+        """
+        return cls(reuse=False, capture=False, plain_prompts="off")
+
+    @classmethod
+    def deterministic(cls, **changes: Any) -> Self:
+        """Return settings with which a request leaves the stored chunk-caches as they are and follows no clock.
+
+        Nothing is captured, and everything stored is loaded instead of being computed where that is faster. With
+        `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the same
+        primed store gives the same answer each time.
+
+        Args:
+            changes: settings with other values.
+
+        >>> config = ReuseConfig.deterministic(recompute_ratio=0.3)
+        >>> config.capture, config.loading, config.recompute_ratio
+        (False, 'layerwise', 0.3)
+        """
+        fixed: dict[str, Any] = {"capture": False, "loading": "layerwise"}
+        return cls(**fixed | changes)
 
     def __post_init__(self) -> None:
         """Check every field. Raises ConfigError for a value that is invalid."""

@@ -196,6 +196,19 @@ def test_no_reuse_computes_everything(home: Path, cachecraft: Command) -> None:
     assert {chunk["reason"] for chunk in answer["stats"]["chunks"]} == {"reuse is off"}
 
 
+def test_ask_compares_with_full_prefill_and_captures_nothing(home: Path, cachecraft: Command) -> None:
+    stored = cachecraft("store", "stats", "--json", cwd=home).result["variants"]
+    asked = ("ask", QUESTION, "--max-new-tokens", "8", "--compare")
+    comparison = cachecraft(*asked, "--json", cwd=home).result
+    assert comparison["reused"]["stats"]["tokens_reused"] > 0
+    assert {chunk["reason"] for chunk in comparison["full"]["stats"]["chunks"]} == {"reuse is off"}
+    assert 0 <= comparison["agreement"] <= 1
+    assert cachecraft("store", "stats", "--json", cwd=home).result["variants"] == stored
+    shown = cachecraft(*asked, cwd=home).stdout
+    assert "with full prefill:" in shown
+    assert "times faster" in shown
+
+
 def test_a_filter_that_matches_nothing_is_said_instead_of_answered(home: Path, cachecraft: Command) -> None:
     done = cachecraft("ask", QUESTION, "--where", "source=docs/none.md", cwd=home, code=2)
     assert "no chunk matches --where" in done.stderr
