@@ -33,16 +33,16 @@ def doctor(
 
     Measures for a few seconds. Exit code 1 if something is broken; advice is no error.
     """
-    from cachecraft_rag.engine.doctor import Finding, findings
+    from cachecraft_rag.engine.doctor import Advice, findings
 
     store, facts = Path(settings["store"]), None
     try:
         facts = _facts(settings, store, check=check)
         found = list(findings(facts))
     except (ModelNotFoundError, UnsupportedModelError) as error:
-        found = [Finding("model", "error", str(error), "choose another --model")]
+        found = [Advice("model", "error", str(error), "choose another --model")]
     if not store.is_dir():
-        found.append(Finding("index", "advice", f"{store} is not there yet", f"cachecraft index DIR --store {store}"))
+        found.append(Advice("index", "advice", f"{store} is not there yet", f"cachecraft index DIR --store {store}"))
     if as_json:
         print_json({"facts": facts and asdict(facts), "findings": [asdict(one) for one in found]})
     else:

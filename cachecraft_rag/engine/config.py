@@ -34,19 +34,19 @@ _OFTEN_TRIED = MappingProxyType(
 class EngineConfig:
     """Options of `from_pretrained` besides the model and the store's folder.
 
-    dtype           number format of the model: float32, bfloat16, float16 or auto (the checkpoint's own, or
+    dtype           number format of the model: float32, bfloat16, float16 or auto (that of the checkpoint, or
                     bfloat16 on a CPU that computes it); see `Decoder.load`
     device          device of the model: cpu, cuda, cuda:1 … or auto
-    namespace       tenant, whose chunk-caches nobody else uses; the retrieval index is shared
-    system          instruction before every prompt. Chunk-caches belong to it: prime and ask with the same one
-    private_system  whether `system` holds one user's text: what is captured behind it is then kept to the session
-    best_last       whether the best chunk stands nearest to the question, see `PromptBuilder`
-    reuse           how chunk-caches are reused
-    new_variants    when chunks that were reused and fixed are captured behind the prefix they had: idle (while nobody
-                    is being answered), always or off; or a whole `NewVariants`, with a budget. An engine over vLLM
-                    refuses always
-    decode_rows     how many answers a decode step computes together at most; 1 = each on its own
-    max_waiting     most requests that wait while another one has its turn; one more is refused with BusyError
+    namespace       tenant; no other tenant uses its chunk-caches. The retrieval index is shared
+    system          instruction before every prompt. Chunk-caches belong to it: prime and ask with the same instruction
+    private_system  whether `system` holds one user's text: captures after it are then private to the session
+    best_last       whether the best chunk is nearest to the question, see `PromptBuilder`
+    reuse           settings of the reuse of chunk-caches
+    new_variants    when chunks that were reused and fixed are captured after the prefix they had: idle (while no
+                    answer is under way), always or off; or a `NewVariants` with a budget. An engine over vLLM refuses
+                    always
+    decode_rows     most answers that a decode step computes together; 1 = each separately
+    max_waiting     most requests that wait while another request has its turn; further ones get BusyError
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
                     engine over vLLM, which has its own queue and batches, refuses these three
     store           budgets, codec and remote of the chunk-caches
@@ -82,18 +82,25 @@ class EngineConfig:
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """Names that `with_options` takes: the fields here, and those of `StoreConfig`; the device is the model's."""
-        own = {setting.name for setting in fields(cls)} - {"store"}
-        return frozenset(own | {setting.name for setting in fields(StoreConfig)})
+        """Return the names that `with_options` takes: the fields of this class and of `StoreConfig`.
+
+        `device` is the device of the model.
+        """
+        return frozenset(_own_names(cls) | {setting.name for setting in fields(StoreConfig)})
 
     def with_options(self, **options: Any) -> Self:
-        """The same with these options, by name; one that is None stays as it is. Raises ConfigError.
+        """Return a copy with these options by name; options that are None are ignored. Raises ConfigError.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824
         """
         check_names(options, self.option_names(), hints=_OFTEN_TRIED)
         given = {name: value for name, value in options.items() if value is not None}
-        own = {setting.name for setting in fields(self)} - {"store"}
-        store = replace(self.store, **{name: value for name, value in given.items() if name not in own})
-        return replace(self, store=store, **{name: value for name, value in given.items() if name in own})
+        own_names = _own_names(type(self))
+        own = {name: value for name, value in given.items() if name in own_names}
+        of_store = {name: value for name, value in given.items() if name not in own_names}
+        return replace(self, store=replace(self.store, **of_store), **own)
+
+
+def _own_names(config: type[EngineConfig]) -> set[str]:
+    return {setting.name for setting in fields(config)} - {"store"}

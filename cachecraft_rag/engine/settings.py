@@ -1,12 +1,12 @@
-"""Settings from flags, the environment and a file: a flag goes before the environment, that before the file, that
-before the default.
+"""Settings of a command. Precedence: flag, environment, file, default.
 
 A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or,
-in the tables `[reuse]` and `[remote]`, `ReuseConfig` and `RemoteConfig`. Key, flag, default and help come from there.
+in the tables `[reuse]` and `[remote]`, `ReuseConfig` and `RemoteConfig`. The field gives key, flag, default and help.
 The variable of `disk_bytes` is `CACHECRAFT_DISK_BYTES`, that of `url` in `[remote]` `CACHECRAFT_REMOTE_URL`.
 
-Rejected: pydantic-settings. It would check every value a second time, knows neither where a value came from nor what
-may be in the environment besides, and takes 0.3 s to import, half of what a command such as `store stats` may take.
+Rejected: pydantic-settings. It would check every value a second time, it records neither the origin of a value nor
+which other variables the environment may hold, and it takes 0.3 s to import, half of what a command such as
+`store stats` may take.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachecraft_rag.checks import check_names, check_path, check_text, check_whole, shown
 from cachecraft_rag.engine.config import EngineConfig
@@ -35,7 +35,7 @@ FILE_NAME = "cachecraft.toml"
 FILE_VARIABLE = "CACHECRAFT_SETTINGS"
 PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
-# Variables of the package that are no settings of an engine.
+# Variables of the package that are not settings of an engine.
 _ELSEWHERE = {PREFIX + name for name in ("CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")}
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
 _SERVICE_LINK = re.compile(r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -55,7 +55,7 @@ class Application:
     embeddings    sentence-transformers model for retrieval; None = the bundled one
     top_k         chunks to retrieve
     threads       CPU threads; None = torch's choice
-    metrics_port  port of this machine that serves Prometheus metrics; None = none
+    metrics_port  port of this machine that serves Prometheus metrics; None = no metrics
     """
 
     model: str = "demo"
@@ -86,7 +86,7 @@ class Setting:
 
     @property
     def shown(self) -> Any:
-        """The value as people and logs may see it."""
+        """The value in a form that people and logs may see."""
         if self.key in _SECRET and self.value is not None:
             return "***"
         if self.key == "remote.url" and self.value is not None:
@@ -95,10 +95,10 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """One key: the field of a dataclass.
+class KnownKey:
+    """A key: the field of a dataclass.
 
-    kind   the annotation of the field without "| None", such as "bool" or "tuple[str, ...]"
+    kind   annotation of the field without "| None", such as "bool" or "tuple[str, ...]"
     help   first clause of its description in the dataclass's docstring
     check  makes the dataclass with this value; raises ConfigError
     """
@@ -111,33 +111,36 @@ class Known:
 
     @property
     def is_size(self) -> bool:
-        """True for bytes, which may come with a unit."""
+        """True for bytes, which may have a unit."""
         return self.key.endswith(("_bytes", "_bytes_per_s"))
 
     @property
     def is_list(self) -> bool:
-        """True where several values are taken."""
+        """True if several values are allowed."""
         return self.kind.startswith(("tuple", "frozenset"))
 
     def read(self, text: str) -> Any:
-        """The value that the text of a variable or a flag stands for, unchecked."""
+        """Return the value of the text of a variable or a flag, unchecked."""
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
         if self.kind in ("int", "float") and not self.is_size:
             return _number(text)
-        return [part.strip() for part in text.split(",") if part.strip()] if self.is_list else text
+        if self.is_list:
+            return [part.strip() for part in text.split(",") if part.strip()]
+        return text
 
     def checked(self, value: Any) -> Any:
-        """The value as its dataclass wants it. Raises ConfigError."""
+        """Return the value in the type of its dataclass. Raises ConfigError."""
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
-        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(value)
         self.check(value)
         return frozenset(value) if self.kind.startswith("frozenset") else value
 
 
 def _number(text: str) -> Any:
-    """A number, where it is one.
+    """Return the number of a text, or the text if it is not a number.
 
     >>> _number("50_000"), _number("0.5"), _number("many")
     (50000, 0.5, 'many')
@@ -149,123 +152,126 @@ def _number(text: str) -> Any:
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size with a unit. Raises ConfigError for anything else.
+    """Return the bytes of a size with a unit. Raises ConfigError for an invalid size.
 
     >>> size_of("50 GB"), size_of("1.5 MiB"), size_of("100")
     (50000000000, 1572864, 100)
     """
-    found = _SIZE.fullmatch(text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f'{shown(text)} is no size; write bytes, or a number with a unit such as "50 GB" or "8 GiB"')
-    return int(float(found[1].replace("_", "")) * _UNITS[found[2].lower()])
+    number = float(match[1].replace("_", ""))
+    return int(number * _UNITS[match[2].lower()])
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """The descriptions of a dataclass's fields in its docstring: lines such as "name  text", continued below the text.
+    """Return the descriptions of a dataclass's fields: lines such as "name  text", continued below the text.
 
     >>> descriptions(Application)["top_k"]
     'chunks to retrieve'
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     names: list[str] = []
     for line in (inspect.getdoc(kind) or "").splitlines():
-        if begins := re.fullmatch(r"(\w+(?:, \w+)*) {2,}(\S.*)", line):
-            names = begins[1].split(", ")
-            found |= dict.fromkeys(names, begins[2])
+        match = re.fullmatch(r"(\w+(?:, \w+)*) {2,}(\S.*)", line)
+        if match is not None:
+            names = match[1].split(", ")
+            texts |= dict.fromkeys(names, match[2])
         elif line.startswith(" "):
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
         else:
             names = []
-    return found
+    return texts
 
 
 def _check(config: Callable[..., object], name: str, value: Any) -> None:
-    """Make the dataclass with one value; raises ConfigError."""
-    rest = {"url": "memory://"} if config is RemoteConfig else {}
-    config(**(rest | {name: value}))
+    """Make the dataclass with this value; raises ConfigError."""
+    required = {"url": "memory://"} if config is RemoteConfig else {}
+    config(**(required | {name: value}))
 
 
 @cache
-def known_settings() -> dict[str, Known]:
-    """Every key."""
+def known_settings() -> dict[str, KnownKey]:
+    """Return every key."""
     known = {}
     left_out = {EngineConfig: {"reuse", "store"}, StoreConfig: {"device", "remote"}}
     tables = {ReuseConfig: "reuse.", RemoteConfig: "remote."}
     for config in (Application, EngineConfig, StoreConfig, SamplingParams, ReuseConfig, RemoteConfig):
         texts = descriptions(config)
-        for one in fields(config):
-            if one.name in left_out.get(config, ()):
+        for setting in fields(config):
+            if setting.name in left_out.get(config, ()):
                 continue
-            default = one.default_factory() if one.default_factory is not MISSING else one.default
-            key = tables.get(config, "") + one.name
-            known[key] = Known(
+            default = setting.default
+            if setting.default_factory is not MISSING:
+                default = setting.default_factory()
+            first_clause = re.split(r"[;.](?= |$)", texts.get(setting.name, ""), maxsplit=1)[0]
+            key = tables.get(config, "") + setting.name
+            known[key] = KnownKey(
                 key,
-                str(one.type).removesuffix(" | None"),
-                None if default is MISSING else default,
-                re.split(r"[;.](?= |$)", texts.get(one.name, ""), maxsplit=1)[0].replace("`", ""),
-                partial(_check, config, one.name),
+                kind=str(setting.type).removesuffix(" | None"),
+                default=None if default is MISSING else default,
+                help=first_clause.replace("`", ""),
+                check=partial(_check, config, setting.name),
             )
     return known
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every key with its value and origin.
-
-    file  read for them, or None
-    """
+    """Every key with its value and origin; `file` is the file that was read, or None."""
 
     entries: Mapping[str, Setting]
     file: Path | None = None
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key."""
+        """Return the value of a key."""
         return self.entries[key].value
 
     def given(self) -> dict[str, Any]:
-        """The values that are not defaults."""
-        return {key: one.value for key, one in self.entries.items() if one.origin != DEFAULT}
+        """Return the values that are not defaults."""
+        return {key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT}
 
     def flags(self) -> dict[str, Any]:
-        """The values that flags gave."""
-        return {key: one.value for key, one in self.entries.items() if one.origin.startswith("--")}
+        """Return the values that were given by flags."""
+        return {key: setting.value for key, setting in self.entries.items() if setting.origin.startswith("--")}
 
     def only(self, *keys: str) -> Settings:
-        """The same with the defaults of all other keys; "remote." stands for the whole table."""
+        """Return a copy with the defaults of all other keys; "remote." means the whole table."""
         known = known_settings()
-        kept = {
-            key: one if key.startswith(keys) else Setting(key, known[key].default, DEFAULT)
-            for key, one in self.entries.items()
-        }
+        kept = {}
+        for key, setting in self.entries.items():
+            kept[key] = setting if key.startswith(keys) else Setting(key, known[key].default, DEFAULT)
         return Settings(kept, self.file)
 
     def engine_config(self, **options: Any) -> EngineConfig:
-        """Configuration of the engine; `options` of `EngineConfig` go before it. Raises ConfigError."""
-        given = self.given()
-        own = EngineConfig.option_names() - {"reuse", "remote"}
-        flat = {key: value for key, value in given.items() if key in own}
-        config = EngineConfig(reuse=ReuseConfig(**self._table("reuse"))).with_options(**flat)
-        return replace(config, store=replace(config.store, remote=self.remote())).with_options(**options)
+        """Return the configuration of the engine; `options` of `EngineConfig` override it. Raises ConfigError."""
+        names = EngineConfig.option_names() - {"reuse", "remote"}
+        flat = {key: value for key, value in self.given().items() if key in names}
+        reuse = ReuseConfig(**self._table("reuse"))
+        config = EngineConfig(reuse=reuse).with_options(**flat)
+        store = replace(config.store, remote=self.remote())
+        return replace(config, store=store).with_options(**options)
 
     def remote(self) -> RemoteConfig | None:
-        """Configuration of the remote, None without one; a bad key file is reported here. Raises ConfigError."""
+        """Return the configuration of the remote, or None. Raises ConfigError, also for a bad key file."""
         table = self._table("remote")
         if not table:
             return None
         if "url" not in table:
             first = self.entries[f"remote.{next(iter(table))}"]
-            change = f"set remote.url (--remote), or take {first.key} out"
+            change = f"set remote.url (--remote), or remove {first.key}"
             raise ConfigError(f"{first.origin}: {first.key} needs a remote; {change}")
         config = RemoteConfig(**table)
         config.keys()
         return config
 
     def sampling(self) -> SamplingParams:
-        """Parameters of drawing tokens."""
-        return SamplingParams(**{one.name: self[one.name] for one in fields(SamplingParams)})
+        """Return the sampling parameters."""
+        return SamplingParams(**{setting.name: self[setting.name] for setting in fields(SamplingParams)})
 
     def _table(self, name: str) -> dict[str, Any]:
-        return {key.partition(".")[2]: value for key, value in self.given().items() if key.startswith(f"{name}.")}
+        prefix = f"{name}."
+        return {key.removeprefix(prefix): value for key, value in self.given().items() if key.startswith(prefix)}
 
 
 def load_settings(
@@ -275,14 +281,14 @@ def load_settings(
     flags: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Read the settings file, then the environment, then flags; the last one that sets a key wins.
+    """Read the settings file, then the environment, then flags; later values override earlier ones.
 
     Args:
-        path: the file; None: that of `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory, if it is
-            there. Relative paths in the file are relative to its folder.
-        environment: None: that of the process.
-        flags: keys of `known_settings` with the values that a command was given.
-        defaults: of a command, in place of the dataclasses' own.
+        path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
+            it exists. Relative paths in the file are relative to its folder.
+        environment: variables; None: those of the process.
+        flags: keys of `known_settings` with the values of a command's flags.
+        defaults: defaults of a command; they replace those of the dataclasses.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong: it names file, variable or flag, and key.
@@ -290,32 +296,49 @@ def load_settings(
     environment = os.environ if environment is None else environment
     file = settings_file(path, environment)
     known = known_settings()
-    entries = {key: Setting(key, one.default, DEFAULT) for key, one in known.items()}
+    entries = {key: Setting(key, setting.default, DEFAULT) for key, setting in known.items()}
     entries |= {key: Setting(key, value, DEFAULT) for key, value in (defaults or {}).items()}
-    sources: list[tuple[str, str, Any]] = []
+
+    given: list[_Given] = []
     if file is not None:
-        sources += [(key, f"{file}: {key}", value) for key, value in _of_file(file, known).items()]
-    for name, text in sorted(environment.items()):
-        if (
-            name.startswith(PREFIX)
-            and name not in _ELSEWHERE | {FILE_VARIABLE}
-            and text
-            and (key := _key_of(name, known)) is not None
-        ):
-            sources.append((key, name, known[key].read(text)))
+        for key, value in _of_file(file, known).items():
+            given.append(_Given(key, value, origin=str(file), place=f"{file}: {key}"))
+    given += _of_environment(environment, known)
     for key, value in (flags or {}).items():
-        sources.append((key, flag_of(key), known[key].read(value) if isinstance(value, str) else value))
-    for key, place, value in sources:
+        read = known[key].read(value) if isinstance(value, str) else value
+        given.append(_Given(key, read, origin=flag_of(key), place=flag_of(key)))
+
+    for source in given:
         try:
-            checked = known[key].checked(value)
+            checked = known[source.key].checked(source.value)
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
-        entries[key] = Setting(key, checked, str(file) if place == f"{file}: {key}" else place)
+            raise ConfigError(f"{source.place}: {error}") from None
+        entries[source.key] = Setting(source.key, checked, source.origin)
     return Settings(entries, file)
 
 
+class _Given(NamedTuple):
+    """A value of a key; `place` names its origin in an error message."""
+
+    key: str
+    value: Any
+    origin: str
+    place: str
+
+
+def _of_environment(environment: Mapping[str, str], known: Mapping[str, KnownKey]) -> Iterator[_Given]:
+    """Yield the settings of the environment. Raises ConfigError for an unknown variable."""
+    for name, text in sorted(environment.items()):
+        is_setting = name.startswith(PREFIX) and name not in _ELSEWHERE and name != FILE_VARIABLE
+        if not is_setting or not text:
+            continue
+        key = _key_of(name, known)
+        if key is not None:
+            yield _Given(key, known[key].read(text), origin=name, place=name)
+
+
 def flag_of(key: str) -> str:
-    """The flag of a key.
+    """Return the flag of a key.
 
     >>> [flag_of(key) for key in ("disk_bytes", "reuse.drift", "remote.url", "remote.key_file")]
     ['--disk-bytes', '--drift', '--remote', '--remote-key-file']
@@ -326,28 +349,28 @@ def flag_of(key: str) -> str:
 
 
 def settings_file(path: str | os.PathLike[str] | None, environment: Mapping[str, str]) -> Path | None:
-    """The file that `load_settings` reads. Raises ConfigError when one is named and is not there."""
+    """Return the file that `load_settings` reads, or None. Raises ConfigError if a named file is missing."""
     named = path or environment.get(FILE_VARIABLE)
     if named is not None:
         check_path("settings", named)
         if not os.path.isfile(named):
-            raise ConfigError(f"there is no settings file at {os.fspath(named)}; name another, or make it")
+            raise ConfigError(f"there is no settings file at {os.fspath(named)}; correct the path, or make the file")
         return Path(named)
-    found = Path(FILE_NAME)
-    return found.absolute() if os.path.isfile(found) else None
+    default = Path(FILE_NAME)
+    return default.absolute() if os.path.isfile(default) else None
 
 
-def _key_of(variable: str, known: Mapping[str, Known]) -> str | None:
-    """The key of a variable; None for what Kubernetes adds. Raises ConfigError."""
+def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
+    """Return the key of a variable; None for variables that Kubernetes adds. Raises ConfigError."""
     names = {PREFIX + key.replace(".", "_").upper(): key for key in (*known, *_ALIASES)}
     if variable not in names and _SERVICE_LINK.fullmatch(variable):
         return None
-    check_names([variable], names, what="variable", advice="Correct it, or take it out. ")
+    check_names([variable], names, what="variable", advice="Correct it, or remove it. ")
     return _ALIASES.get(names[variable], names[variable])
 
 
-def _of_file(file: Path, known: Mapping[str, Known]) -> dict[str, Any]:
-    """The keys and values of a file. Raises ConfigError."""
+def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, Any]:
+    """Return the keys and values of a file. Raises ConfigError."""
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -357,7 +380,7 @@ def _of_file(file: Path, known: Mapping[str, Known]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, dict) and key in ("reuse", "remote"):
-            flat |= {f"{key}.{name}": one for name, one in value.items()}
+            flat |= {f"{key}.{name}": setting for name, setting in value.items()}
         else:
             flat[_ALIASES.get(key, key)] = value
     try:

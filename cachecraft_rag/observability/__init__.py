@@ -1,6 +1,6 @@
-"""What can an operator see of an engine while it runs?
+"""Numbers about an engine, for its operator, while it runs.
 
-Import from here: `stats` (numbers of one answer), `request_counts` (totals by outcome), `request_log` (one record for
+Import from here: `stats` (statistics of an answer), `request_counts` (totals by outcome), `request_log` (one record for
 each request) and `metrics` (all of it for Prometheus). Imports planning and store.
 
 Never here: anything that changes how a request is answered. These modules read counters; they do not decide.

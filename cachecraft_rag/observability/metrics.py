@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Thread
-from typing import Any, Protocol, get_args
+from typing import Protocol, get_args
+from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,7 +32,7 @@ _READABLE = "1 while the store's catalog can be read"
 
 
 class Measured(Protocol):
-    """An engine as its metrics see it: every class derived from `AnswerEngine`."""
+    """An engine, as far as its metrics need it; every `AnswerEngine` fits."""
 
     @property
     def request_counts(self) -> RequestCounts:
@@ -45,40 +46,42 @@ class Measured(Protocol):
 class EngineCollector(Collector):
     """Counts of an engine and its store as Prometheus metrics.
 
-    A scrape reads counters and one row of the catalog; a remote is not asked. Two engines of one process need a
-    registry each.
+    A scrape reads counters and one row of the catalog; a remote is not asked. Two engines of one process need separate
+    registries.
     """
 
     def __init__(self, engine: Measured) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics now."""
+        """Yield the current metrics."""
         yield from self._engine.request_counts.collect()
         store = self._engine.store
-        if not isinstance(store, ChunkCacheStore):  # a server's, which has metrics of its own
+        if not isinstance(store, ChunkCacheStore):  # a server's, which serves its metrics itself
             return
+
         try:
             stats = self._stats(store)
-        except StoreError:  # closed, or its catalog cannot be read: requests are counted all the same
+        except StoreError:  # closed, or its catalog cannot be read: requests are counted anyway
             stats = None
         yield _gauge("store_readable", _READABLE, float(stats is not None))
         if stats is not None:
             yield from _of_store(stats)
 
     def describe(self) -> Iterable[Metric]:
-        """The families without samples, so that registering asks for no numbers."""
+        """Return the families without samples; registering then reads no numbers."""
         return [GaugeMetricFamily("cachecraft_store_readable", _READABLE)]
 
     def _stats(self, store: ChunkCacheStore) -> StoreStats:
-        """Statistics of the store. Raises StoreError."""
+        """Return statistics of the store. Raises StoreError."""
         return store.stats(ask_remote=False)
 
 
 def _of_store(stats: StoreStats) -> Iterator[Metric]:
     yield _gauge("variants", "Stored chunk-caches, of all processes", stats.variants)
-    yield _gauge("stored_chunks", "Chunks that have one or more", stats.chunks)
-    for name, text, ending in (("bytes", "Bytes held", "bytes"), ("budget_bytes", "Byte budgets", "budget")):
+    yield _gauge("stored_chunks", "Chunks that have at least one chunk-cache", stats.chunks)
+    sizes = (("bytes", "Bytes held", "bytes"), ("budget_bytes", "Byte budgets", "budget"))
+    for name, text, ending in sizes:
         family = GaugeMetricFamily(f"cachecraft_{name}", f"{text}, by tier", labels=["tier"])
         for tier in ("disk", "host", "device"):
             family.add_metric([tier], getattr(stats, f"{tier}_{ending}"))
@@ -86,11 +89,14 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
     yield _gauge("queued_bytes", "Captures waiting to be written", stats.queued_bytes)
     yield _counter("lookups", "Chunks looked up, by outcome", ["outcome"], stats.lookups)
     yield _counter("loads", "Chunk-caches loaded, by tier", ["tier"], stats.loads)
+
     by_tier = ["tier", "reason"]
     yield _counter("load_failures", "Chunk-caches that could not be loaded", by_tier, _pairs(stats.load_failures))
+
     captures = {("stored", ""): stats.captures.get("stored", 0)}
     captures |= {("dropped", str(reason)): stats.captures.get(reason, 0) for reason in CaptureDrop}
     yield _counter("captures", "Captures, by outcome", ["outcome", "reason"], captures)
+
     evictions = {("disk", str(reason)): 0 for reason in EvictionReason} | _pairs(stats.evictions)
     yield _counter("evictions", "Chunk-caches that left, by tier and reason", by_tier, evictions)
     if stats.remote is not None:
@@ -104,12 +110,14 @@ def _of_remote(remote: RemoteStats) -> Iterator[Metric]:
         breaker.add_metric([state], float(state == remote.breaker))
     yield breaker
     yield CounterMetricFamily("cachecraft_remote_breaker_opened", "Times that it opened", value=remote.opened)
+
     yield _gauge("remote_queued_bytes", "Captures waiting to be sent", remote.queued_bytes)
-    for name, text, counts in (
+    outcomes = (
         ("lookups", "Look-ups, by outcome", remote.lookups),
         ("reads", "Payloads read, by outcome", remote.reads),
         ("captures", "Captures sent, by outcome", remote.captures),
-    ):
+    )
+    for name, text, counts in outcomes:
         codes = {outcome.replace(" ", "_"): count for outcome, count in counts.items()}
         yield _counter(f"remote_{name}", text, ["outcome"], codes)
 
@@ -135,12 +143,13 @@ class MetricsServer(Closeable):
     """A running HTTP server of metrics; `close` ends it, and so does `with`.
 
     Attributes:
-        port: of the server.
+        port: port of the server.
     """
 
-    def __init__(self, server: Any, thread: Thread) -> None:
-        self._server, self._thread = server, thread
-        self.port: int = server.server_port
+    def __init__(self, server: WSGIServer, thread: Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port = server.server_port
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
@@ -150,14 +159,14 @@ class MetricsServer(Closeable):
 
 
 def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") -> MetricsServer:
-    """Serve the metrics of an engine over HTTP, at `/metrics`, in a thread of its own.
+    """Serve the metrics of an engine over HTTP, at `/metrics`, in a separate thread.
 
     Args:
-        port: 0 chooses a free one.
-        address: of the network interface; the default is reached from this machine alone.
+        port: port to listen on; 0 chooses a free port.
+        address: address of the network interface; only this machine reaches the default.
 
     Raises:
-        ConfigError: the port is taken, or the address is none of this machine.
+        ConfigError: the port is taken, or this machine does not have the address.
     """
     check_whole("port", port, most=MOST_PORT)
     check_text("address", address, empty=False)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import get_args
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
 
@@ -17,24 +16,45 @@ TOTAL_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class RequestCounts:
-    """Requests, chunks, tokens and times of one engine, as Prometheus metrics in a registry of its own.
+    """Requests, chunks, tokens and times of one engine, as Prometheus metrics in a separate registry.
 
-    Other parts of the engine add theirs to the registry.
+    Other parts of the engine add their metrics to the registry.
 
-    Any thread may call any method, but no finaliser: they take locks.
+    Any thread may call any method, but no finaliser may: they take locks.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        own: dict[str, Any] = {"namespace": "cachecraft", "registry": self.registry}
-        self._requests = prometheus_client.Counter("requests", "Requests, by how they ended", ["outcome"], **own)
-        self._chunks = prometheus_client.Counter(
-            "chunks", "Chunks of prompts, by outcome and reason", ["outcome", "reason"], **own
+        registry = CollectorRegistry()
+        self.registry = registry
+        self._requests = Counter(
+            "cachecraft_requests",
+            "Requests, by how they ended",
+            ["outcome"],
+            registry=registry,
         )
-        self._tokens = prometheus_client.Counter("tokens", "Tokens of prompts and answers", ["kind"], **own)
-        self._ttft = prometheus_client.Histogram("ttft_seconds", "Time to the first token", buckets=TTFT_BOUNDS, **own)
-        self._total = prometheus_client.Histogram(
-            "request_seconds", "Time of whole requests", buckets=TOTAL_BOUNDS, **own
+        self._chunks = Counter(
+            "cachecraft_chunks",
+            "Chunks of prompts, by outcome and reason",
+            ["outcome", "reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "cachecraft_tokens",
+            "Tokens of prompts and answers",
+            ["kind"],
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "cachecraft_ttft_seconds",
+            "Time to the first token",
+            buckets=TTFT_BOUNDS,
+            registry=registry,
+        )
+        self._total = Histogram(
+            "cachecraft_request_seconds",
+            "Time of whole requests",
+            buckets=TOTAL_BOUNDS,
+            registry=registry,
         )
         for outcome in (*get_args(Finish), REFUSED):  # a scraper sees the zeros too
             self._requests.labels(outcome)
@@ -49,7 +69,7 @@ class RequestCounts:
         self._total.observe(stats.total_s)
         if stats.ttft_s:
             self._ttft.observe(stats.ttft_s)
-        elif stats.finish == "failed":  # nothing is known of what was computed
+        elif stats.finish == "failed":  # it is unknown what was computed
             return
         for kind in TOKENS:
             self._tokens.labels(kind).inc(getattr(stats, f"tokens_{kind}"))
@@ -59,7 +79,7 @@ class RequestCounts:
         self._requests.labels(REFUSED).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics now, without the time at which each was made."""
+        """Yield the current metrics, without the times at which they were created."""
         for family in self.registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family

@@ -1,8 +1,8 @@
 """Structured logs: one record for each request, and a formatter that writes records as lines of JSON.
 
 Records of the package have an attribute `cachecraft`, a dict for programs. Its `event` is "request" here, and
-"capture_dropped", "load_failed" or "eviction" in the store. No text of a question, chunk or
-answer is in them, only ids, codes and numbers.
+"capture_dropped", "load_failed" or "eviction" in the store. They hold ids, codes and numbers, but no text of a
+question, chunk or answer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
     chunks = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "none"
     logger.info(
         "Request %s: %s after %.3f s, first token after %.3f s; chunks: %s",
-        stats.request_id, stats.finish, stats.total_s, stats.ttft_s, chunks, extra={"cachecraft": fields},
-    )  # fmt: skip
+        stats.request_id,
+        stats.finish,
+        stats.total_s,
+        stats.ttft_s,
+        chunks,
+        extra={"cachecraft": fields},
+    )
 
 
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, Any]:
-    """Fields of a request's log record; times in seconds."""
-    fields: dict[str, Any] = {"event": "request"} | ({} if error is None else {"error": error}) | stats.as_dict()
+    """Return the fields of a request's log record; times in seconds."""
+    fields: dict[str, Any] = {"event": "request"}
+    if error is not None:
+        fields["error"] = error
+    fields |= stats.as_dict()
     del fields["searched"]  # holds the question's text
     for chunk in fields["chunks"]:
         chunk["reason"] = str(chunk.pop("reason_code"))
@@ -42,7 +50,7 @@ def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON: time, level, logger, message, and the fields of the package's own records.
+    """Formats a record as one line of JSON: time, level, logger, message, and the fields of the package's records.
 
     >>> record = logging.makeLogRecord({"msg": "left", "cachecraft": {"event": "eviction", "reason": "budget"}})
     >>> json.loads(JsonFormatter().format(record))["reason"]
@@ -64,11 +72,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def _plain(value: Any) -> Any:
-    """The same in types that JSON has; None for NaN and infinities."""
+    """Return the value in types that JSON has; None for NaN and infinities."""
     if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -1,4 +1,4 @@
-"""Statistics of an answer: per-request numbers come back as data, never as log lines."""
+"""Statistics of an answer, returned as data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ Finish = Literal["end", "length", "stop", "closed", "failed"]
 class ChunkStats:
     """Outcome of one chunk of the prompt.
 
-    outcome     exact: behind its origin prefix and stored by a lossless codec; reused: moved and partly recomputed, or
-                behind its origin prefix but stored by a lossy codec; computed: afresh; trimmed: left out;
-                failed: the request failed before its first token
-    reason, reason_code   why it was not simply reused, as a sentence and as a `Reason`; empty otherwise
-    tokens              its length
-    recomputed          how many of them were recomputed to fix them
-    computed            how many were computed afresh: all, or those that were faster computed than loaded
-    cfo, beta_prime     eq. 12 and eq. 8 of the chosen variant; None where none was stored
-    variant_id, tier    which chunk-cache, and where it was read from; None where it was computed
+    outcome      exact: after its origin prefix, from a lossless codec; reused: moved and partly recomputed, or after
+                 its origin prefix but from a lossy codec; computed: without a chunk-cache; trimmed: left out of the
+                 prompt; failed: the request failed before its first token
+    reason       sentence that says why it was not simply reused; else empty
+    reason_code  the same as a `Reason`
+    tokens       its length
+    recomputed   tokens that were recomputed to fix it
+    computed     tokens that were computed without its chunk-cache: all, or those that were faster computed than loaded
+    cfo          eq. 12 of the chosen variant; None if no variant was stored
+    beta_prime   eq. 8 of the chosen variant; None likewise
+    variant_id   id of the variant; None if the chunk was computed
+    tier         tier that the variant was read from; None if the chunk was computed
     """
 
     chunk_id: str
@@ -44,24 +47,28 @@ class RequestStats:
     """Times in seconds and tokens of one request.
 
     ttft_s             from the call to the first answer token: queue_s + plan_s + load_s + prefill_s
-    load_s             waiting for what was being loaded; most loading goes on beside computing and shows nowhere
     queue_s            waiting for its turn, see `EngineConfig.max_waiting`
     plan_s             prompt, look-up and plan, including any wait for a chunk that was still being captured
+    load_s             waiting for what was being loaded; loading beside computing does not count
+    prefill_s          computing the prompt
+    total_s            from the call to the end of the answer
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
-    tokens_reused      taken over from chunk-caches untouched
+    tokens_reused      taken from chunk-caches without a change
     tokens_recomputed  of reused chunks, recomputed
-    tokens_refreshed   of those reused, recomputed while the answer was decoded
+    tokens_refreshed   of the reused tokens, recomputed while the answer was decoded
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
                        chunks that were faster computed than loaded
-    recompute_share    row-layers computed / (prompt tokens × layers): what early termination saves shows here
-    focus_layer        the layer that settled the focused chunks; None when early termination was off or never settled
-    finish             why the answer ended: by itself, at max_new_tokens, at a stop string, closed by its reader, or
-                       failed with an exception; None while it is still being written
-    remote             outcome of the remote look-up: "answered", "too slow", "failed", "left alone"; None where there
-                       is none, or where it need not be asked
+    tokens_generated   of the answer
+    recompute_share    row-layers computed / (prompt tokens × layers); early termination lowers it
+    focus_layer        layer that settled the focused chunks; None if early termination was off or never settled
+    finish             "end": the model ended it; "length": at max_new_tokens; "stop": at a stop string; "closed": by
+                       its reader; "failed": by an exception; None while it is still being written
+    chunks             outcome of each chunk, in prompt order
+    remote             outcome of the remote look-up: "answered", "too slow", "failed", "left alone"; None without a
+                       remote, or if it need not be asked
     request_id         names the request in logs
-    searched           what the retriever searched for: the question, and for a follow-up also the questions before it
-                       with the question; empty where the caller brought the chunks
+    searched           queries of the retriever: the question, and for a follow-up also the questions before it together
+                       with the question; empty if the caller brought the chunks
     """
 
     ttft_s: float
@@ -86,20 +93,26 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if the answer is that of a full prefill: every chunk computed, recomputed whole or reused exactly."""
-        kept = ("exact", "computed", "trimmed")
-        whole = all(one.outcome in kept or 0 < one.tokens == one.recomputed + one.computed for one in self.chunks)
-        in_time = all(one.reason_code is not Reason.COMPUTED_LATE for one in self.chunks)
-        return whole and in_time and self.focus_layer is None
+        """True if the answer is that of a full prefill: each chunk computed, wholly recomputed or exact."""
+        if self.focus_layer is not None:
+            return False
+        return all(_is_exact(chunk) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
+
+
+def _is_exact(chunk: ChunkStats) -> bool:
+    if chunk.reason_code is Reason.COMPUTED_LATE:
+        return False
+    is_recomputed = 0 < chunk.tokens == chunk.recomputed + chunk.computed
+    return is_recomputed or chunk.outcome in ("exact", "computed", "trimmed")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A retrieved chunk, as ranked by the retriever: best first."""
+    """A retrieved chunk with its score."""
 
     chunk_id: str
     text: str
@@ -109,12 +122,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer's text, the chunks it could draw on (best first), and its numbers (chunks in prompt order)."""
+    """An answer's text, its retrieved chunks (best first), and its statistics."""
 
     text: str
     sources: tuple[Source, ...]
     stats: RequestStats
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
