@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.base import StoreEngine
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.vllm.engine import VLLMEngine
 
 
-def variant_counts(engine: StoreEngine) -> dict[int, int]:
+def variant_counts(engine: Engine | VLLMEngine) -> dict[int, int]:
     """Number of variants → number of chunks that have so many, ascending; the instruction is left out."""
     variants: Counter[str] = Counter()
     while page := engine.store.rows(offset=variants.total(), limit=1000):

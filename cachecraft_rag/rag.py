@@ -39,7 +39,7 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk, Document, Progress
 
 if TYPE_CHECKING:
-    from cachecraft_rag.serving.priming import Primer, PrimingEstimate
+    from cachecraft_rag.serving.priming import DocumentPrimer, PrimingEstimate
 
 logger = logging.getLogger("cachecraft_rag.rag")
 
@@ -360,7 +360,7 @@ class CacheCraft(Retriever, Closeable):
 
         return estimate_priming(self._primer(alone), self._texts())
 
-    def _primer(self, alone: bool) -> Primer:
+    def _primer(self, alone: bool) -> DocumentPrimer:
         from cachecraft_rag.serving.priming import Primer
 
         return Primer(self.engine, alone=True) if alone else self.engine.primer()

@@ -1,4 +1,4 @@
-"""The engine as its users see it, wherever its model runs: chunks and a question in, an answer out, piece by piece."""
+"""The interface of all engines: a question and its chunks in, an answer out piece by piece, wherever the model runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import shutil
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 from cachecraft_rag.checks import check_kind, listed
+from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
@@ -27,17 +28,17 @@ from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.prompt.unmarked import Recognise, session_of
 from cachecraft_rag.serving.generation import Generation
-from cachecraft_rag.serving.priming import PrimedEngine, Primer
+from cachecraft_rag.serving.priming import DocumentPrimer, Primer
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.row_checks import Found, RowBounds
-from cachecraft_rag.types import Chunk, Segment
+from cachecraft_rag.types import Chunk, Prompt, Segment
 
 PathLike = str | os.PathLike[str]
-_TOOL_SETS = 16  # prompt builders that are kept, besides that without tools
+_KEPT_BUILDERS = 16  # prompt builders for sets of tools that are kept, besides the builder without tools
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -50,21 +51,42 @@ class AnswerOptions(TypedDict, total=False):
     tools: Sequence[Tool]
 
 
-class AnswerEngine(PrimedEngine):
-    """Answers questions over chunks with one model; `Engine` here, or a server's.
+@dataclass(frozen=True)
+class Question:
+    """A question with its chunks and options, as it was asked; fields as the arguments of `AnswerEngine.stream`."""
+
+    text: str
+    chunks: list[Chunk]
+    history: list[Turn]
+    session: str | None
+    sampling: SamplingParams
+    config: ReuseConfig | None
+    tools: Sequence[Tool]
+
+
+class AnswerEngine(ABC):
+    """Answers questions over chunks with one model; `Engine` in this process, or an engine in a server.
 
     Attributes:
-        store: its chunk-caches; those of a server can only be evicted from here, see `StoreEngine`.
-        config: how caches are reused; a call may bring its own.
-        calibration: α as `cachecraft calibrate` found it, or None.
+        capabilities: calls that this kind of engine does not support.
+        decoder: the model, or facts about it if it runs elsewhere.
+        namespace: the tenant; chunk-caches never cross it.
+        store: its chunk-caches; those of a server can only be evicted from here.
+        config: settings of reuse; a call may bring other settings.
+        calibration: result of `cachecraft calibrate`, or None.
+        prompts: builds prompts.
         request_counts: counts the requests of `stream`.
     """
 
+    capabilities: ClassVar[Capabilities] = ALL
+
     def __init__(self, decoder: ModelFacts, store: Caches, config: EngineConfig) -> None:
-        self.decoder, self.store = decoder, store
-        self.namespace, self.config = config.namespace, config.reuse
+        self.decoder = decoder
+        self.store = store
+        self.namespace = config.namespace
+        self.config = config.reuse
         self.calibration: Calibration | None = None
-        make = partial(
+        new_builder = partial(
             PromptBuilder,
             decoder.tokenizer,
             context_length=decoder.context_length,
@@ -72,11 +94,23 @@ class AnswerEngine(PrimedEngine):
             private_system=config.private_system,
             best_last=config.best_last,
         )
-        self.prompts = make()
-        self._with_tools = lru_cache(_TOOL_SETS)(lambda tools: make(tools=json.loads(tools)))
-        self._making = threading.Lock()
+        self.prompts = new_builder()
+        self._builder_with_tools = lru_cache(_KEPT_BUILDERS)(lambda tools: new_builder(tools=json.loads(tools)))
+        self._building = threading.Lock()
         self.request_counts = RequestCounts()
         self._home = HomeProcess("engine")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the work under way and release all resources; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- answers ------------------------------------------------------------------------------------------------------
 
     def stream(
         self,
@@ -89,25 +123,35 @@ class AnswerEngine(PrimedEngine):
         config: ReuseConfig | None = None,
         tools: Sequence[Tool] = (),
     ) -> Generation:
-        """Answer a question over ordered chunks (best first). The prompt is checked now, the model runs on the first
-        piece.
+        """Answer a question over ordered chunks (best first).
+
+        The prompt is checked now; the model runs when the first piece is requested.
 
         Args:
-            history: earlier turns of the conversation, user first; they stand behind the chunks.
-            session: whose private chunk-caches may be used besides the shared ones.
-            tools: that the model may call, see `prompt.tools`; `prompts_with` says in what form it does.
+            history: earlier turns of the conversation, user first; they follow the chunks.
+            session: session whose private chunk-caches may be used besides the shared ones.
+            tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
             ConfigError: the question is empty or the history does not alternate.
+            UnsupportedCallError: this engine does not support tools, see `capabilities`.
         """
         check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         try:
-            options: dict[str, Any] = {"history": history, "session": session, "config": config, "tools": tools}
-            request = self._request(question, chunks, sampling=sampling or SamplingParams(), **options)
+            request = self._request(
+                question,
+                chunks,
+                history=history,
+                session=session,
+                sampling=sampling or SamplingParams(),
+                config=config,
+                tools=tools,
+            )
         except CacheCraftError:
             self.request_counts.refuse()
             raise
+
         progress = RequestProgress()
         return Generation(
             request,
@@ -118,35 +162,35 @@ class AnswerEngine(PrimedEngine):
             later=self._later,
         )
 
-    def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
-        """What lays out prompts with these tools. Raises ConfigError for what is none."""
-        if not tools:
-            return self.prompts
-        with self._making:  # the tokenizer is not thread-safe while a builder copies it
-            return self._with_tools(json.dumps(checked_tools(tools)))
-
     def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
-        """Answer a prompt that some application has written as one text, documents and all: see
-        `ReuseConfig.plain_prompts`. Options and errors as in `stream`.
+        """Answer unmarked text: a prompt that an application wrote as one piece, with its documents inside.
+
+        See `ReuseConfig.plain_prompts`. Options and errors as in `stream`.
         """
         return self.stream(prompt, (), **options)
 
-    def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
-        found = stats()
-        self.request_counts.add(found)
-        log_request(found, error=error)
-
-    def _later(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in another thread. Takes no lock: finalisers call this, in threads that may hold any."""
-        _thread.start_new_thread(function, arguments)
-
-    def primer(self) -> Primer:
-        """Make what captures chunks for this engine ahead of questions."""
-        return Primer(self)
+    def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
+        """Return the prompt builder for these tools. Raises ConfigError for an invalid tool."""
+        if not tools:
+            return self.prompts
+        with self._building:  # the tokenizer is not thread-safe while a builder copies it
+            return self._builder_with_tools(json.dumps(checked_tools(tools)))
 
     @abstractmethod
     def _pieces(self, request: Request, progress: RequestProgress) -> Iterator[str]:
-        """Run the model once the first piece is asked for: the answer's pieces, as an iterator with `close`."""
+        """Return the answer's pieces as an iterator with `close`; the model runs once the first is requested."""
+
+    def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
+        """Count and log an answer that has ended; `error` names the kind of exception."""
+        final = stats()
+        self.request_counts.add(final)
+        log_request(final, error=error)
+
+    def _later(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in another thread. Takes no lock: finalisers call this, in threads that may hold any lock."""
+        _thread.start_new_thread(function, arguments)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def _request(
         self,
@@ -159,52 +203,91 @@ class AnswerEngine(PrimedEngine):
         config: ReuseConfig | None,
         tools: Sequence[Tool],
     ) -> Request:
+        """Check a question and build its prompt."""
         started = time.perf_counter()
         self._home.require()
-        chunks, history = listed("chunks", chunks), listed("history", history)  # a generator gives them only once
+        chunks = listed("chunks", chunks)  # a generator gives its items only once
+        history = listed("history", history)
         check_asked(question, history, session=session, config=config)
         if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
             raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-        config = config or self.config
-        plain = config.reuse and config.plain_prompts == "reuse"
+        if tools or any(role in ("calls", "result") for role, _ in history):
+            self.capabilities.require(Capability.TOOLS)
+
+        reuse = config or self.config
+        is_searched = reuse.reuse and reuse.plain_prompts == "reuse"
         prompt = self.prompts_with(tools).build(
             question,
             chunks,
             history=history,
             reserve=sampling.max_new_tokens,
-            recognise=self._recogniser(session) if plain else None,
+            recognise=self._recogniser(session) if is_searched else None,
             private=session is not None,
         )
-        return Request(prompt, self.calibrated(config), sampling, session_of(prompt, session), started)
+        request = Request(prompt, self.calibrated(reuse), sampling, session_of(prompt, session), started)
+        asked = Question(question, chunks, history, session, sampling, config, tools)
+        return self._prepared(request, asked)
+
+    def _prepared(self, request: Request, asked: Question) -> Request:
+        """Return the request with whatever this engine adds to it."""
+        return request
 
     def _recogniser(self, session: str | None) -> Recognise | None:
-        """What looks for captured texts in prompts that nobody marked; None where there is no reuse for those."""
+        """Return a function that finds captured texts in unmarked text; None if this engine does not reuse them."""
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
-        """The calibration that decides how much is recomputed with these settings, or None."""
-        found, decides = self.calibration, config.recompute_ratio is None and config.alpha is None
-        return found if decides and found and found.fits(config) else None
+        """Return the calibration that decides how much is recomputed with these settings, or None."""
+        calibration = self.calibration
+        is_open = config.recompute_ratio is None and config.alpha is None
+        if calibration is None or not is_open or not calibration.fits(config):
+            return None
+        return calibration
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """These settings with α as it was calibrated for them."""
-        found = self.calibration_for(config)
-        return config if found is None else replace(config, alpha=found.alpha)
+        """Return these settings with the calibrated α for them."""
+        calibration = self.calibration_for(config)
+        return config if calibration is None else replace(config, alpha=calibration.alpha)
 
+    # -- chunk-caches -------------------------------------------------------------------------------------------------
 
-class StoreEngine(AnswerEngine):
-    """An engine with a store on this machine."""
+    def primer(self) -> DocumentPrimer:
+        """Return what captures documents for this engine before the first question."""
+        return Primer(self)
 
-    store: ChunkCacheStore
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """Compute a prompt, capture these of its segments, and return when they are stored.
+
+        Args:
+            prompt: system segment and chunks, without a question.
+            captures: indices of segments.
+            primed: see `types.Variant`.
+
+        Raises:
+            UnsupportedCallError: this engine captures texts only, see `capabilities`.
+        """
+        self.capabilities.require(Capability.CAPTURE)
+        self._capture(prompt, captures, primed=primed)
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
-        """See `PrimedEngine.look_up`."""
+        """Return the stored variants of these segments for this model; variants that do not fit are left out.
+
+        Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`.
+        """
+        self.capabilities.require(Capability.LOOK_UP)
+        assert isinstance(self.store, ChunkCacheStore), "engines with this capability have a store on this machine"
+        model = self.decoder
         tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
-        bounds = RowBounds(self.decoder.layout, self.decoder.context_length, tokens)
-        return self.store.find(self.namespace, self.decoder.fingerprint, list(tokens), session=session, bounds=bounds)
+        bounds = RowBounds(model.layout, model.context_length, tokens)
+        return self.store.find(self.namespace, model.fingerprint, list(tokens), session=session, bounds=bounds)
 
     def disk_space(self) -> DiskSpace:
-        """See `PrimedEngine.disk_space`."""
+        """Return the space of the folder where captures are stored."""
+        assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()
         free = shutil.disk_usage(self.store.root).free
         return DiskSpace(stats.disk_bytes, stats.disk_budget, free, self.store.config.codec)
+
+    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """See `capture`; engines with `Capability.CAPTURE` implement it."""
+        raise NotImplementedError

@@ -1,8 +1,8 @@
-"""The engine: chunks and a question in, an answer out, token by token.
+"""The engine in this process: chunks and a question in, an answer out, token by token.
 
-One request: prompt → look-up → resolve → prefill while the rest is loaded → decode; captures go to the store in the
-background once the answer is out. Concurrent requests prefill in the order of asking, and their decode steps run
-together; each owns its buffer, so none sees another's state.
+One request: prompt → look-up → resolve → prefill while the rest is loaded → decode; captures are stored in the
+background after the answer. Concurrent requests prefill in the order of asking, and their decode steps run together;
+each has its own buffer, so no request sees the state of others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, Wr
 from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.engine.base import PathLike, StoreEngine
+from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
@@ -56,8 +56,10 @@ logger = logging.getLogger("cachecraft_rag")
 class ScoredAnswer:
     """A greedy answer, and the model's predictions along the target tokens.
 
-    tokens   of the greedy answer, with the token that ended it, if one did
-    logits   float32 `[target, vocabulary]`: what was predicted for each token of the target
+    text     the greedy answer
+    tokens   its tokens, with the token that ended it, if there is one
+    logits   float32 `[target, vocabulary]`: the prediction for each token of the target
+    stats    statistics of the answer
     """
 
     text: str
@@ -66,23 +68,24 @@ class ScoredAnswer:
     stats: RequestStats
 
 
-class Engine(StoreEngine):
+class Engine(AnswerEngine):
     """Answers questions over chunks with one model and one store.
 
     Args:
         decoder: the model; an untried one should pass `self_check` first.
-        store: where its chunk-caches live; may be shared with other engines and processes.
-        settings: of the engine; those of model and store in it are not used.
-        config: how caches are reused; a call may bring its own.
-        options: further fields of `EngineConfig` by name, which go before `settings`.
+        store: its chunk-caches; may be shared with other engines and processes.
+        settings: settings of the engine; those of model and store in it are not used.
+        config: settings of reuse; a call may bring other settings.
+        options: further fields of `EngineConfig` by name; they take precedence over `settings`.
 
     Attributes:
-        loop: runs everything on the model.
+        loop: runs all work on the model.
         write_back: describes and stores captures.
         new_variants: makes new variants in idle time.
     """
 
     decoder: Decoder
+    store: ChunkCacheStore
 
     def __init__(
         self,
@@ -96,35 +99,49 @@ class Engine(StoreEngine):
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
         check_kind("config", config, ReuseConfig, optional=True, advice="ReuseConfig(reuse=False) switches it off")
-        chosen: dict[str, Any] = options if config is None else options | {"reuse": config}
-        own = replace(settings or EngineConfig(), **chosen)
-        super().__init__(decoder, store, own)
-        speed = ComputeSpeed(decoder.keys_per_row)
+        if config is not None:
+            options["reuse"] = config
+        chosen = replace(settings or EngineConfig(), **options)
+        assert isinstance(chosen.new_variants, NewVariants), "EngineConfig turns a word into NewVariants"
+        super().__init__(decoder, store, chosen)
+
         registry = self.request_counts.registry
-        self.loop = StepLoop(decoder, JointRows(decoder, speed, most=own.decode_rows, registry=registry))
+        speed = ComputeSpeed(decoder.keys_per_row)
+        joint = JointRows(decoder, speed, most=chosen.decode_rows, registry=registry)
+        self.loop = StepLoop(decoder, joint)
         weakref.finalize(self, self.loop.end).atexit = False
-        self._admission = AdmissionQueue(own.max_waiting, own.wait_timeout_s, registry)
+
+        self._opened = ExitStack()  # closed by `close`, after the captures
         self._constraints = Constraints(decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens)
-        self._opened = ExitStack()  # closed by `close`, besides the captures
+        self._admission = AdmissionQueue(chosen.max_waiting, chosen.wait_timeout_s, registry)
         self.write_back = WriteBackQueue(
-            store, namespace=own.namespace, fingerprint=decoder.fingerprint, layout=decoder.layout, start=self._start
+            store,
+            namespace=chosen.namespace,
+            fingerprint=decoder.fingerprint,
+            layout=decoder.layout,
+            start=self._start_job,
         )
-        shared: dict[str, Any] = {
-            "store": store,
-            "loop": self.loop,
-            "write_back": self.write_back,
-            "look_up": self.look_up,
-            "loader": Loader(store, decoder.layout.layers),
-        }
-        assert isinstance(own.new_variants, NewVariants), "EngineConfig makes one of a word"
-        self.new_variants = VariantMaker(own.new_variants, stack=decoder, **shared)
+        loader = Loader(store, decoder.layout.layers)
+        self.new_variants = VariantMaker(
+            config=chosen.new_variants,
+            stack=decoder,
+            store=store,
+            loader=loader,
+            write_back=self.write_back,
+            look_up=self.look_up,
+            loop=self.loop,
+        )
         self._answering = Answering(
-            decoder,
+            decoder=decoder,
+            store=store,
+            loop=self.loop,
             admission=self._admission,
+            write_back=self.write_back,
             new_variants=self.new_variants,
-            namespace=own.namespace,
+            look_up=self.look_up,
+            loader=loader,
+            namespace=chosen.namespace,
             stand_in=self.prompts.stand_in,
-            **shared,
         )
         store.before_removal.append(self._before_removal)
 
@@ -142,7 +159,8 @@ class Engine(StoreEngine):
         Args:
             model: Hugging Face name or folder, or "demo" for SmolLM2-135M-Instruct.
             store: the folder; several processes may share it. `close` closes the chunk-caches too.
-            config: everything else; `options` are fields of it by name, and go first: see `EngineConfig.with_options`.
+            config: all other settings.
+            options: fields of `config` by name, which take precedence: see `EngineConfig.with_options`.
 
         Raises:
             ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
@@ -150,7 +168,8 @@ class Engine(StoreEngine):
         check_text("model", model, empty=False)
         check_path("store", store)
         check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
-        chosen = (config or EngineConfig()).with_options(**options)  # what is wrong is said before a model is loaded
+        chosen = (config or EngineConfig()).with_options(**options)  # before a model is loaded, which takes long
+
         decoder = load_checked(model, dtype=chosen.dtype, device=chosen.device)
         device = None if decoder.device.type == "cpu" else str(decoder.device)
         with ExitStack() as opened:
@@ -158,6 +177,7 @@ class Engine(StoreEngine):
             caches = opened.enter_context(ChunkCacheStore.open(folder, replace(chosen.store, device=device)))
             engine = cls(decoder, caches, chosen)
             engine._opened = opened.pop_all()
+
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
             logger.info("%s", engine.calibration)
@@ -174,10 +194,10 @@ class Engine(StoreEngine):
     ) -> ScoredAnswer:
         """Answer greedily, and score the model against target tokens (teacher-forced).
 
-        It runs what `stream` runs up to the first token, so its TTFT is that of `stream`.
+        Up to the first token it runs the same steps as `stream`, so its TTFT is that of `stream`.
 
         Args:
-            target: token ids of another answer, at most `max_new_tokens`; None = the greedy answer itself.
+            target: token ids of a given answer, at most `max_new_tokens`; None = the greedy answer itself.
 
         Raises:
             ContextLengthError, ConfigError: as in `stream`.
@@ -188,6 +208,7 @@ class Engine(StoreEngine):
             check_whole("each token of target", token, most=self.decoder.model.config.vocab_size - 1)
         if target is not None and not 0 < len(target) <= max_new_tokens:
             raise ConfigError(f"target has {len(target)} tokens; it needs 1 to {max_new_tokens}")
+
         request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config, tools=())
         progress = RequestProgress()
         self.write_back.follow(progress.removed)
@@ -197,15 +218,20 @@ class Engine(StoreEngine):
         stats = stats_of(request, progress, self.decoder.layout.layers)
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """See `PrimedEngine.capture`."""
-        bounds = prompt.bounds[: captures[-1] + 2]  # nothing behind the last capture need be computed
-        rows, exact = Rows.of(bounds, new=range(bounds[-1])), [1.0] * len(prompt.segments)
-        removed = self.write_back.follow(RemovedChunks())
+    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        bounds = prompt.bounds[: captures[-1] + 2]  # tokens after the last capture need not be computed
+        rows = Rows.of(bounds, new=range(bounds[-1]))
         job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
-        context = CaptureContext(prompt.segments, prompt.bounds, exact, None, primed, removed=removed)
+        context = CaptureContext(
+            prompt.segments,
+            prompt.bounds,
+            exact_shares=[1.0] * len(prompt.segments),
+            session=None,
+            primed=primed,
+            removed=self.write_back.follow(RemovedChunks()),
+        )
 
-        def steps(_: LoopTask) -> Work[None]:  # an interruption of the caller comes before `submit` or after it
+        def steps(_: LoopTask) -> Work[None]:  # an interruption of the caller falls before `submit` or after it
             result = yield from prefill_steps(self.decoder, job)
             self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
 
@@ -213,26 +239,28 @@ class Engine(StoreEngine):
         self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until everything that follows from answers is done: captures, new variants as far as their budget goes,
-        and writing. For programs that work in batches; after it, the same questions get the best that there is.
+        """Wait for the work that follows from answers: captures, new variants within their budget, and writing.
 
-        False when that takes longer than `timeout` seconds, or an answer is still under way.
+        For programs that work in batches; after it, the same questions reuse as much as they can. Returns False if this
+        takes longer than `timeout` seconds, or if an answer is still under way.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
-        until = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
 
-        def done() -> bool:
+        def is_done() -> bool:
             return not (self.write_back.pending() or self._answering.noting or self.new_variants.busy)
 
-        settled = self.loop.wait_until(done, timeout)
-        return settled and self.store.flush(None if until is None else max(0.0, until - time.monotonic()))
+        if not self.loop.wait_until(is_done, timeout):
+            return False
+        return self.store.flush(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Store the captures that are still waiting; new variants are given up. A store that `from_pretrained` did not
-        open stays open.
+        """Store the captures that are still waiting, and give up new variants.
+
+        A store that `from_pretrained` did not open stays open.
         """
-        if not self._home.here:  # a fork of its process has nothing to finish, and nothing of it to let go of
+        if not self._home.here:  # in a fork of its process there is nothing to finish or to release
             return
         with self._opened:
             if self._before_removal in self.store.before_removal:
@@ -242,8 +270,9 @@ class Engine(StoreEngine):
             self.loop.close()
 
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
-        """Store what was computed of these chunks, or it would come after they were removed; what is still being
-        computed is not stored.
+        """Store captures of these chunks that are computed, before they are removed from the store.
+
+        Otherwise they would be stored after the removal. Captures that are still being computed are not stored.
         """
         if self._home.here:
             self.loop.call(partial(self.new_variants.forget, chunk_ids))
@@ -255,15 +284,17 @@ class Engine(StoreEngine):
         look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
         return partial(recognise_captured, look_up=look_up)
 
-    def _request(self, *arguments: Any, sampling: SamplingParams, **options: Any) -> Request:
-        request = super()._request(*arguments, sampling=sampling, **options)
-        if sampling.json_schema is None:
+    def _prepared(self, request: Request, asked: Question) -> Request:
+        """Add the grammar of the answer."""
+        schema = asked.sampling.json_schema
+        if schema is None:
             return request
-        return replace(request, constraint=self._constraints.json(str(sampling.json_schema)))
+        return replace(request, constraint=self._constraints.json(str(schema)))
 
     def _pieces(self, request: Request, progress: RequestProgress) -> Reader:
         self.write_back.follow(progress.removed)
-        return Reader(progress, partial(self._begin, request, progress), self.loop.wake, self._home)
+        begin = partial(self._begin, request, progress)
+        return Reader(progress, begin, self.loop.wake, self._home)
 
     def _begin(self, request: Request, progress: RequestProgress, reader: Reader, queue: TokenQueue) -> None:
         def ended(_result: None, error: BaseException | None) -> None:
@@ -273,7 +304,7 @@ class Engine(StoreEngine):
         answer = partial(self._answering.answer, request=request, progress=progress, queue=queue)
         self.loop.start(LoopTask(answer, ended, Priority.ANSWER, self.loop.watched(reader)))
 
-    def _start(self, steps: Work[Any], ended: Ended) -> None:
+    def _start_job(self, steps: Work[Any], ended: Ended) -> None:
         """Run a job in the background."""
 
         def stored(result: Any, error: BaseException | None) -> None:

@@ -140,7 +140,7 @@ def missing_of(candidate: Candidate, found: Found) -> list[int]:
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
 
-LookUp = Callable[..., Found]  # `PrimedEngine.look_up`
+LookUp = Callable[..., Found]  # `AnswerEngine.look_up`
 
 
 @dataclass(eq=False)

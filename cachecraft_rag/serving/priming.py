@@ -10,15 +10,14 @@ compares other origin prefixes.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.model.sizes import cache_bytes
 from cachecraft_rag.prompt.builder import PromptBuilder
-from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
@@ -26,35 +25,52 @@ _NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
-class PrimedEngine(Closeable):
-    """An engine that captures chunks ahead of questions.
+class PrimableEngine(Protocol):
+    """An engine, as far as priming needs it."""
 
-    Attributes:
-        decoder: the model, or what is known of it where it runs elsewhere.
-        namespace: the tenant; chunk-caches never cross it.
-        prompts: builds prompts.
-    """
+    @property
+    def decoder(self) -> ModelFacts:
+        """The model, or facts about it if it runs elsewhere."""
 
-    decoder: ModelFacts
-    namespace: str
-    prompts: PromptBuilder
+    @property
+    def namespace(self) -> str:
+        """The tenant; chunk-caches never cross it."""
 
-    @abstractmethod
+    @property
+    def prompts(self) -> PromptBuilder:
+        """Builds prompts."""
+
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt, capture these of its segments, and return when they are stored.
 
         Args:
             prompt: system segment and chunks, without a question.
+            captures: indices of segments.
             primed: see `types.Variant`.
         """
 
-    @abstractmethod
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
         """Return the stored variants of these segments for this model; variants that do not fit are left out."""
 
-    @abstractmethod
     def disk_space(self) -> DiskSpace:
         """Return the space of the folder where captures are stored."""
+
+
+class DocumentPrimer(Protocol):
+    """Primes documents: a `Primer`, or a server's."""
+
+    @property
+    def engine(self) -> PrimableEngine:
+        """The engine whose questions will reuse the chunk-caches."""
+
+    def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = ...) -> int:
+        """See `Primer.prime`."""
+
+    def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+        """See `Primer.missing`."""
+
+    def fits(self, chunk: Chunk) -> bool:
+        """See `Primer.fits`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +108,7 @@ class Primer:
             text shapes such captures, and they do not change with their neighbours.
     """
 
-    def __init__(self, engine: PrimedEngine, *, window: int = 2048, alone: bool = False) -> None:
+    def __init__(self, engine: PrimableEngine, *, window: int = 2048, alone: bool = False) -> None:
         self.engine = engine
         self._alone = alone
         self._window = min(window, engine.decoder.context_length)
@@ -236,7 +252,7 @@ def _tokens(window: Sequence[Segment]) -> int:
     return sum(len(segment.token_ids) for segment in window)
 
 
-def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
+def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
     """Estimate the work of `prime_documents`. Nothing is computed."""
     engine = primer.engine
     missing: dict[str, int] = {}
@@ -256,7 +272,7 @@ def estimate_priming(primer: Primer, texts: Texts) -> PrimingEstimate:
 
 
 def prime_documents(
-    primer: Primer,
+    primer: DocumentPrimer,
     texts: Texts,
     *,
     progress: Callable[[Progress], None] | None = None,

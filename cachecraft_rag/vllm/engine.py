@@ -1,4 +1,7 @@
-"""The engine whose model runs in vLLM: many requests at once and tensor parallelism, with the interface of `Engine`."""
+"""The engine over vLLM: many requests at once and tensor parallelism, with the interface of `Engine`.
+
+`VLLMBackend` makes the requests to vLLM; `VLLMEngine` starts vLLM, and `server.server_engine` runs inside its server.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
-from cachecraft_rag.engine.base import PathLike, StoreEngine
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
@@ -19,7 +22,7 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.config import NewVariants
-from cachecraft_rag.serving.new_variants import EXACT, Dropped, missing_of
+from cachecraft_rag.serving.new_variants import EXACT, Dropped, LookUp, missing_of
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -36,25 +39,271 @@ from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_LIKELIEST = 16  # tokens whose log probabilities the self-check compares; of the plain request the first half
+_LIKELIEST = 16  # tokens whose log probabilities the self-check compares; half as many of the plain request
 
 
-class VLLMEngine(StoreEngine):
-    """Answers questions over chunks with a model that vLLM runs, in processes of its own.
+class VLLMBackend:
+    """Requests to the vLLM engine of one model, whose connector fills and captures chunk-caches.
+
+    Args:
+        model: facts about the model.
+        store: the connector's chunk-caches, opened in this process too.
+        config: settings of the engine.
+        calls: sends requests to vLLM.
+        key: the connector's key, which seals messages to it.
+        look_up: looks up what is stored.
+
+    Attributes:
+        new_variants: captures chunks that were reused and fixed, in idle time.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        store: ChunkCacheStore,
+        config: EngineConfig,
+        *,
+        calls: Calls,
+        key: str,
+        look_up: LookUp,
+    ) -> None:
+        assert isinstance(config.new_variants, NewVariants), "EngineConfig turns a word into NewVariants"
+        self._model = model
+        self._store = store
+        self._namespace = config.namespace
+        self._reuse = config.reuse
+        self._calls = calls
+        self._key = key
+        self._look_up = look_up
+        self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
+        store.before_removal.append(self.new_variants.forget)
+
+    def close(self) -> None:
+        """Finish the captures under way; vLLM goes on."""
+        self.new_variants.close()
+
+    # -- the self-check -----------------------------------------------------------------------------------------------
+
+    def check_reuse(self) -> None:
+        """Run the `self_check` and remove its captures. A context that is too short for it is logged."""
+        context = self._model.context_length
+        block_size = int(self._calls.vllm_config.cache_config.block_size)
+        prompt = check_prompt(len(self._model.tokenizer), block_size=block_size, context_length=context)
+        if prompt is None:
+            logger.warning("Reuse is unchecked: a context of %d tokens is too short for the self-check", context)
+            return
+
+        chunk_ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
+        captured = RowFilter(chunk_ids=chunk_ids)
+
+        def all_kept() -> bool:
+            return len(self._store.rows(captured)) == len(chunk_ids)
+
+        try:
+            self_check(self._model.name, prompt, self._predicted, kept=all_kept, dtype=self._model.layout.dtype)
+        finally:
+            if self._store.rows(captured):  # a store that is read-only holds none, and would refuse
+                self._store.evict(captured)
+
+    def _predicted(self, asked: Ask | list[int]) -> Predicted:
+        """Serve a request of `self_check`: with chunk-caches, or token ids without them."""
+        if isinstance(asked, list):
+            step = self._last_step({"prompt_token_ids": asked}, self._one_token(None, logprobs=_LIKELIEST))
+            likeliest = sorted(step.logprobs.items(), key=lambda item: -item[1])
+            return Predicted(dict(likeliest[: _LIKELIEST // 2]))
+
+        step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=_LIKELIEST))
+        likeliest = sorted(step.logprobs.items(), key=lambda item: -item[1])
+        report = step.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
+        segments = [SegmentReport.from_dict(values) for values in report.get("segments", ())]
+        taken = sum(
+            len(segment.token_ids) - outcome.recomputed - outcome.not_loaded
+            for segment, outcome in zip(asked.prompt.segments, segments, strict=False)
+            if outcome.variant_id is not None
+        )
+        return Predicted(dict(likeliest), taken, report.get("refused", ""))
+
+    # -- captures -----------------------------------------------------------------------------------------------------
+
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """Capture segments of a prompt, see `AnswerEngine.capture`."""
+        config = replace(self._reuse, reuse=False, capture=True)
+        ask = Ask(
+            _with_question(prompt.segments[: captures[-1] + 1]),
+            config,
+            primed=primed,
+            captures=tuple(captures),
+            when_stored=True,
+        )
+        self._fill(ask)
+
+    def note_fixed(self, request: Request, report: Mapping[str, Any] | None) -> None:
+        """Note the chunks of an answer that were reused and fixed: they are captured in idle time."""
+        fixed = {int(index): int(tokens) for index, tokens in (report or {}).get("fixed", ())}
+        candidate = None
+        if fixed:
+            segments = request.prompt.segments[: max(fixed) + 1]
+            is_private = any(segment.private for segment in segments)
+            candidate = Candidate(segments, fixed, request.session if is_private else None)
+        self.new_variants.answered(request.prompt.bounds[-1], candidate)
+
+    def _capture_missing(self, candidate: Candidate) -> Captured:
+        """Capture the missing variants of a candidate, by a request that the scheduler computes in idle time."""
+        stored = self._look_up(candidate.segments, session=candidate.session)
+        missing = missing_of(candidate, stored)
+        if not missing:
+            return Captured(dropped=Dropped.STORED)
+
+        segments = candidate.segments[: max(missing) + 1]
+        stored_before = [index for index in missing if index not in candidate.first]
+        if not all(stored.variants.get(segments[index].segment_id) for index in stored_before):
+            return Captured(dropped=Dropped.REMOVED)  # the chunk was removed or evicted
+        prompt = _with_question(segments)
+        if prompt.bounds[-1] >= self._model.context_length:  # a passage after the stand-in; vLLM would refuse it
+            return Captured(dropped=Dropped.TOO_LONG)
+
+        ask = Ask(
+            prompt,
+            EXACT,
+            candidate.session,
+            # Blocks that vLLM has kept of an earlier attempt capture nothing, hence a new salt.
+            client_salt=secrets.token_hex(8),
+            captures=tuple(missing),
+            when_stored=True,
+            idle=True,
+            first=tuple(candidate.first),
+        )
+        report = self._fill(ask)
+        if "segments" not in report:
+            was_given_up = "given_up" in report
+            return Captured(again=was_given_up, dropped=None if was_given_up else Dropped.FAILED)
+
+        left = missing_of(candidate, self._look_up(candidate.segments, session=candidate.session))
+        texts = {candidate.segments[index].segment_id for index in candidate.first}
+        removed = texts & self.new_variants.removed(candidate)
+        if removed:  # the workers have stored them in spite of it
+            self._store.evict(RowFilter(namespace=self._namespace, chunk_ids=tuple(removed)))
+        return Captured(
+            stored=len(missing) - len(left),
+            refused=len(left),
+            tokens=report["row_layers"] // self._model.layout.layers,
+            dropped=Dropped.REFUSED if left else None,
+        )
+
+    def _fill(self, ask: Ask) -> Mapping[str, Any]:
+        """Have a prompt filled; returns the connector's report."""
+        step = self._last_step(self._prompt(ask), self._one_token(ask))
+        report: Mapping[str, Any] = step.report.get(FIELD, {})
+        return report
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
+        """Yield the answer's text piece by piece."""
+        sampling = request.sampling
+        ask = Ask(request.prompt, request.config, request.session, name=request.request_id)
+        params = self._params(
+            ask,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            structured_outputs=_structured(sampling),
+        )
+        reports: list[Mapping[str, Any]] = []
+        try:
+            self._calls.reports[ask.name] = None
+            with closing(self._calls.generate(self._prompt(ask), params)) as steps:
+                tokens = _tokens(request, progress, steps, reports)
+                yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
+        finally:
+            # If the answer ended here, at a stop string or by its reader, vLLM has sent no report with it.
+            report = self._calls.reports.pop(ask.name, None)
+            if progress.reports is None and report is not None:
+                progress.reported(report)
+            progress.end(request, "closed")
+            self.note_fixed(request, reports[0] if reports else report)
+
+    # -- requests to vLLM ---------------------------------------------------------------------------------------------
+
+    def transfer(self, ask: Ask) -> dict[str, Any]:
+        """Return vLLM's `kv_transfer_params` of a request."""
+        return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
+
+    def _prompt(self, ask: Ask) -> dict[str, Any]:
+        return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self._namespace)}
+
+    def _last_step(self, prompt: dict[str, Any], params: Any) -> Step:
+        (*_, last) = self._calls.generate(prompt, params)
+        return last
+
+    def _one_token(self, ask: Ask | None, **sampling: Any) -> Any:
+        """Return vLLM's parameters of a request for its prompt's sake."""
+        return self._params(ask, max_tokens=1, temperature=0.0, **sampling)
+
+    def _params(self, ask: Ask | None, **sampling: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        extra = None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}}
+        return SamplingParams(
+            **sampling,
+            detokenize=False,
+            stop_token_ids=sorted(self._model.end_tokens),
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra,
+        )
+
+
+def _with_question(segments: Sequence[Segment]) -> Prompt:
+    """Return a prompt of these segments, with the question that a request must have."""
+    end = segments[-1].token_ids[-1]
+    question = Segment("question", "capture", (end, end), private=True)
+    return Prompt((*segments, question))
+
+
+def _tokens(
+    request: Request, progress: RequestProgress, steps: Iterable[Step], reports: list[Mapping[str, Any]]
+) -> Iterator[int]:
+    """Yield the tokens of an answer; `reports` takes up the connector's reports."""
+    for step in steps:
+        progress.drew_first(at=request.clock())
+        if step.report:
+            report = step.report.get(FIELD, {})
+            reports.append(report)
+            progress.reported(report)
+        yield from step.tokens
+
+
+def _structured(sampling: Sampling) -> Any:
+    """Return the grammar of an answer in vLLM's form, or None."""
+    if sampling.json_schema is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=str(sampling.json_schema))
+
+
+class VLLMEngine(AnswerEngine):
+    """Answers questions over chunks with a model that vLLM runs, in separate processes.
 
     Make one with `from_pretrained`, below `if __name__ == "__main__":`, because those processes import the main module.
+
+    Attributes:
+        new_variants: captures chunks that were reused and fixed, in idle time.
     """
+
+    store: ChunkCacheStore
 
     def __init__(
         self, model: ServedModel, store: ChunkCacheStore, config: EngineConfig, *, serving: Calls, key: str
     ) -> None:
         """Take over a running `serving`, whose connector has this key; `close` closes it."""
         super().__init__(model, store, config)
-        self._model, self._serving, self._key = model, serving, key
-        self._opened = ExitStack()  # closed by `close`, besides vLLM
-        assert isinstance(config.new_variants, NewVariants), "EngineConfig makes one of a word"
-        self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
-        store.before_removal.append(self.new_variants.forget)
+        self._serving = serving
+        self._opened = ExitStack()  # closed by `close`, after vLLM
+        self._backend = VLLMBackend(model, store, config, calls=serving, key=key, look_up=self.look_up)
+        self.new_variants = self._backend.new_variants
 
     @classmethod
     def from_pretrained(
@@ -69,12 +318,12 @@ class VLLMEngine(StoreEngine):
         """Start vLLM and open (or make) the chunk-caches below a store folder.
 
         Args:
-            model, store, config, options: as in `Engine.from_pretrained`; what vLLM decides itself is refused.
+            model, store, config, options: as in `Engine.from_pretrained`; settings that vLLM decides are refused.
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
 
         Raises:
-            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do; also vLLM's own
-            exceptions where it cannot start.
+            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do; also vLLM's
+            exceptions if it cannot start.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -89,197 +338,48 @@ class VLLMEngine(StoreEngine):
         with ExitStack() as opened:
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
-            # vLLM's own: that of the model's config may be longer.
+            # vLLM's context: that of the model's config may be longer.
             context = min(served.context_length, int(serving.vllm_config.model_config.max_model_len))
             served = replace(served, context_length=context)
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
-            engine.check_reuse()
+            engine._backend.check_reuse()
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine
 
-    def check_reuse(self) -> None:
-        """Run the `self_check` and remove its captures. A context too short for a check is logged."""
-        context = self._model.context_length
-        block_size = int(self._serving.vllm_config.cache_config.block_size)
-        prompt = check_prompt(len(self._model.tokenizer), block_size=block_size, context_length=context)
-        if prompt is None:
-            logger.warning("Reuse is unchecked: a context of %d tokens is too short for the self-check", context)
-            return
-        stored = RowFilter(chunk_ids=tuple(segment.segment_id for segment in prompt.segments[:-1]))
-
-        def kept() -> bool:
-            return len(self.store.rows(stored)) == len(stored.chunk_ids or ())
-
-        try:
-            self_check(self._model.name, prompt, self._predicted, kept=kept, dtype=self._model.layout.dtype)
-        finally:
-            if self.store.rows(stored):  # or a store that is read-only would refuse
-                self.store.evict(stored)
-
-    def _predicted(self, ask: Ask | list[int]) -> Predicted:
-        """Serve one request of `self_check`."""
-        plain, asked = (ask, None) if isinstance(ask, list) else (None, ask)
-        prompt = {"prompt_token_ids": plain} if asked is None else self._prompt(asked)
-        params = self._params(asked, max_tokens=1, temperature=0.0, logprobs=_LIKELIEST)
-        (*_, last) = self._serving.generate(prompt, params)
-        likeliest = sorted(last.logprobs.items(), key=lambda one: -one[1])
-        if asked is None:
-            return Predicted(dict(likeliest[: _LIKELIEST // 2]))
-        report = last.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
-        reports = [SegmentReport.from_dict(one) for one in report.get("segments", ())]
-        taken = sum(
-            len(segment.token_ids) - report.recomputed - report.not_loaded
-            for segment, report in zip(asked.prompt.segments, reports, strict=False)
-            if report.variant_id is not None
-        )
-        return Predicted(dict(likeliest), taken, report.get("refused", ""))
-
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """See `PrimedEngine.capture`."""
-        asked = _asking(prompt.segments[: captures[-1] + 1])
-        config = replace(self.config, reuse=False, capture=True)
-        self._filled(Ask(asked, config, primed=primed, captures=tuple(captures), when_stored=True))
-
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until new variants are captured, as far as the budget allows; returns whether they are."""
+        """Wait until new variants are captured within their budget; returns False after `timeout` seconds."""
         return self.new_variants.settle(timeout)
 
-    def note_fixed(self, request: Request, report: Mapping[str, Any] | None) -> None:
-        """Note, of an answer that has ended, what was reused and fixed: it is captured in idle time."""
-        fixed = {int(index): int(tokens) for index, tokens in (report or {}).get("fixed", ())}
-        segments = request.prompt.segments[: max(fixed, default=-1) + 1]
-        session = request.session if any(one.private for one in segments) else None
-        candidate = Candidate(segments, fixed, session) if fixed else None
-        self.new_variants.answered(request.prompt.bounds[-1], candidate)
-
-    def _capture_missing(self, candidate: Candidate) -> Captured:
-        """Capture what is still missing of a candidate, by a request that the scheduler computes in idle time."""
-        found = self.look_up(candidate.segments, session=candidate.session)
-        missing = missing_of(candidate, found)
-        if not missing:
-            return Captured(dropped=Dropped.STORED)
-        segments = candidate.segments[: max(missing) + 1]
-        had = [index for index in missing if index not in candidate.first]
-        if not all(found.variants.get(segments[index].segment_id) for index in had):
-            return Captured(dropped=Dropped.REMOVED)  # or evicted; it had one
-        asking = _asking(segments)
-        if asking.bounds[-1] >= self._model.context_length:  # vLLM would refuse it: a passage behind the stand-in
-            return Captured(dropped=Dropped.TOO_LONG)
-        # Blocks that vLLM has kept of an earlier try capture nothing, hence a salt of its own.
-        salt = secrets.token_hex(8)
-        how: Any = {"captures": tuple(missing), "when_stored": True, "idle": True, "first": tuple(candidate.first)}
-        ask = Ask(asking, EXACT, candidate.session, client_salt=salt, **how)
-        report = self._filled(ask)
-        if "segments" not in report:
-            given_up = "given_up" in report
-            return Captured(again=given_up, dropped=None if given_up else Dropped.FAILED)
-        left = missing_of(candidate, self.look_up(candidate.segments, session=candidate.session))
-        texts = {candidate.segments[index].segment_id for index in candidate.first}
-        if removed := texts & self.new_variants.removed(candidate):  # the workers have stored them all the same
-            self.store.evict(RowFilter(namespace=self.namespace, chunk_ids=tuple(removed)))
-        return Captured(
-            stored=len(missing) - len(left),
-            refused=len(left),
-            tokens=report["row_layers"] // self._model.layout.layers,
-            dropped=Dropped.REFUSED if left else None,
-        )
-
-    def _filled(self, ask: Ask) -> Mapping[str, Any]:
-        """Have a prompt filled; returns the report."""
-        (*_, last) = self._serving.generate(self._prompt(ask), self._params(ask, max_tokens=1, temperature=0.0))
-        report: Mapping[str, Any] = last.report.get(FIELD, {})
-        return report
-
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """See `AnswerEngine.calibrated`."""
+        """See `AnswerEngine.calibrated`; unmarked text is not searched."""
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
         """Finish the captures under way, and end vLLM."""
         if not self._home.here:
             return
-        self.new_variants.close()
+        self._backend.close()
         with self._opened:
             self._serving.close()
 
+    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        self._backend.capture(prompt, captures, primed=primed)
+
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()
-        sampling = request.sampling
-        ask = Ask(request.prompt, request.config, request.session, name=request.request_id)
-        params = self._params(
-            ask,
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            structured_outputs=_structured(sampling),
-        )
-        reported: list[Mapping[str, Any]] = []
-        try:
-            self._serving.reports[ask.name] = None
-            with closing(self._serving.generate(self._prompt(ask), params)) as steps:
-                tokens = _tokens(request, progress, steps, reported)
-                yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
-        finally:
-            # Where the answer ended here, at a stop string or with its reader, vLLM has sent none with it.
-            report = self._serving.reports.pop(ask.name, None)
-            if progress.reports is None and report is not None:
-                progress.reported(report)
-            progress.end(request, "closed")
-            self.note_fixed(request, next(iter(reported), report))
-
-    def _prompt(self, ask: Ask) -> dict[str, Any]:
-        return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self.namespace)}
-
-    def _params(self, ask: Ask | None, **sampling: Any) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            **sampling,
-            detokenize=False,
-            stop_token_ids=sorted(self._model.end_tokens),
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}},
-        )
-
-
-def _asking(segments: Sequence[Segment]) -> Prompt:
-    """A prompt of these, with the question that a request must have."""
-    end = segments[-1].token_ids[-1]
-    return Prompt((*segments, Segment("question", "capture", (end, end), private=True)))
-
-
-def _tokens(
-    request: Request, progress: RequestProgress, steps: Iterable[Step], reported: list[Mapping[str, Any]]
-) -> Iterator[int]:
-    for step in steps:
-        progress.drew_first(at=request.clock())
-        if step.report:
-            reported.append(step.report.get(FIELD, {}))
-            progress.reported(reported[-1])
-        yield from step.tokens
-
-
-def _structured(sampling: Sampling) -> Any:
-    """The grammar of an answer in vLLM's words, None without one."""
-    if sampling.json_schema is None:
-        return None
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(json=str(sampling.json_schema))
+        yield from self._backend.pieces(request, progress)
 
 
 def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
-    own = {
+    required = {
         "model": str(model.folder),
         "dtype": model.layout.dtype,
         "enable_prefix_caching": True,
         "kv_transfer_config": settings.transfer_config(),
         "disable_log_stats": True,
     }
-    taken = sorted(own.keys() & server.keys() - {"enable_prefix_caching", "disable_log_stats"})
-    if taken:
-        raise ConfigError(f"server: {', '.join(taken)} cannot be set here")
-    return own | {"max_model_len": model.context_length} | dict(server)
+    refused = sorted(required.keys() & server.keys() - {"enable_prefix_caching", "disable_log_stats"})
+    if refused:
+        raise ConfigError(f"server: {', '.join(refused)} cannot be set here")
+    return required | {"max_model_len": model.context_length} | dict(server)

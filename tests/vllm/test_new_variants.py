@@ -152,7 +152,7 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
     calls: Any = SimpleNamespace(close=lambda: None, generate=stored)
     with ChunkCacheStore.open(tmp_path) as store:
         engine = ServerEngine(model, store, ConnectorSettings(str(tmp_path), model.identity), calls=calls)
-        engine._params = lambda *_ask, **_sampling: None  # type: ignore[method-assign]
+        engine._backend._params = lambda *_ask, **_sampling: None  # type: ignore[method-assign]
         engine.new_variants.answered(100, text)
         assert engine.settle(60)
         assert (store.rows(), engine.new_variants.stats.dropped) == ([], {dropped: 1})

@@ -1,68 +1,91 @@
-"""The engine inside an API server: it lays out prompts, seals requests, primes, and counts."""
+"""The engine inside an API server: it builds prompts, seals requests, primes, and counts."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 from cachecraft_rag import __version__
+from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.planning.calibration import load_calibration
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
-from cachecraft_rag.serving.request import Request, check_asked
+from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.calls import Calls
-from cachecraft_rag.vllm.engine import VLLMEngine
-from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.engine import VLLMBackend
+from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
 from cachecraft_rag.vllm.server.documents import Asked
-from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
+from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, EndpointSettings
 
-_INSTRUCTIONS = 32  # prompt builders that are kept, besides the server's own
+_KEPT_BUILDERS = 32  # prompt builders for clients' instructions that are kept, besides the server's builder
 
 
-class ServerEngine(VLLMEngine):
-    """A `VLLMEngine` over the vLLM engine of the API server that it runs in.
+class ServerEngine(AnswerEngine):
+    """An engine over the vLLM engine of the API server that it runs in.
 
     Its methods block, so the server's event loop calls them in threads.
+
+    Attributes:
+        settings: settings of the endpoint.
+        system: the server's instruction.
+        new_variants: captures chunks that were reused and fixed, in idle time.
     """
+
+    store: ChunkCacheStore
 
     def __init__(
         self, model: ServedModel, store: ChunkCacheStore, settings: ConnectorSettings, *, calls: Calls
     ) -> None:
-        super().__init__(model, store, settings.config, serving=calls, key=settings.key)
+        config = settings.config
+        super().__init__(model, store, config)
         self.settings: EndpointSettings = settings.endpoint
-        self.system, self._best_last = settings.config.system, settings.config.best_last
-        self._builder_of = lru_cache(_INSTRUCTIONS)(self._new_builder)
-        self._building = threading.Lock()
+        self.system = config.system
+        self._model = model
+        self._calls = calls
+        self._backend = VLLMBackend(model, store, config, calls=calls, key=settings.key, look_up=self.look_up)
+        self.new_variants = self._backend.new_variants
+        self._best_last = config.best_last
+        self._builder_of = lru_cache(_KEPT_BUILDERS)(self._new_builder)
+        self._building_for_system = threading.Lock()
 
     @classmethod
     def open(cls, settings: ConnectorSettings, model_config: Any, *, chat_template: str | None, calls: Calls) -> Self:
-        """Open it with vLLM's settings. Raises CacheCraftError where the model cannot be served over HTTP."""
+        """Open the engine with vLLM's settings. Raises CacheCraftError if the model cannot be served over HTTP."""
         if model_config.tokenizer != model_config.model:
-            raise ConfigError("another tokenizer than the model's own: its chunk-caches would not be the model's")
+            raise ConfigError(
+                "the tokenizer is not the model's: its chunk-caches would not fit the model; leave --tokenizer out"
+            )
         model = ServedModel.load(model_config.model, dtype=str(model_config.dtype).removeprefix("torch."))
         length = min(model.context_length, int(model_config.max_model_len))
-        own = settings.endpoint
-        # Its fingerprint: the front end has added the options of vLLM that change what the model computes.
-        fingerprint = settings.identity.fingerprint
-        model = replace(model, name=own.model or model.name, context_length=length, fingerprint=fingerprint)
+        endpoint = settings.endpoint
+        model = replace(
+            model,
+            name=endpoint.model or model.name,
+            context_length=length,
+            # The front end has added the options of vLLM that change what the model computes.
+            fingerprint=settings.identity.fingerprint,
+        )
         if chat_template is not None:
             model.tokenizer.chat_template = chat_template
         engine = cls(model, ChunkCacheStore.open(settings.store, settings.config.store), settings, calls=calls)
-        if own.root:
-            engine.calibration = load_calibration(Path(own.root), model.fingerprint)
+        if endpoint.root:
+            engine.calibration = load_calibration(Path(endpoint.root), model.fingerprint)
         return engine
 
     def prepare(self, asked: Asked, *, session: str | None) -> tuple[Request, Ask]:
-        """Lay out the prompt of a request, and make the message to vLLM's scheduler.
+        """Build the prompt of a request, and the message to vLLM's scheduler.
 
         Raises ConfigError, ContextLengthError as `AnswerEngine.stream`.
         """
@@ -79,14 +102,26 @@ class ServerEngine(VLLMEngine):
         stats = record.stats()
         self.request_counts.add(stats)
         log_request(stats)
-        self.note_fixed(record.request, record.report)
+        self._backend.note_fixed(record.request, record.report)
 
     def transfer(self, ask: Ask) -> dict[str, Any]:
-        """vLLM's `kv_transfer_params` of a request."""
-        return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
+        """Return vLLM's `kv_transfer_params` of a request."""
+        return self._backend.transfer(ask)
+
+    def check_reuse(self) -> None:
+        """Run the self-check of the model's chunk-caches and remove its captures."""
+        self._backend.check_reuse()
+
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until new variants are captured within their budget; returns False after `timeout` seconds."""
+        return self.new_variants.settle(timeout)
+
+    def calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        """See `AnswerEngine.calibrated`; `server.unmarked` searches unmarked text."""
+        return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, Any]:
-        """Facts that a client needs, as plain JSON values."""
+        """Return facts that a client needs, as plain JSON values."""
         return {
             "protocol": PROTOCOL,
             "version": __version__,
@@ -104,34 +139,46 @@ class ServerEngine(VLLMEngine):
         }
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Files of the model's tokenizer as texts, by name; with the chat template that is used."""
-        folder, files = self._model.folder, dict[str, str]()
+        """Return the files of the model's tokenizer as texts, by name, with the chat template in use."""
+        folder = self._model.folder
         assert folder is not None, "the server loaded it"
+        files: dict[str, str] = {}
         for name in TOKENIZER_FILES:
-            if (path := folder / name).is_file():
+            path = folder / name
+            if path.is_file():
                 files[name] = path.read_text(encoding="utf-8")
-        if template := getattr(self._model.tokenizer, "chat_template", None):
+        template = getattr(self._model.tokenizer, "chat_template", None)
+        if template:
             files["chat_template.jinja"] = template
         return files
 
     def close(self) -> None:
-        """Close the store; the API server ends vLLM itself."""
-        super().close()
+        """Finish the captures under way, and close the store; the API server ends vLLM itself."""
+        if not self._home.here:
+            return
+        self._backend.close()
+        self._calls.close()
         self.store.close()
 
+    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        self._backend.capture(prompt, captures, primed=primed)
+
+    def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
+        self._home.require()
+        yield from self._backend.pieces(request, progress)
+
     def _builder(self, system: str | None) -> PromptBuilder:
-        """The prompt builder for an instruction; one that is not the server's may hold somebody's private text."""
+        """Return the prompt builder for an instruction; a client's instruction may hold private text."""
         if system is None or system == self.system:
             return self.prompts
-        with self._building:  # the tokenizer is not thread-safe while a builder copies it
+        with self._building_for_system:  # the tokenizer is not thread-safe while a builder copies it
             return self._builder_of(system)
 
     def _new_builder(self, system: str) -> PromptBuilder:
-        model, private = self._model, not self.settings.shared_system
         return PromptBuilder(
-            model.tokenizer,
-            context_length=model.context_length,
+            self._model.tokenizer,
+            context_length=self._model.context_length,
             system=system,
-            private_system=private,
+            private_system=not self.settings.shared_system,
             best_last=self._best_last,
         )
