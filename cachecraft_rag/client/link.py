@@ -1,0 +1,291 @@
+"""HTTP requests to one server, with limits of time and size."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from cachecraft_rag.client.replies import checked_reply, mapping_of, parsed_json, printable, report_of
+from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
+from cachecraft_rag.vllm.served_model import PROTOCOL
+from cachecraft_rag.vllm.server.documents import ADMIN_HEADER
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+_START = "start one with `cachecraft serve MODEL`"
+_MAX_REPLY = 256 << 20  # bytes; the largest tokenizers have some 40 MB
+_MAX_ERROR = 64 << 10  # bytes of an error's message
+_MAX_LINE = 1 << 20  # bytes of one event of a streamed answer
+
+
+class _Deadline:
+    """Ends a request at a time, whatever it waits for, by shutting its connection down.
+
+    httpx limits the silence between two reads only, so a server that sends a byte now and then would never end.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.passed = False
+        self._ended = False
+        self._stream: Any = None  # httpcore's, once the request is connected
+        self._guard = threading.Lock()
+        self._timer = None if seconds is None else threading.Timer(seconds, self._pass)
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Note the connection: an extension of httpx that is called for each event of a request."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._guard:
+                self._stream = info.get("return_value")
+                if self.passed:
+                    self._shut_down()
+
+    def end(self) -> None:
+        """Stop watching: the request has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._guard:
+            self._ended = True
+            self._stream = None
+
+    def _pass(self) -> None:
+        with self._guard:
+            if not self._ended:
+                self.passed = True
+                self._shut_down()
+
+    def _shut_down(self) -> None:
+        connection = None if self._stream is None else self._stream.get_extra_info("socket")
+        if connection is not None:
+            with suppress(OSError, ValueError):
+                # Not SSLSocket's own method, which would change the object while another thread reads from it.
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+class Link:
+    """HTTP requests to one server; thread-safe.
+
+    Args:
+        url: of the server.
+        api_key, admin_key: see `HTTPEngine.connect`.
+        timeout_s: longest silence of the server.
+        total_timeout_s: longest time of a request with its reply; None = no limit.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        timeout_s: float,
+        total_timeout_s: float | None = None,
+        admin_key: str | None = None,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._total_timeout_s = total_timeout_s
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url is {url!r}; write for example http://127.0.0.1:8000")
+
+        headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could become gigabytes
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        if admin_key is not None:
+            headers[ADMIN_HEADER] = admin_key
+        try:
+            self._client = httpx.Client(
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout_s,
+                limits=httpx.Limits(max_keepalive_connections=0),  # each request knows its connection, see `_Deadline`
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"url is {url!r} ({error}); write for example http://127.0.0.1:8000") from error
+
+    def close(self) -> None:
+        """Close the connections; requests under way fail."""
+        self._client.close()
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return facts about the server. Raises ServerError if it is another kind of server, or another version."""
+        facts = self.call("/v1/cachecraft")
+        if not isinstance(facts, dict) or "protocol" not in facts:
+            raise ServerError(self._not_ours())
+        if facts["protocol"] != PROTOCOL:
+            version = printable(facts.get("version"))
+            raise ServerError(
+                f"{self.url} runs version {version} of this package, which speaks another protocol; install the same "
+                "version on both sides"
+            )
+        return facts
+
+    def call(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patient: bool = False,
+    ) -> Any:
+        """Send a request, with a JSON body if there is one, and return the JSON reply.
+
+        Raises ServerError, and ConfigError for a refused body.
+
+        Args:
+            patient: wait without limit, because the server computes for long.
+        """
+        with self._replied(path, body, headers=headers, patient=patient) as reply:
+            content = b"".join(_bounded(reply, _MAX_REPLY))
+        try:
+            return parsed_json(content)
+        except (ValueError, RecursionError) as error:
+            raise ServerError(self._not_ours()) from error
+
+    def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the report of a request; empty if the server has none, or sends nonsense."""
+        try:
+            reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
+            with checked_reply(self.url, "statistics"):
+                return report_of(reply)
+        except (CacheCraftError, RuntimeError) as error:  # or this client is closed; the answer itself is complete
+            logger.warning("The statistics of request %s did not arrive: %s", printable(name), error)
+            return {}
+
+    def events(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> Generator[Mapping[str, Any]]:
+        """Yield the events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
+        with self._replied("/v1/chat/completions", body, headers=headers) as reply:
+            for line in _lines(reply):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                with checked_reply(self.url, "an answer"):
+                    event = mapping_of(parsed_json(data))
+                if "error" in event:
+                    raise ServerError(f"{self.url}: {_message_of(event['error'])}")
+                yield event
+        raise ServerError(f"{self.url} ended the answer halfway; see its log, and ask again")
+
+    @contextmanager
+    def _replied(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patient: bool = False,
+    ) -> Iterator[httpx.Response]:
+        """Send a request and open the reply. Raises the error that another status than 200 stands for."""
+        deadline = _Deadline(None if patient else self._total_timeout_s)
+        try:
+            with self._client.stream(
+                "GET" if body is None else "POST",
+                path,
+                json=body,
+                headers=headers,
+                timeout=None if patient else httpx.USE_CLIENT_DEFAULT,
+                extensions={"trace": deadline.trace},
+            ) as reply:
+                encoding = reply.headers.get("content-encoding", "identity")
+                if encoding.lower() != "identity":
+                    raise ServerError(f"{self.url} sent a compressed reply ({printable(encoding)}), which is refused")
+                if reply.status_code != 200:
+                    raise self._error(reply, b"".join(_truncated(reply, _MAX_ERROR)))
+                yield reply
+            if deadline.passed:  # a body of unknown length ends where its connection does
+                raise self._too_slow()
+        except _TooLarge as error:
+            raise ServerError(
+                f"{self.url} sent a reply of more than {error.limit >> 10} KiB, which is refused"
+            ) from None
+        except (httpx.HTTPError, httpx.StreamError, OSError, ssl.SSLError) as error:
+            if deadline.passed:
+                raise self._too_slow() from error
+            raise self._unreachable(error) from error
+        finally:
+            deadline.end()
+
+    def _error(self, reply: httpx.Response, content: bytes) -> CacheCraftError:
+        try:
+            message = _message_of(parsed_json(content)["error"])
+        except (LookupError, TypeError, ValueError, RecursionError):  # not in vLLM's form
+            message = printable(content[:400].decode(errors="replace"))
+        status = reply.status_code
+        if status == 403 and ADMIN_HEADER in message:
+            return ServerError(f"{self.url}: {message}: connect(…, admin_key=…)")
+        if status in (401, 403):
+            return ServerError(f"{self.url} asks for a key: connect(…, api_key=…)")
+        if status == 404 and reply.url.path.endswith("/v1/cachecraft"):
+            return ServerError(self._not_ours())
+        if status == 400:
+            return ContextLengthError(message) if "context" in message else ConfigError(message)
+        return ServerError(f"{self.url} answered {status}: {message}")
+
+    def _too_slow(self) -> ServerError:
+        return ServerError(
+            f"{self.url}: the reply did not end in {self._total_timeout_s:g} s; ask for a shorter answer, or raise "
+            "total_timeout_s"
+        )
+
+    def _unreachable(self, error: Exception) -> ServerError:
+        return ServerError(f"{self.url} does not answer ({type(error).__name__}: {printable(error)}); {_START}")
+
+    def _not_ours(self) -> str:
+        return f"{self.url} answers, but is not a server of this package (an ordinary vLLM?); {_START}"
+
+
+class _TooLarge(Exception):
+    """A reply is larger than a limit in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
+def _bounded(reply: httpx.Response, limit: int) -> Iterator[bytes]:
+    """Yield the body. Raises _TooLarge once it exceeds the limit."""
+    size = 0
+    for part in reply.iter_raw():
+        size += len(part)
+        if size > limit:
+            raise _TooLarge(limit)
+        yield part
+
+
+def _truncated(reply: httpx.Response, limit: int) -> Iterator[bytes]:
+    """Yield the beginning of the body."""
+    size = 0
+    for part in reply.iter_raw():
+        yield part
+        size += len(part)
+        if size > limit:
+            return
+
+
+def _lines(reply: httpx.Response) -> Iterator[bytes]:
+    """Yield the lines of a streamed body. Raises _TooLarge for a line, or a body, that exceeds its limit."""
+    rest = b""
+    for part in _bounded(reply, _MAX_REPLY):
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+        if len(rest) > _MAX_LINE:
+            raise _TooLarge(_MAX_LINE)
+    if rest:
+        yield rest
+
+
+def _message_of(error: object) -> str:
+    """Return the message of an error in vLLM's form, or the error as text."""
+    if isinstance(error, dict) and "message" in error:
+        return printable(error["message"])
+    return printable(error)

@@ -1,0 +1,228 @@
+"""Checks of what a server sent: every malformed reply is a ServerError, with a message that is safe to print."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from cachecraft_rag.client.chat_template import ServedTokenizer
+from cachecraft_rag.errors import ConfigError, ServerError
+from cachecraft_rag.model.facts import DiskSpace
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.store.durable import Evicted
+from cachecraft_rag.types import KVLayout
+from cachecraft_rag.vllm.served_model import TOKENIZER_FILES, ServedModel
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+_MAX_SHOWN = 300  # characters of a server's text in a message
+_MAX_WHOLE = 2**53  # the largest whole number that every JSON reader keeps
+_MAX_TOKEN = 2**31 - 1
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?")
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+
+
+def printable(text: object) -> str:
+    r"""Return a server's text without terminal codes, and not too long.
+
+    >>> printable("red \x1b[31malert\x1b[0m\r\x07")
+    'red alert'
+    """
+    plain = _ESCAPE.sub("", str(text)[: 4 * _MAX_SHOWN])
+    plain = "".join(letter if letter.isprintable() else " " for letter in plain).strip()
+    return plain if len(plain) <= _MAX_SHOWN else plain[:_MAX_SHOWN] + "…"
+
+
+@contextmanager
+def checked_reply(url: str, name: str) -> Iterator[None]:
+    """Turn errors of reading a malformed reply into a ServerError that names the reply."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, ConfigError) as error:
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise ServerError(
+            f"{url} sent {name} that this version cannot read ({reason}); install the same version on both sides, or "
+            "ask the server's operator"
+        ) from error
+
+
+def parsed_json(content: bytes | str) -> Any:
+    """Parse JSON; raises ValueError, also for NaN and infinities."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(content, parse_constant=refuse)
+
+
+def mapping_of(value: Any) -> Mapping[str, Any]:
+    """Return a JSON object. Raises TypeError."""
+    if not isinstance(value, dict):
+        raise TypeError(f"an object was expected, not {type(value).__name__}")
+    return value
+
+
+def list_of(value: Any) -> list[Any]:
+    """Return a JSON list. Raises TypeError."""
+    if not isinstance(value, list):
+        raise TypeError(f"a list was expected, not {type(value).__name__}")
+    return value
+
+
+def text_of(value: Any) -> str:
+    """Return a JSON text. Raises TypeError, and ValueError for text that is not valid Unicode."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text was expected, not {type(value).__name__}")
+    value.encode()
+    return value
+
+
+def whole_of(value: Any, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
+    """Return a whole number in a range. Raises TypeError, ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"a whole number was expected, not {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError("a number is out of range")
+    return value
+
+
+def dtype_of(value: Any) -> DTypeName:
+    """Return the name of a dtype. Raises ValueError."""
+    for name in get_args(DTypeName):
+        if value == name:
+            return cast(DTypeName, name)
+    raise ValueError("an unknown dtype")
+
+
+def seconds_of(value: Any) -> float:
+    """Return a time in seconds. Raises TypeError, ValueError."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"a number was expected, not {type(value).__name__}")
+    if not 0.0 <= value <= 1e9:
+        raise ValueError("a time is out of range")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Facts about a server and its model, from `/v1/cachecraft`.
+
+    session_header  name of the header that names a session; None if the server trusts none
+    reuse           the server's settings of reuse
+    """
+
+    model: str
+    fingerprint: str
+    layout: KVLayout
+    context_length: int
+    end_tokens: frozenset[int]
+    namespace: str
+    system: str
+    session_header: str | None
+    reuse: ReuseConfig
+
+    @classmethod
+    def of(cls, reply: Mapping[str, Any]) -> ServerFacts:
+        """Check the facts; for use within `checked_reply`."""
+        layout = mapping_of(reply["layout"])
+        header = reply["session_header"]
+        if header is not None and not _HEADER.fullmatch(text_of(header)):
+            raise ValueError("the session header is not the name of a header")
+        return cls(
+            model=text_of(reply["model"]),
+            fingerprint=text_of(reply["fingerprint"]),
+            layout=KVLayout(
+                layers=whole_of(layout["layers"], least=1, most=10_000),
+                kv_heads=whole_of(layout["kv_heads"], least=1, most=1 << 20),
+                head_dim=whole_of(layout["head_dim"], least=1, most=1 << 20),
+                dtype=dtype_of(layout["dtype"]),
+            ),
+            context_length=whole_of(reply["context_length"], least=1),
+            end_tokens=frozenset(whole_of(token, most=_MAX_TOKEN) for token in list_of(reply["end_tokens"])),
+            namespace=text_of(reply["namespace"]),
+            system=text_of(reply["system"]),
+            session_header=header,
+            reuse=ReuseConfig(**mapping_of(reply["reuse"])),
+        )
+
+
+def served_model(facts: ServerFacts, reply: Any) -> ServedModel:
+    """Return the model with the tokenizer that the server sent; for use within `checked_reply`."""
+    from transformers import AutoTokenizer
+
+    files = mapping_of(mapping_of(reply)["files"])
+    with tempfile.TemporaryDirectory(prefix="cachecraft-") as folder:
+        for name in TOKENIZER_FILES:  # other names that a server may send are ignored
+            if name in files:
+                (Path(folder) / name).write_text(text_of(files[name]), encoding="utf-8")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # the tokenizers library raises bare ones for damaged files
+            reason = printable(error)
+            raise ServerError(f"the tokenizer that the server sent cannot be read: {reason}") from error
+    return ServedModel(
+        name=facts.model,
+        folder=None,
+        tokenizer=ServedTokenizer(tokenizer),
+        fingerprint=facts.fingerprint,
+        layout=facts.layout,
+        context_length=facts.context_length,
+        end_tokens=facts.end_tokens,
+    )
+
+
+def disk_space(reply: Any) -> DiskSpace:
+    """Return the space of the server's store; for use within `checked_reply`."""
+    disk = mapping_of(mapping_of(reply)["disk"])
+    return DiskSpace(
+        used=whole_of(disk["used"]),
+        budget=whole_of(disk["budget"], most=2**63),
+        free=whole_of(disk["free"], most=2**63),
+        codec=text_of(disk["codec"]),
+    )
+
+
+def missing_variants(reply: Any) -> dict[str, int]:
+    """Return ids of variants with their tokens; for use within `checked_reply`."""
+    missing = mapping_of(mapping_of(reply)["missing"])
+    return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
+
+
+def evicted(reply: Any) -> Evicted:
+    """Return what was evicted; for use within `checked_reply`."""
+    counts = mapping_of(reply)
+    return Evicted(variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63))
+
+
+def new_tokens(event: Mapping[str, Any]) -> list[int]:
+    """Return the new tokens of an event of a streamed answer; for use within `checked_reply`."""
+    tokens: list[int] = []
+    for choice in list_of(event.get("choices") or []):
+        token_ids = list_of(mapping_of(choice).get("token_ids") or [])
+        tokens += [whole_of(token, most=_MAX_TOKEN) for token in token_ids]
+    return tokens
+
+
+def report_of(reply: Any) -> Mapping[str, Any]:
+    """Return the report of a request; empty if the server has none. For use within `checked_reply`."""
+    report = mapping_of(mapping_of(reply).get("report") or {})
+    for segment in list_of(report.get("segments") or []):
+        for name in ("recomputed", "not_loaded"):
+            whole_of(mapping_of(segment).get(name, 0))
+        for name in ("cfo", "beta_prime"):
+            seconds_of(segment.get(name) or 0.0)
+        for name in ("outcome", "reason", "detail", "variant_id", "tier"):
+            text_of(segment.get(name) or "")
+    whole_of(report.get("row_layers", 0))
+    for name in ("planned_s", "waited_s"):
+        seconds_of(report.get(name, 0.0))
+    if report.get("focus_layer") is not None:
+        whole_of(report["focus_layer"])
+    if report.get("remote") is not None:
+        text_of(report["remote"])
+    return report

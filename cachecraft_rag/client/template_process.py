@@ -1,0 +1,78 @@
+"""Render an untrusted chat template: the program of a separate process with limits of time and memory.
+
+Reads JSON from standard input and writes JSON to standard output: {"text": …} or {"error": …}. The template language is
+that of transformers (`chat_template_utils`). Imports only Jinja and the standard library, because it starts often.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+MAX_SECONDS = 5  # of CPU time
+MAX_MEMORY = 1 << 30  # bytes of address space
+MAX_TEXT = 4 << 20  # characters of the rendered prompt
+
+
+def limit_resources() -> None:
+    """Limit CPU time and memory of this process, if the system can."""
+    try:
+        import resource
+    except ImportError:  # Windows: the caller's timeout remains
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+
+
+def render(template: str, variables: dict[str, Any]) -> str:
+    """Render a chat template as transformers does. Raises what Jinja raises."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlocks(Extension):
+        """`{% generation %}` marks what a model wrote; only its content is rendered."""
+
+        tags = {"generation"}  # noqa: RUF012  # Jinja's own form
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlocks, loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template).render(**variables)
+
+
+def main() -> None:
+    """Render the template of standard input."""
+    limit_resources()
+    given = json.load(sys.stdin)
+    try:
+        text = render(given["template"], given["variables"])
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"the prompt has more than {MAX_TEXT} characters")
+        reply = {"text": text}
+    except Exception as error:  # noqa: BLE001  # whatever the template causes
+        reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+    json.dump(reply, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
