@@ -8,8 +8,10 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.prompt.finite_schema import has_finite_instance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +19,51 @@ if TYPE_CHECKING:
 # White space is fixed, because small models would fill the answer with it.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KEPT_GRAMMARS = 64  # schemas whose compiled grammar is kept
+# Digits in a row of a number, then it must go on otherwise: small models would write 2.9000000… for ever.
+_MAX_DIGITS = 16
+_MAX_EXPONENT_DIGITS = 2
+_DIGITS = frozenset(b"0123456789")
 _OPEN_BY_OTHERS = frozenset(("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"))
+
+
+class NumberLimit:
+    """Counts the digits of the number that an answer is writing, over the JSON's bytes.
+
+    >>> limit = NumberLimit()
+    >>> limit.take(b'{"a1234567890123456": 2.9000000000000000')
+    >>> limit.is_reached
+    True
+    """
+
+    def __init__(self) -> None:
+        self._in_string = False
+        self._is_escaped = False
+        self._in_exponent = False
+        self._digits = 0
+
+    @property
+    def is_reached(self) -> bool:
+        """True once a further digit would be too many."""
+        return self._digits >= (_MAX_EXPONENT_DIGITS if self._in_exponent else _MAX_DIGITS)
+
+    def take(self, text: bytes) -> None:
+        """Take further bytes of the answer."""
+        for byte in text:
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif byte == ord("\\"):
+                    self._is_escaped = True
+                elif byte == ord('"'):
+                    self._in_string = False
+            elif byte in _DIGITS:
+                self._digits += 1
+            else:
+                self._in_string = byte == ord('"')
+                is_exponent = byte in b"eE" and self._digits > 0
+                is_sign = byte in b"+-" and self._in_exponent and self._digits == 0
+                self._in_exponent = is_exponent or is_sign
+                self._digits = 0
 
 
 class Constraint:
@@ -25,29 +71,52 @@ class Constraint:
 
     Args:
         matcher: llguidance's matcher, for this answer alone.
+        vocabulary: llguidance's view of the tokenizer.
+        digit_tokens: bool `[vocabulary]`: tokens that begin with a digit.
     """
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, vocabulary: Any, digit_tokens: NDArray[np.bool_]) -> None:
         self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._digit_tokens = digit_tokens
+        self._numbers = NumberLimit()
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return `[vocabulary]` logits with -inf for tokens that the grammar does not allow next.
 
-        Once the JSON is complete, only the tokens that end the text are allowed.
+        Once the JSON is complete, only the tokens that end the text are allowed. Raises ConfigError if the JSON can
+        neither go on nor end.
         """
         import torch
 
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._require_progress()
         count = min(len(logits), 8 * len(packed))
-        allowed = torch.from_numpy(np.unpackbits(packed, count=count, bitorder="little"))
-        places = allowed.nonzero()[:, 0].to(logits.device)
+        allowed = np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
+        if self._numbers.is_reached:
+            without_digits = allowed & ~self._digit_tokens[:count]
+            if without_digits.any():  # the schema may require a longer number
+                allowed = without_digits
+
+        places = torch.from_numpy(allowed.nonzero()[0]).to(logits.device)
         masked = torch.full_like(logits, -torch.inf)
         masked[places] = logits[places]
         return masked
 
     def take(self, token: int) -> None:
-        """Advance the grammar by a token that was drawn."""
+        """Advance the grammar by a token that was drawn. Raises ConfigError if the JSON cannot go on."""
         self._matcher.consume_token(token)
+        self._numbers.take(self._vocabulary.decode_bytes([token]))
+        self._require_progress()
+
+    def _require_progress(self) -> None:
+        matcher = self._matcher
+        is_stuck = matcher.is_stopped() and not matcher.is_accepting()
+        if is_stuck:
+            raise ConfigError(
+                "json_schema: the answer cannot be finished with this schema; look for parts that require themselves, "
+                "or simplify it"
+            )
 
 
 class Constraints:
@@ -70,7 +139,8 @@ class Constraints:
         grammar = self._grammar(schema)
         import llguidance
 
-        return Constraint(llguidance.LLMatcher(self._vocabulary, grammar, log_level=0))
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        return Constraint(matcher, self._vocabulary, self._digit_tokens)
 
     def _compiled(self, schema: str) -> str:
         try:
@@ -81,12 +151,27 @@ class Constraints:
             ) from error
 
         options: Any = _COMPACT
-        closed = _closed(json.loads(schema))
-        grammar: str = llguidance.LLMatcher.grammar_from_json_schema(closed, overrides=options)
+        try:
+            parsed = json.loads(schema)
+            if not has_finite_instance(parsed):
+                raise ConfigError(
+                    "json_schema: no answer of finite length fits this schema, because a part of it requires itself; "
+                    "make that part optional"
+                )
+            grammar: str = llguidance.LLMatcher.grammar_from_json_schema(_closed(parsed), overrides=options)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"json_schema: an answer cannot be kept to this schema: {error}") from error
         problem = llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary)
         if problem:
             raise ConfigError(f"json_schema: an answer cannot be kept to this schema: {problem.strip()}")
         return grammar
+
+    @cached_property
+    def _digit_tokens(self) -> NDArray[np.bool_]:
+        """Tokens that begin with a digit, bool `[vocabulary]`."""
+        vocabulary = self._vocabulary
+        texts = (vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size))
+        return np.array([bool(text) and text[0] in _DIGITS for text in texts], dtype=np.bool_)
 
     @cached_property
     def _vocabulary(self) -> Any:

@@ -58,17 +58,36 @@ def _schema_text(schema: object) -> str:
     '{"type": "integer"}'
     """
     pydantic_schema = getattr(schema, "model_json_schema", None)
+    parsed: object = schema
+    text = ""
     try:
-        parsed: object = schema
         if pydantic_schema is not None:
             parsed = pydantic_schema()
         elif isinstance(schema, str):
             parsed = json.loads(schema)
         if isinstance(parsed, Mapping):
-            return json.dumps(dict(parsed), ensure_ascii=False)
+            text = json.dumps(dict(parsed), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"json_schema cannot be read as JSON: {error}") from error
-    raise ConfigError(f"json_schema must be a JSON schema (a dict, its text, or a pydantic model), not {shown(schema)}")
+    if not isinstance(parsed, Mapping):
+        raise ConfigError(
+            f"json_schema must be a JSON schema (a dict, its text, or a pydantic model), not {shown(schema)}"
+        )
+    check_text("the text of json_schema", text)
+    _check_numbers(parsed)
+    return text
+
+
+def _check_numbers(schema: object) -> None:
+    """Raise ConfigError for a whole number that readers of JSON schemas cannot hold."""
+    if isinstance(schema, Mapping):
+        for name, value in schema.items():
+            if isinstance(value, int) and abs(value) > MOST:
+                raise ConfigError(f"json_schema: {name} is {shown(value)}; whole numbers must be below 2**63")
+            _check_numbers(value)
+    elif isinstance(schema, list | tuple):
+        for value in schema:
+            _check_numbers({"a value": value} if isinstance(value, int) else value)
 
 
 class SamplingOptions(TypedDict, total=False):
