@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add README and changelog as pages, and the examples that pages link to."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=_moved((ROOT / name).read_text("utf-8"))))
+    files.append(File.generated(config, "reference/cli.md", content=_command_reference()))
     for example in EXAMPLES:
         files.append(File.generated(config, f"examples/{example.name}.txt", abs_src_path=str(example)))
     return files
@@ -57,6 +59,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({os.path.relpath(inside, folder)}{anchor})"
 
     return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", moved, markdown)
+
+
+def _command_reference() -> str:
+    """The page that `commands.py` generates; that module is beside this file, which is no package."""
+    spec = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "site" / "commands.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page: str = module.page()
+    return page
 
 
 def _moved(markdown: str) -> str:
