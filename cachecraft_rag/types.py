@@ -275,9 +275,9 @@ class TokenScores:
 class Capture:
     """A newly computed chunk-cache on its way into the store.
 
-    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `another`: one more
-    variant of a stored chunk, dropped if any process removed that chunk meanwhile. `mark`: by which its text is
-    recognised in prompts, and the place of its last token (`planning.found_text.marks`).
+    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `extra_variant`: a
+    further variant of a stored chunk, dropped if any process removed that chunk meanwhile. `mark`: by which its text
+    is recognised in prompts, and the place of its last token (`planning.found_text.marks`).
     """
 
     key: VariantKey
@@ -291,7 +291,7 @@ class Capture:
     exact_share: float
     session: str | None = None
     primed: bool = False
-    another: bool = False
+    extra_variant: bool = False
     mark: tuple[int, int] | None = None
 
 

@@ -269,7 +269,7 @@ class VariantMaker:
             prompt.bounds,
             [1.0] * len(prompt.segments),
             candidate.session,
-            another=candidate.fixed.keys() - candidate.first,
+            extra_variants=candidate.fixed.keys() - candidate.first,
         )
         refused = None
         for capture in result.recorder.captures:

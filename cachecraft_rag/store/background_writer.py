@@ -158,8 +158,8 @@ class BackgroundWriter:
             why = f"it cannot be encoded: {error}"
             return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why))
         # A chunk that was removed here may still lie on a remote, and then it is as good as stored.
-        another = capture.another and self._remote is None
-        refused = self._written(variant, encoded, capture.token_scores, another=another)
+        extra_variant = capture.extra_variant and self._remote is None
+        refused = self._written(variant, encoded, capture.token_scores, extra_variant=extra_variant)
         if refused is not None:
             self._drop(variant, refused)
         else:
@@ -178,11 +178,11 @@ class BackgroundWriter:
             self._warn_once("mark", f"A text cannot be marked: {error}")
 
     def _written(
-        self, variant: Variant, encoded: Encoded, scores: TokenScores, *, another: bool = False
+        self, variant: Variant, encoded: Encoded, scores: TokenScores, *, extra_variant: bool = False
     ) -> Unavailable | None:
         """Write a variant; returns None, or the reason why it cannot be written."""
         try:
-            return self._durable.write(variant, encoded, scores, another=another)
+            return self._durable.write(variant, encoded, scores, extra_variant=extra_variant)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return Unavailable(variant.variant_id, CaptureDrop.DISK_FULL, f"the disk is full: {error}")

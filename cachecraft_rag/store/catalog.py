@@ -302,12 +302,12 @@ class Catalog:
         file_bytes: int,
         writer: str,
         limits: Limits,
-        another: bool = False,
+        extra_variant: bool = False,
     ) -> list[FileRef] | None:
         """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
 
         Returns the files whose rows gave way (the older one, and those beyond the number of variants); the caller
-        deletes them and calls `settle`. None, with nothing changed, for `another` variant of a chunk with no variant
+        deletes them and calls `settle`. None, with nothing changed, for an `extra_variant` of a chunk with no variant
         left and none evicted: it was removed.
         """
         key = variant.key
@@ -320,7 +320,7 @@ class Catalog:
             used = Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0)) if same is None else same.used
             if same is None:
                 known = _remembered(connection, scope, key.chunk_id, first=not others)
-                if another and not others and known is None:
+                if extra_variant and not others and known is None:
                     return None
                 used += known or Use(0.0, 0.0)
             gone = _remove(connection, [] if same is None else [same.file], writer, EvictionReason.REPLACED)

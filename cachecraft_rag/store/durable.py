@@ -164,9 +164,11 @@ class DurableVariants:
             return dict(self._evictions)
 
     def write(
-        self, variant: Variant, encoded: Encoded, token_scores: TokenScores, *, another: bool = False
+        self, variant: Variant, encoded: Encoded, token_scores: TokenScores, *, extra_variant: bool = False
     ) -> Unavailable | None:
-        """Store a variant, evicting others for it; returns None, or why it cannot be stored (`another`: see `Capture`).
+        """Store a variant, evicting others for it; returns None, or why it cannot be stored.
+
+        `extra_variant`: see `types.Capture`.
 
         Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
         """
@@ -189,7 +191,7 @@ class DurableVariants:
         try:
             self.disk.write(variant, encoded, writer=writer)
             gone = self.catalog.commit(
-                variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits, another=another
+                variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits, extra_variant=extra_variant
             )
         except (OSError, StoreError):
             self.delete([FileRef(variant.variant_id, variant.created)])

@@ -287,7 +287,12 @@ def test_another_variant_of_a_chunk_is_stored_unless_the_chunk_was_removed(catal
         while gone := catalog.reserve(variant, file_bytes=1000, writer="me", limits=limits):
             catalog.settle(gone)
         over = catalog.commit(
-            variant, TokenScores(), file_bytes=1000, writer="me", limits=replace(limits, max_variants=1), another=True
+            variant,
+            TokenScores(),
+            file_bytes=1000,
+            writer="me",
+            limits=replace(limits, max_variants=1),
+            extra_variant=True,
         )
         catalog.settle([FileRef(variant.variant_id, variant.created)])
         return over

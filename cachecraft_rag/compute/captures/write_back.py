@@ -41,13 +41,13 @@ Ended = Callable[[Any, BaseException | None], object]
 class CaptureContext:
     """Facts shared by all captures of one prefill.
 
-    segments      segments of the prompt they were captured in
-    bounds        `[segments + 1]`, segment bounds of the prompt
-    exact_shares  exact share of each segment, see `planner.exact_shares`
-    session       session that the captures belong to if their context is private
-    primed        see `types.Variant`
-    another       segments that are captured once more, see `types.Capture`
-    removed       chunks that must not be stored any more
+    segments        segments of the prompt they were captured in
+    bounds          `[segments + 1]`, segment bounds of the prompt
+    exact_shares    exact share of each segment, see `planner.exact_shares`
+    session         session that the captures belong to if their context is private
+    primed          see `types.Variant`
+    extra_variants  segments that are captured once more, see `types.Capture`
+    removed         chunks that must not be stored any more
     """
 
     segments: Sequence[Segment]
@@ -55,7 +55,7 @@ class CaptureContext:
     exact_shares: Sequence[float]
     session: str | None
     primed: bool = False
-    another: Collection[int] = ()
+    extra_variants: Collection[int] = ()
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
 
@@ -160,7 +160,7 @@ class WriteBackQueue:
             exact_share=context.exact_shares[capture.segment],
             session=context.session if _is_private(capture, context) else None,
             primed=context.primed,
-            another=capture.segment in context.another,
+            extra_variant=capture.segment in context.extra_variants,
             mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
             inter=statistics.inter,
             intra=statistics.intra,

@@ -318,7 +318,9 @@ class Workers:
             return frozenset()
         ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-        another = {one.segment for one in recorder.captures if ask.idle and one.segment not in ask.first}
-        context = CaptureContext(segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, another=another)
+        extra_variants = {one.segment for one in recorder.captures if ask.idle and one.segment not in ask.first}
+        context = CaptureContext(
+            segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, extra_variants=extra_variants
+        )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[one.segment].segment_id for one in recorder.captures)
