@@ -40,18 +40,21 @@ def attention(
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
-        found = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks).out
-        assert found is not None, "values were given"
-        return found
+        out = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks).out
+        assert out is not None, "values were given"
+        return out
+
     rows, heads, head_dim = q.shape
-    # A decode step: a group's queries are rows of their common key/value head.
     path = paths.of(visible)
-    if path.kind != "compiled" and rows == 1 and softcap is None and sinks is None and visible.absent is None:
+    needs_products = softcap is not None or sinks is not None
+    is_decode_step = rows == 1 and visible.absent is None
+    if is_decode_step and path.kind != "compiled" and not needs_products:
         (block,) = visible.prepared(row_blocks)
         span = slice(block.first_key, block.last_key)
-        one = q.view(1, k.shape[1], heads // k.shape[1], head_dim)
-        found = scaled_dot_product_attention(
-            one, k[span].transpose(0, 1)[None], v[span].transpose(0, 1)[None], scale=scale
-        )
-        return found.reshape(1, heads, head_dim)
+        # The queries of a group are rows of their common key/value head.
+        kv_heads = k.shape[1]
+        queries = q.view(1, kv_heads, heads // kv_heads, head_dim)
+        keys = k[span].transpose(0, 1)[None]
+        values = v[span].transpose(0, 1)[None]
+        return scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(1, heads, head_dim)
     return attend(q, k, v, visible, path, scale=scale, softcap=softcap, sinks=sinks)

@@ -24,11 +24,11 @@ def attention_mass(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the rows: to each segment, row by row, and to each key, from all rows together.
+    """Return the attention of the rows: to each segment, row by row, and to each key, from all rows together.
 
-    Averaged over heads; a row's own position is left out, which makes the sum of the first over a chunk's rows exactly
-    eq. 3 (other segments) and eq. 4 (its own) of Cache-Craft. The second is H2O's accumulated attention (its §4), from
-    these rows only; it costs 1 % of the whole.
+    Both are averaged over heads and leave out a row's own position. The sum of the first over a chunk's rows is
+    Cache-Craft's eq. 3 (other segments) and eq. 4 (its own segment). The second is H2O's accumulated attention (its
+    §4), from these rows only; it costs 1 % of the whole.
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.
@@ -49,11 +49,14 @@ def attention_mass(
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
         from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
 
-        found = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds)
-        assert found.mass is not None, "bounds were given"
-        return found.mass, received_on_gpu(q, k, found.lse, visible, scale=scale, softcap=softcap)
-    if (run := kernels_for(q, k)) is not None and calls.attends(q, k):
+        attended = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds)
+        assert attended.mass is not None, "bounds were given"
+        return attended.mass, received_on_gpu(q, k, attended.lse, visible, scale=scale, softcap=softcap)
+
+    run = kernels_for(q, k)
+    if run is not None and calls.attends(q, k):
         return calls.mass(run, q, k, visible, bounds, scale=scale, softcap=softcap, sinks=sinks)
+
     mass = torch.empty(q.shape[0], len(bounds) - 1, dtype=torch.float32, device=q.device)
     received = torch.zeros(k.shape[0], dtype=torch.float32, device=q.device)
     for block, weights in _mean_weights(q, k, visible, scale=scale, softcap=softcap, sinks=sinks):
@@ -65,10 +68,12 @@ def attention_mass(
 def _mean_weights(
     q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Iterator[tuple[RowBlock, Tensor]]:
-    """Each block's weights, averaged over heads and 0 at a row's own position: float32 `[rows of the block, keys in
-    span]`.
+    """Yield each block with its weights, averaged over heads and 0 at a row's own position.
+
+    The weights are float32 `[rows of the block, keys in span]`.
     """
-    queries, heads = grouped(q, k.shape[1]), q.shape[1]
+    heads = q.shape[1]
+    queries = grouped(q, k.shape[1])
     for block in visible.prepared(row_blocks):
         rows = slice(block.start, block.stop)
         scores = masked_scores(
@@ -80,7 +85,7 @@ def _mean_weights(
 
 
 def _by_segment(weights: Tensor, block: RowBlock, bounds: Tensor) -> Tensor:
-    """A block's weights added up over the keys of each segment: `[rows of the block, segments]`."""
+    """Add up a block's weights over the keys of each segment; returns `[rows of the block, segments]`."""
     keys = torch.arange(block.first_key, block.last_key, device=weights.device)[:, None]
     member = (keys >= bounds[None, :-1]) & (keys < bounds[None, 1:])  # [keys in span, segments]
     return weights @ member.to(weights.dtype)

@@ -1,14 +1,13 @@
-"""The ways to attend on a CPU: same results; the fastest depends on the machine, the dtype and the shape.
+"""Ways to attend on a CPU, with the same results. The fastest depends on the machine, the dtype and the shape.
 
-A path is chosen by measuring (`model/attention_choice.py`), never by what a CPU is called. Masks are made once per
-pass and shared by its layers, as what is added to the scores: torch would make that of a bool mask in every layer.
+A path is chosen by measuring (`model/attention_choice.py`), never by the name of a CPU. Masks are made once per pass
+and shared by its layers. They are additive, because torch would convert a bool mask in every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -37,15 +36,15 @@ _FEW = 64
 
 @dataclass(frozen=True, slots=True)
 class AttentionPath:
-    """One way.
+    """A way to attend.
 
-    kind        fused     torch's kernel, keys and values seen once for each query head
-                folded    the same with a group's queries as rows of their common key/value head
+    kind        fused     torch's kernel, with keys and values expanded to every query head
+                folded    torch's kernel, with the queries of a group as rows of their common key/value head
                 explicit  two matrix products around a softmax, in float32
-                causal    torch's kernel with its own mask: for a prompt's first tokens only
-    compiled  the kernel in C (`kernels/cpu`); where it cannot serve, as "fused"
-    block_rows  rows at once, folded ones counted once for each query head of a group; a block skips the keys behind its
-                last row, and torch's kernel takes larger tiles from 192 rows on
+                causal    torch's kernel with its own mask; for a prompt's first tokens only
+                compiled  the kernel in C (`kernels/cpu`); falls back to "fused"
+    block_rows  number of rows at a time; folded rows count once for each query head of a group. A block skips the keys
+                after its last row, and torch's kernel takes larger tiles from 192 rows on
     """
 
     kind: Kind
@@ -67,25 +66,26 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
 
 
 def paths_for(shape: ShapeClass) -> list[str]:
-    """Names of the paths that can serve a class of shapes; the first is taken where nothing is measured."""
-    own = ["compiled"] if kernels() is not None else []
+    """Return the names of the paths for a class of shapes. The first is the default if none is measured."""
+    compiled = ["compiled"] if kernels() is not None else []
     if shape == "front":
-        return ["causal", "blocks", "large blocks", "folded blocks of 288", *own]
-    return [name for name in PATHS if name not in ("causal", "compiled")] + own
+        return ["causal", "blocks", "large blocks", "folded blocks of 288", *compiled]
+    return [name for name in PATHS if name not in ("causal", "compiled")] + compiled
 
 
 @dataclass(frozen=True)
 class AttentionPaths:
-    """Paths of the classes of shapes, by names of `PATHS`.
+    """The path for each class of shapes, by names of `PATHS`.
 
-    few, some  scattered rows: up to 64, and more
-    front      the first rows of a prompt, all of them
+    few    up to 64 scattered rows
+    some   more scattered rows
+    front  the first rows of a prompt, without gaps
     """
 
     names: Mapping[ShapeClass, str] = field(default_factory=dict)
 
     def of(self, visible: Visibility) -> AttentionPath:
-        """The path for these rows.
+        """Return the path for these rows.
 
         >>> AttentionPaths().of(Visibility(torch.tensor([0, 1, 2]))).kind
         'causal'
@@ -100,10 +100,11 @@ UNMEASURED = AttentionPaths()
 
 
 def shape_class(visible: Visibility) -> ShapeClass:
-    """The class that rows belong to."""
+    """Return the class of these rows."""
     rows = len(visible.positions)
-    if visible.window is None and visible.absent is None and rows and int(visible.positions[-1]) == rows - 1:
-        return "front"  # ascending and without repeats, so they are all of them
+    sees_all_before = visible.window is None and visible.absent is None
+    if sees_all_before and rows and int(visible.positions[-1]) == rows - 1:
+        return "front"  # ascending and without repeats, so there is no gap
     return "few" if rows <= _FEW else "some"
 
 
@@ -122,58 +123,72 @@ def attend(
 
     torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products.
     """
-    if path.kind == "compiled" and (run := kernels_for(q, k, v)) is not None and calls.attends(q, k, v):
+    run = kernels_for(q, k, v) if path.kind == "compiled" else None
+    if run is not None and calls.attends(q, k, v):
         return calls.attend(run, q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
+
     out = torch.empty_like(q)
-    queries, grouped_out = grouped(q, k.shape[1]), grouped(out, k.shape[1])
+    queries = grouped(q, k.shape[1])
+    grouped_out = grouped(out, k.shape[1])
     needs_products = softcap is not None or sinks is not None
     if path.kind == "causal" and not needs_products:
         rows = len(q)
         grouped_out.copy_(causal(queries, k[:rows], v[:rows], scale=scale))
         return out
-    explicit = needs_products or path.kind == "explicit"
+
+    is_explicit = needs_products or path.kind == "explicit"
+    is_folded = path.kind == "folded"
     group = queries.shape[1]
-    size = BLOCK_ROWS if needs_products else path.block_rows
-    if path.kind == "folded":
-        size = max(1, size // group)
-    # From the last one on, which sees most keys: the memory that torch takes for it serves all the others.
-    repeats, dtype = group if path.kind == "folded" else 1, None if explicit else q.dtype
-    for block, mask in reversed(visible.prepared(_masked_blocks, size, repeats, dtype)):
-        part, span = queries[:, :, block.start : block.stop], slice(block.first_key, block.last_key)
-        if explicit:
-            found = products(part, k[span], v[span], block, scale=scale, softcap=softcap, sinks=sinks)
+    block_rows = BLOCK_ROWS if needs_products else path.block_rows
+    if is_folded:
+        block_rows = max(1, block_rows // group)
+    repeats = group if is_folded else 1
+    mask_dtype = None if is_explicit else q.dtype
+
+    # From the last block on, which sees most keys: the memory that torch takes for it serves all the others.
+    for block, mask in reversed(visible.prepared(_masked_blocks, block_rows, repeats, mask_dtype)):
+        rows_in_block = slice(block.start, block.stop)
+        span = slice(block.first_key, block.last_key)
+        block_q = queries[:, :, rows_in_block]
+        if is_explicit:
+            block_out = products(block_q, k[span], v[span], block, scale=scale, softcap=softcap, sinks=sinks)
+        elif is_folded:
+            block_out = folded(block_q, k[span], v[span], mask, scale=scale)
         else:
-            found = (folded if path.kind == "folded" else fused)(part, k[span], v[span], mask, scale=scale)
-        grouped_out[:, :, block.start : block.stop] = found
+            block_out = fused(block_q, k[span], v[span], mask, scale=scale)
+        grouped_out[:, :, rows_in_block] = block_out
     return out
 
 
 def _masked_blocks(
     visible: Visibility, block_rows: int, repeats: int, dtype: torch.dtype | None
 ) -> list[tuple[RowBlock, Tensor | None]]:
-    """The blocks of a pass and what is added to their scores; nothing without a `dtype`."""
+    """Return the blocks of a pass with their additive masks; without a `dtype`, the masks are None."""
     blocks = visible.prepared(row_blocks) if block_rows == BLOCK_ROWS else row_blocks(visible, block_rows)
-    return [(one, None if dtype is None else additive(one, dtype, repeats=repeats)) for one in blocks]
+    if dtype is None:
+        return [(block, None) for block in blocks]
+    return [(block, additive(block, dtype, repeats=repeats)) for block in blocks]
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """torch's kernel for one block; `q` `[kv_heads, group, rows, head_dim]`, returns alike."""
-    seen = partial(_expanded, group=q.shape[1])
-    return scaled_dot_product_attention(q, seen(k), seen(v), attn_mask=mask, scale=scale)
+    """Attend in one block with torch's kernel; `q` and the result are `[kv_heads, group, rows, head_dim]`."""
+    group = q.shape[1]
+    return scaled_dot_product_attention(q, _expanded(k, group), _expanded(v, group), attn_mask=mask, scale=scale)
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """The result of `fused`, with the group's heads as rows; the mask is repeated for each."""
+    """Compute the result of `fused` with the group's heads as rows; the mask is repeated for each head."""
     kv_heads, group, rows, head_dim = q.shape
-    together = q.reshape(1, kv_heads, group * rows, head_dim)
-    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    return scaled_dot_product_attention(together, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
+    folded_q = q.reshape(1, kv_heads, group * rows, head_dim)
+    keys = k.transpose(0, 1)[None]
+    values = v.transpose(0, 1)[None]
+    return scaled_dot_product_attention(folded_q, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Attention of a prompt's first rows, each to the keys up to its own; `q` `[kv_heads, group, rows, head_dim]`."""
-    seen = partial(_expanded, group=q.shape[1])
-    return scaled_dot_product_attention(q, seen(k), seen(v), is_causal=True, scale=scale)
+    """Attend from a prompt's first rows to the keys up to each; `q` is `[kv_heads, group, rows, head_dim]`."""
+    group = q.shape[1]
+    return scaled_dot_product_attention(q, _expanded(k, group), _expanded(v, group), is_causal=True, scale=scale)
 
 
 def products(
@@ -196,9 +211,9 @@ def products(
 
 
 def _expanded(x: Tensor, group: int) -> Tensor:
-    """`[keys, kv_heads, head_dim]` seen as `[kv_heads, group, keys, head_dim]` with stride 0 along the group.
+    """View `[keys, kv_heads, head_dim]` as `[kv_heads, group, keys, head_dim]`, with stride 0 along the group.
 
-    Grouped-query attention without the copy that repeating keys and values for every query head would cost.
+    This avoids copying keys and values for every query head in grouped-query attention.
     """
     keys, kv_heads, head_dim = x.shape
     return x.transpose(0, 1)[:, None].expand(kv_heads, group, keys, head_dim)

@@ -1,8 +1,8 @@
-"""Moves of keys and values between stored chunk-caches, freshly computed rows and one merged K/V buffer of a request.
+"""Writing of stored chunk-caches and computed rows into the merged K/V buffer of a request.
 
 The merged buffer of a layer is `[2, keys, kv_heads, head_dim]`: *rotated* keys, then values, in prompt order. It is
-token-major like the stored chunk-caches, so that placing a chunk is one contiguous copy of its values and one
-rotation of its keys.
+token-major like the stored chunk-caches, so placing a chunk is one contiguous copy of its values and one rotation of
+its keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         merged: `[2, keys, kv_heads, head_dim]`, written at `start : start + tokens`.
         chunk: `[2, tokens, kv_heads, head_dim]`, raw keys and values.
         start: the chunk's new first position.
-        cos, sin: `[keys, rotary_dim]`, of all positions.
+        cos: `[keys, rotary_dim]`, for all positions.
+        sin: like `cos`.
     """
     if uses_triton(merged):
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
@@ -39,12 +40,14 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
 
 
 def place_all(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor, layers: Sequence[int]) -> None:
-    """`place` in all layers that rotate alike: one launch where Triton runs.
+    """Do the work of `place` in all layers that rotate alike: one launch with Triton.
 
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`.
         chunk: `[layers, 2, tokens, kv_heads, head_dim]`, on the same device.
-        start, cos, sin: as in `place`.
+        start: as in `place`.
+        cos: as in `place`.
+        sin: as in `place`.
         layers: numbers of the layers to place, ascending.
     """
     if uses_triton(merged):
@@ -57,7 +60,7 @@ def place_all(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Te
 
 
 def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Write computed rows over whatever the merged buffer holds at their positions.
+    """Write computed rows into the merged buffer at their positions.
 
     Args:
         merged: `[2, keys, kv_heads, head_dim]`.

@@ -11,22 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGNMENT = 64  # what torch's own memory has
+# Alignment in bytes, the same as that of torch's own memory.
+_ALIGNMENT = 64
 
 
 def empty(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False
 ) -> Tensor:
-    """An uninitialised tensor.
+    """Return an uninitialised tensor.
 
-    On a CPU its memory comes from NumPy, which asks the system for huge pages where the block is large; torch does not,
-    and faulting a fresh 50 MB in by pages of 4 KiB takes six times as long as filling them.
+    On a CPU, NumPy allocates its memory, because NumPy asks the system for huge pages if the block is large. torch does
+    not, and faulting in a new block of 50 MB by pages of 4 KiB takes six times as long as filling it.
 
     Args:
-        pinned: page-locked main memory, from which copies to a GPU are faster and run beside computing.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
+        pinned: use page-locked main memory. Copies from it to a GPU are faster and run beside computing.
 
     Raises:
-        MemoryError: there is not enough.
+        MemoryError: there is not enough memory.
     """
     if pinned or torch.device(device).type != "cpu":
         try:
@@ -34,7 +38,8 @@ def empty(
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
     nbytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(_aligned(np.empty(nbytes + _ALIGNMENT, dtype=np.uint8), nbytes)).view(dtype).view(shape)
+    block = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    return torch.from_numpy(_aligned(block, nbytes)).view(dtype).view(shape)
 
 
 def _aligned(block: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:
@@ -43,10 +48,10 @@ def _aligned(block: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:
 
 
 class Recycler:
-    """Memory of one tensor after the other, such as the K/V buffer of each request: the last block is used again.
+    """Memory for one tensor after the other, such as the K/V buffer of each request. The last block is used again.
 
-    A fresh block is faulted in page by page, which in a virtual machine takes as long as filling it three times. At
-    most one block is kept that nothing uses, and none for a tensor of less than half its size.
+    A new block is faulted in page by page, which in a virtual machine takes as long as filling it three times. At most
+    one unused block is kept, and it is not used for a tensor of less than half its size.
     """
 
     def __init__(self) -> None:
@@ -55,16 +60,17 @@ class Recycler:
         self._user: weakref.ref[NDArray[np.uint8]] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """See `empty`; on a CPU its memory may have been that of an earlier tensor of which nothing is left."""
+        """Return an uninitialised tensor, see `empty`. On a CPU it may use the memory of an earlier, unused tensor."""
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)
         nbytes = math.prod(shape) * dtype.itemsize
         size = nbytes + _ALIGNMENT
         with self._lock:
-            free = self._user is None or self._user() is None
-            if not (free and self._block is not None and size <= self._block.size <= 2 * size):
-                self._block = None  # before the next one is asked for
+            is_unused = self._user is None or self._user() is None
+            fits = self._block is not None and size <= self._block.size <= 2 * size
+            if self._block is None or not (is_unused and fits):
+                self._block = None  # release the old block before the new one is allocated
                 self._block = np.empty(size, dtype=np.uint8)
-            own = _aligned(self._block, nbytes)
-            self._user = weakref.ref(own)  # a tensor's memory holds on to it
-        return torch.from_numpy(own).view(dtype).view(shape)
+            memory = _aligned(self._block, nbytes)
+            self._user = weakref.ref(memory)  # the tensor keeps this array alive
+        return torch.from_numpy(memory).view(dtype).view(shape)

@@ -9,15 +9,21 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.visibility import Visibility
 
-BLOCK_ROWS = 96  # a block skips the keys behind its last row: smaller wastes less of them, larger costs fewer calls
+# Rows of a block. A block skips the keys after its last row: small blocks skip more keys, large ones need fewer calls.
+BLOCK_ROWS = 96
 
 
 @dataclass(frozen=True)
 class RowBlock:
     """Rows `start:stop` and the keys `first_key:last_key` within their reach.
 
-    hidden      bool `[rows of the block, last_key - masked_from]`, True = not visible; all see the keys before
-                `masked_from`; None where every row sees every key
+    start        first row
+    stop         row after the last
+    first_key    first key that a row may see
+    last_key     key after the last that a row may see
+    masked_from  first key that is not visible to every row
+    hidden       bool `[rows of the block, last_key - masked_from]`, True = not visible; None if every row sees every
+                 key
     """
 
     start: int
@@ -37,30 +43,34 @@ def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBl
     >>> block.masked_from, block.hidden.tolist()  # both see key 0
     (1, [[True, True], [False, False]])
     """
-    positions, window, absent = visible.positions, visible.window, visible.absent
+    positions = visible.positions
+    window = visible.window
+    absent = visible.absent
+    host_positions = positions.cpu()
     blocks = []
-    edges = positions.cpu()
     for start in range(0, len(positions), block_rows):
         stop = min(start + block_rows, len(positions))
-        lowest, highest = int(edges[start]), int(edges[stop - 1])
-        first = 0 if window is None else max(0, lowest - window + 1)
-        if stop - start == 1 and absent is None:  # a decode step: everything in reach is visible
-            blocks.append(RowBlock(start, stop, first, highest + 1))
+        lowest = int(host_positions[start])
+        highest = int(host_positions[stop - 1])
+        first_key = 0 if window is None else max(0, lowest - window + 1)
+        if stop - start == 1 and absent is None:  # a decode step sees every key in reach
+            blocks.append(RowBlock(start, stop, first_key, highest + 1))
             continue
-        masked_from = lowest + 1 if window is None and absent is None else first
+
+        masked_from = lowest + 1 if window is None and absent is None else first_key
         keys = torch.arange(masked_from, highest + 1, device=positions.device)[None, :]
-        own = positions[start:stop, None]
-        hidden = keys > own
+        row_positions = positions[start:stop, None]
+        hidden = keys > row_positions
         if window is not None:
-            hidden |= keys <= own - window
+            hidden |= keys <= row_positions - window
         if absent is not None:
             hidden |= torch.isin(keys, absent)
-        blocks.append(RowBlock(start, stop, first, highest + 1, masked_from, hidden))
+        blocks.append(RowBlock(start, stop, first_key, highest + 1, masked_from, hidden))
     return tuple(blocks)
 
 
 def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor | None:
-    """Mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None where every row sees every key."""
+    """Return the mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None if all keys are visible."""
     if block.hidden is None:
         return None
     mask = block.hidden.new_zeros((len(block.hidden), block.last_key - block.first_key), dtype=dtype)
@@ -69,17 +79,25 @@ def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor
 
 
 def masked_scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
-    """Masked scores `[kv_heads, group · rows, keys]` of one block, in float32; `q` `[kv_heads, group, rows, head_dim]`.
+    """Return the masked scores `[kv_heads, group · rows, keys]` of one block, in float32.
+
+    Args:
+        q: `[kv_heads, group, rows, head_dim]`.
+        k: `[keys, kv_heads, head_dim]`, the keys of the block's span.
+        block: the block.
+        scale: factor on the scores.
+        softcap: see `attention.attention`.
 
     A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
     """
     kv_heads, group, rows, head_dim = q.shape
-    scores = torch.bmm(q.float().reshape(kv_heads, group * rows, head_dim) * scale, k.float().permute(1, 2, 0))
+    scaled_q = q.float().reshape(kv_heads, group * rows, head_dim) * scale
+    scores = torch.bmm(scaled_q, k.float().permute(1, 2, 0))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if block.hidden is not None:
-        late = scores.view(kv_heads, group, rows, -1)[..., block.masked_from - block.first_key :]
-        late.masked_fill_(block.hidden, float("-inf"))
+        maskable = scores.view(kv_heads, group, rows, -1)[..., block.masked_from - block.first_key :]
+        maskable.masked_fill_(block.hidden, float("-inf"))
     return scores
 
 
@@ -103,6 +121,6 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
 
 
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """`[rows, heads, head_dim]` seen as `[kv_heads, group, rows, head_dim]`, without a copy."""
+    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`."""
     rows, heads, head_dim = q.shape
     return q.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)

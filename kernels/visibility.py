@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """A row sees the keys at or before its own position: in a sliding window the last of them, and none that is absent.
+    """Keys that each row sees: those at or before its own position, within the window, except absent ones.
 
     The rows of a partial prefill are a sorted subset of the prompt's positions. FlashAttention's `causal=True` is
-    aligned to the bottom right and is wrong for such rows, so what is visible goes by position.
+    aligned to the bottom right and is wrong for such rows, so visibility is decided by position.
 
-    positions  int64 `[rows]`, ascending, without repeats
-    window     a row sees at most this many keys, its own included; None = all before it
-    absent     int64, keys that no row sees; None = all are there
+    positions  int64 `[rows]`, positions of the rows, ascending, without repeats
+    window     number of keys that a row sees, including its own; None = no limit
+    absent     int64, keys that no row sees; None = no key is absent
     """
 
     positions: Tensor
@@ -29,9 +29,9 @@ class Visibility:
     _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def prepared(self, prepare: Callable[..., T], *arguments: Hashable) -> T:
-        """Derivation of a kernel, `prepare(self, *arguments)`, made once and shared by all layers of a pass."""
-        key = prepare, arguments
+        """Return `prepare(self, *arguments)`, which is computed once and shared by all layers of a pass."""
+        key = (prepare, arguments)
         if key not in self._prepared:
             self._prepared[key] = prepare(self, *arguments)
-        found: T = self._prepared[key]
-        return found
+        result: T = self._prepared[key]
+        return result

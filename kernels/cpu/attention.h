@@ -1,8 +1,8 @@
-/* Part of body.h: attention of scattered rows, of few rows, and a whole layer for few rows. */
+/* Part of body.h: attention of scattered rows, attention of a few rows, and a whole layer for a few rows. */
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-/* c[6, STEP] (+)= a[6, n] · b[n, STEP]; a's rows are lda apart, b's ldb, c's ldc. */
+/* c[6, STEP] (+)= a[6, n] · b[n, STEP]. The strides of the rows are lda, ldb and ldc. */
 INLINE void NAME(product)(const float *a, long lda, const float *b, long ldb, float *c, long ldc, long n, int add) {
     F s[6][NV];
 #pragma GCC unroll 6
@@ -27,7 +27,7 @@ INLINE void NAME(product)(const float *a, long lda, const float *b, long ldb, fl
 }
 
 #if defined(PAIRS)
-/* The same of pairs of bfloat16: a[6, n], b[n, STEP]. */
+/* The same for pairs of bfloat16. */
 INLINE void NAME(product2)(const uint32_t *a, long lda, const uint32_t *b, long ldb, float *c, long ldc, long n, int add) {
     __m512 s[6][NV];
 #pragma GCC unroll 6
@@ -53,7 +53,7 @@ INLINE void NAME(product2)(const uint32_t *a, long lda, const uint32_t *b, long 
 #endif
 
 #if defined(TILES)
-/* The same with tiles: c[32, wide], a[32, n]; wide is a multiple of 32, and a and b go on to a multiple of `deep`. */
+/* The same with tiles: c[32, wide], a[32, n]. wide is a multiple of 32; a and b extend to a multiple of `deep`. */
 INLINE void NAME(product_tiles)(const uint32_t *a, long lda, const uint32_t *b, long ldb, float *c, long ldc, long n,
                                 long wide, long deep, int add) {
     __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from memory */
@@ -103,8 +103,9 @@ INLINE void NAME(product_tiles)(const uint32_t *a, long lda, const uint32_t *b, 
 #define ROWS(c) TILE
 #endif
 
-/* Tiles of this thread, before a job's products and after them; torch sets up its own. */
-INLINE long NAME(deep)(const attend_t *c) { /* pairs of a tile: all that divide the head and are a power of two */
+/* `open_tiles` and `close_tiles` set up the tiles of this thread before a job's products and release them after. torch
+   sets up its own. */
+INLINE long NAME(deep)(const attend_t *c) { /* pairs of a tile: the largest power of two that divides the head, at most 16 */
     long pairs = c->dim / 2, power = pairs & -pairs;
     return power < 16 ? power : 16;
 }
@@ -116,7 +117,7 @@ INLINE void NAME(open_tiles)(const attend_t *c) {
         .bytes = {64, 64, 64, 64, (uint16_t)(4 * deep), (uint16_t)(4 * deep), 64, 64},
         .rows = {16, 16, 16, 16, 16, 16, deep, deep},
     };
-    __asm__ volatile("" ::"r"(&shapes) : "memory"); /* gcc knows of its first 8 bytes only that they are read */
+    __asm__ volatile("" ::"r"(&shapes) : "memory"); /* gcc knows only that the first 8 bytes are read */
     if (c->bfloat) _tile_loadconfig(&shapes);
 #endif
 }
@@ -126,7 +127,7 @@ INLINE void NAME(close_tiles)(const attend_t *c) {
 #endif
 }
 
-/* out[rows, wide] (+)= a[rows, n] · b[n, wide], a's rows `a_row` apart and so on; n counts pairs where c is PAIRED. */
+/* out[rows, wide] (+)= a[rows, n] · b[n, wide] with row strides a_row, b_row and out_row. n counts pairs if c is PAIRED. */
 INLINE void NAME(products)(const attend_t *c, const void *a, long a_row, const uint32_t *b, long b_row, float *out,
                            long out_row, long rows, long n, long wide, int add) {
 #if defined(TILES)
@@ -148,7 +149,8 @@ INLINE void NAME(products)(const attend_t *c, const void *a, long a_row, const u
         }
 }
 
-/* Packed, for each key/value head: keys [blocks][dim (pairs: / 2)][64], then values [blocks · 64 (/ 2)][padded dim]. */
+/* Layout of `packed`: for each key/value head keys [blocks][dim][64], then for each head values [blocks · 64][padded dim].
+   In pairs, dim of the keys and the tokens of the values are half as many. */
 INLINE long NAME(padded)(const attend_t *c) { return (c->dim + BLOCK - 1) / BLOCK * BLOCK; }
 INLINE long NAME(blocks)(const attend_t *c) { return (c->keys + WIDE - 1) / WIDE * (WIDE / BLOCK); }
 INLINE long NAME(key_words)(const attend_t *c) { return BLOCK * (PAIRED(c) ? c->dim / 2 : c->dim); }
@@ -161,7 +163,7 @@ INLINE uint32_t *NAME(values_of)(const attend_t *c, long head) {
     return (uint32_t *)c->packed + c->kv_heads * blocks * NAME(key_words)(c) + head * blocks * NAME(value_words)(c);
 }
 
-/* The first key that any row sees, and from which block on something is packed. */
+/* Return the first key that this row sees. Blocks before the first row's are not packed. */
 INLINE long NAME(first_seen)(const attend_t *c, long row) {
     long first = c->window > 0 ? c->positions[row] - c->window + 1 : 0;
     return first > 0 ? first : 0;
@@ -214,11 +216,11 @@ static void NAME(pack_job)(const void *context, long job) {
     else NAME(pack_block)(c, job, 0);
 }
 
-/* Folded rows of one key/value head: row · group + the query's number in its group. */
+/* Folded rows of one key/value head. The number of a folded row is row · group + number of the query in its group. */
 typedef struct {
     float q[MOST_ROWS * MOST_DIM] __attribute__((aligned(64)));
     float s[MOST_ROWS * WIDE] __attribute__((aligned(64)));
-    long row[MOST_ROWS]; /* of each folded row */
+    long row[MOST_ROWS]; /* row of each folded row */
     long head[MOST_ROWS], count, first_row, last_row;
 } NAME(tile_t);
 #define tile_t NAME(tile_t)
@@ -240,7 +242,7 @@ INLINE void NAME(take)(const attend_t *c, tile_t *tile, long kv_head, long first
     }
 }
 
-/* Products with keys become scores in units of log 2: scaled, capped, and those of keys that a row does not see gone. */
+/* Turn products with keys into scores in units of log 2: scale, cap, and hide the keys that a row does not see. */
 INLINE void NAME(finish)(const attend_t *c, tile_t *tile, float *scores, long key, long wide) {
     const float log2e = 1.44269504f;
     long lowest = c->positions[tile->first_row], highest = c->positions[tile->last_row];
@@ -267,7 +269,7 @@ INLINE void NAME(finish)(const attend_t *c, tile_t *tile, float *scores, long ke
     }
 }
 
-/* Scores of a tile's rows with the keys from `key` on. */
+/* Compute the scores of a tile's rows with WIDE keys from `key` on. */
 INLINE void NAME(scores)(const attend_t *c, tile_t *tile, long kv_head, long key) {
     const uint32_t *packed = NAME(keys_of)(c, kv_head) + key / BLOCK * NAME(key_words)(c);
     long n = PAIRED(c) ? c->dim / 2 : c->dim;
@@ -339,8 +341,8 @@ static void NAME(attend_job)(const void *context, long job) {
     NAME(close_tiles)(c);
 }
 
-/* Few rows, such as a decode step's: keys and values are read as they lie, in parts of fixed length.
-   `packed` takes of each part and row: its largest score, its sum, and [dim] weighted values. */
+/* Attend from a few rows, such as a decode step's. Keys and values are read without packing, in parts of fixed length.
+   For each part and row, `packed` receives the largest score, the sum, and [dim] weighted values. */
 INLINE void NAME(few_part)(const attend_t *c, long job, long bf) {
     long size = bf ? 2 : 4, dim = c->dim, folded = c->rows * (c->heads / c->kv_heads);
     long kv_head = job % c->kv_heads, part = job / c->kv_heads, key = part * PART;
@@ -348,7 +350,7 @@ INLINE void NAME(few_part)(const attend_t *c, long job, long bf) {
     float *out = (float *)c->packed + job * folded * (dim + 2), scores[FEW * PART] __attribute__((aligned(64)));
     tile_t tile;
     attend_t wide = *c;
-    wide.bfloat = 0; /* queries are taken as float32 below */
+    wide.bfloat = 0; /* queries are float32 below */
     tile.count = folded, tile.first_row = 0, tile.last_row = c->rows - 1;
     long group = c->heads / c->kv_heads;
     for (long i = 0; i < folded; i++) {
@@ -359,7 +361,7 @@ INLINE void NAME(few_part)(const attend_t *c, long job, long bf) {
     for (long n = key; n < stop; n++) {
         const void *k = AT(c->k, n * c->k_row + kv_head * c->k_head);
         const void *next = AT(k, AHEAD * c->k_row), *v = AT(c->v, n * c->v_row + kv_head * c->v_head);
-        for (long d = 0; d < dim; d += 64 / size) { /* values are read behind the keys */
+        for (long d = 0; d < dim; d += 64 / size) { /* values are read after the keys */
             __builtin_prefetch(AT(next, d));
             __builtin_prefetch(AT(v, d));
         }
@@ -508,7 +510,7 @@ EXPORT void NAME(layer)(const layer_t *c) {
             }
         memcpy(v, AT(qkv[2], row * own[2]), (size_t)(own[2] * size));
     }
-    for (long row = 0; row < rows; row++) { /* once all are written: rows may be of one answer */
+    for (long row = 0; row < rows; row++) { /* after all rows are written: several rows may belong to one answer */
         attend_t one = {.q = AT(qkv[0], row * own[0]), .k = (const void *)c->k[row], .v = (const void *)c->v[row],
                         .out = AT(seen, row * own[0]), .packed = free, .positions = c->positions + row, .rows = 1,
                         .heads = c->heads, .kv_heads = c->kv_heads, .dim = c->dim, .keys = c->positions[row] + 1,

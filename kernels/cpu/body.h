@@ -1,5 +1,6 @@
-/* The kernels for one set of instructions: ISA names it, VL floats are a vector, NV vectors are a step of products.
-   With PAIRS, products of bfloat16 are taken two at a time, with TILES besides in tiles, else in float32. */
+/* The kernels for one set of instructions. ISA is its name, VL the number of floats of a vector, NV the number of vectors
+   of a step of products. Products of bfloat16 are computed in pairs with PAIRS, also in tiles with TILES, and else in
+   float32. */
 
 #define F NAME(floats)
 #define FU NAME(loose_floats)
@@ -96,7 +97,7 @@ INLINE float NAME(sum)(F x) {
 #endif
 }
 
-/* 2^x, error 1e-7 of it; 0 below 2^-125 */
+/* Return 2^x with a relative error of 1e-7; 0 below 2^-125. */
 INLINE F NAME(power)(F x) {
 #if VL == 16
     F n = (F)_mm512_roundscale_ps((__m512)x, 0x08), f = x - n;

@@ -18,12 +18,24 @@ from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.visibility import Visibility
 
 MOST_DIM = 256
-_BLOCK, _WIDE, _MASS_ROWS, FEW, _PART = 64, 128, 8, 12, 256  # of body.h
-_GRAIN = 32  # tokens of a job that moves
-_SMALL = 1 << 16  # bytes: less is moved by one thread, waking another takes longer
+
+# Sizes that are compiled into the kernels, see the enum in kernels.c.
+_BLOCK = 64
+_WIDE = 128
+_MASS_ROWS = 8
+FEW = 12
+_PART = 256
+
+# Number of tokens that a thread moves at a time.
+_TOKENS_PER_JOB = 32
+
+# Fewer bytes than this are moved by a single thread: waking a second one takes longer.
+_SMALL_BYTES = 1 << 16
+
 _local = threading.local()
 
-_P, _N = ctypes.c_void_p, ctypes.c_long
+_P = ctypes.c_void_p
+_N = ctypes.c_long
 
 
 def _fields(text: str, kind: Any) -> list[tuple[str, Any]]:
@@ -67,7 +79,7 @@ class _Linear(ctypes.Structure):
 
 
 class LayerCall(ctypes.Structure):
-    """A decoder layer's weights and shapes, and the rows of one call of `layer`; see `layer_t` in kernels.c."""
+    """Weights and shapes of a decoder layer, and the rows of a call of `layer`; see `layer_t` in kernels.c."""
 
     _fields_ = [
         ("weights", _P * 7),
@@ -81,7 +93,14 @@ class LayerCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """A row of `layer`: addresses of its answer's keys and values, its angles' address, and its position."""
+    """A row of `layer`.
+
+    k         address of the keys of the row's answer
+    v         address of the values of the row's answer
+    cos       address of the row's cos
+    sin       address of the row's sin
+    position  position of the row
+    """
 
     k: int
     v: int
@@ -91,19 +110,30 @@ class LayerRow:
 
 
 def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow]) -> Tensor:
-    """What a decoder layer makes of few rows `[1, rows, hidden]`; their keys and values are written."""
+    """Return the output of a decoder layer for a few rows, `[1, rows, hidden]`, and write their keys and values."""
     hidden = hidden.clone(memory_format=torch.contiguous_format)
     count = len(rows)
-    addresses, whole = ctypes.c_uint64 * count, ctypes.c_int64 * count
-    k, v = addresses(*(row.k for row in rows)), addresses(*(row.v for row in rows))
-    cos, sin = addresses(*(row.cos for row in rows)), addresses(*(row.sin for row in rows))
-    positions = whole(*(row.position for row in rows))
+    address_array = ctypes.c_uint64 * count
+    keys = address_array(*(row.k for row in rows))
+    values = address_array(*(row.v for row in rows))
+    cos = address_array(*(row.cos for row in rows))
+    sin = address_array(*(row.sin for row in rows))
+    positions = (ctypes.c_int64 * count)(*(row.position for row in rows))
+
     call = LayerCall.from_buffer_copy(call)  # two engines may share a model
-    call.hidden, call.rows, call.threads = hidden.data_ptr(), count, torch.get_num_threads()
-    call.k, call.v, call.cos, call.sin, call.positions = (ctypes.addressof(one) for one in (k, v, cos, sin, positions))
-    wide = 2 * call.hidden_size + 2 * (call.heads + call.kv_heads) * call.dim + 2 * call.inner_size
-    parts = 4 * call.heads * -(-(max(positions) + 1) // _PART) * (call.dim + 2)
-    call.scratch = _scratch(4 * count * wide + 8 * 64 + parts, "layer")
+    call.hidden = hidden.data_ptr()
+    call.rows = count
+    call.threads = torch.get_num_threads()
+    call.k = ctypes.addressof(keys)
+    call.v = ctypes.addressof(values)
+    call.cos = ctypes.addressof(cos)
+    call.sin = ctypes.addressof(sin)
+    call.positions = ctypes.addressof(positions)
+
+    row_width = 2 * call.hidden_size + 2 * (call.heads + call.kv_heads) * call.dim + 2 * call.inner_size
+    parts = -(-(max(positions) + 1) // _PART)
+    parts_bytes = 4 * call.heads * parts * (call.dim + 2)
+    call.scratch = _scratch(4 * count * row_width + 8 * 64 + parts_bytes, "layer")
     run("layer", ctypes.byref(call))
     return hidden
 
@@ -118,20 +148,24 @@ def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> No
 
 
 def place(run: Kernels, merged: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Keys and values `[2, tokens, heads, dim]` into the same tokens of the merged ones, keys rotated."""
+    """Write keys and values `[2, tokens, heads, dim]` into the same tokens of `merged`, with keys rotated."""
     call = _move(merged, cos, sin)
-    call.raw_k, call.raw_v, call.raw_row = chunk[0].data_ptr(), chunk[1].data_ptr(), chunk.stride(1)
-    call.tokens, call.grain = chunk.shape[1], _GRAIN
+    call.raw_k = chunk[0].data_ptr()
+    call.raw_v = chunk[1].data_ptr()
+    call.raw_row = chunk.stride(1)
+    call.tokens = chunk.shape[1]
+    call.grain = _TOKENS_PER_JOB
     run("place", ctypes.byref(call), _N(_threads(chunk.numel() * chunk.element_size())))
 
 
 class Drift:
-    """Drift correction of one pass: its evidence and what it moves.
+    """Drift correction of one pass: the recomputed tokens and the stale ones.
 
     Args:
-        evidence: for each chunk, int64 row numbers of its recomputed tokens.
-        positions: int64 `[rows]`.
-        pieces: chunk, first position, the one behind the last; of what is moved.
+        run: the compiled kernels.
+        evidence: int64 row numbers of the recomputed tokens of each chunk.
+        positions: int64 `[rows]`, positions of the pass's rows.
+        pieces: (chunk, first position, end) of each range of stale tokens.
     """
 
     def __init__(
@@ -141,38 +175,45 @@ class Drift:
         positions: NDArray[np.int64],
         pieces: Sequence[tuple[int, int, int]],
     ) -> None:
-        self._run, self._counts = run, (len(evidence), len(pieces))
+        self._run = run
+        self._chunks = len(evidence)
+        self._pieces = len(pieces)
         rows = np.concatenate(evidence)
         edges = np.cumsum([0, *map(len, evidence)], dtype=np.int64)
-        self._arrays = rows, positions[rows], edges, np.array(pieces, dtype=np.int64).reshape(-1, 3)
-        self._pointers = [one.ctypes.data for one in self._arrays]
+        piece_array = np.array(pieces, dtype=np.int64).reshape(-1, 3)
+        self._arrays = (rows, positions[rows], edges, piece_array)  # the pointers need them alive
+        self._pointers = [array.ctypes.data for array in self._arrays]
 
     def correct(
         self, merged: Tensor, rows: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor], strength: float
     ) -> None:
         """See `DriftCorrection.correct`; `rows` are rotated keys and values, `turns` cos and sin of all positions."""
-        keys, values = (one.contiguous() for one in rows)
+        keys, values = (row_tensor.contiguous() for row_tensor in rows)
         call = _move(merged, *turns)
-        call.raw_k, call.raw_v, call.raw_row = keys.data_ptr(), values.data_ptr(), keys.stride(0)
+        call.raw_k = keys.data_ptr()
+        call.raw_v = values.data_ptr()
+        call.raw_row = keys.stride(0)
         call.evidence, call.at, call.edges, call.pieces = self._pointers
         call.strength = strength
-        chunks, pieces = self._counts
-        call.shift = _scratch(chunks * 8 * merged.shape[2] * merged.shape[3], "shift")
-        self._run("drift", ctypes.byref(call), _N(chunks), _N(pieces), _N(torch.get_num_threads()))
+        call.shift = _scratch(self._chunks * 8 * merged.shape[2] * merged.shape[3], "shift")
+        threads = torch.get_num_threads()
+        self._run("drift", ctypes.byref(call), _N(self._chunks), _N(self._pieces), _N(threads))
 
 
 def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-    """`x / rms(x) · weight` along the last dimension, contiguous; x is increased by `add` first, in place."""
+    """Return `x / rms(x) · weight` along the last dimension, contiguous; `add` is added to x first, in place."""
     out = torch.empty_like(x)
     width = x.shape[-1]
     call = _Rows(x=x.data_ptr(), out=out.data_ptr(), weight=weight.data_ptr(), rows=x.numel() // width, width=width)
-    call.add, call.eps, call.bfloat = None if add is None else add.data_ptr(), eps, x.dtype == torch.bfloat16
+    call.add = None if add is None else add.data_ptr()
+    call.eps = eps
+    call.bfloat = x.dtype == torch.bfloat16
     run("norm", ctypes.byref(call), _N(_threads(x.numel() * x.element_size())))
     return out
 
 
 def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) · up`, contiguous, in place of `gate`."""
+    """Overwrite `gate` with `silu(gate) · up` and return it; contiguous."""
     width = gate.shape[-1]
     call = _Rows(x=gate.data_ptr(), add=up.data_ptr(), rows=gate.numel() // width, width=width)
     call.bfloat = gate.dtype == torch.bfloat16
@@ -181,19 +222,22 @@ def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weightᵀ + bias` of few rows `[…, width]`, contiguous: reads the weights once, at the memory's speed."""
+    """Return `x @ weightᵀ + bias` for a few rows `[…, width]`, contiguous. Reads the weights once, at memory speed."""
     out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     call = _Linear(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
-    call.width, call.outs, call.bfloat = x.shape[-1], len(weight), x.dtype == torch.bfloat16
+    call.width = x.shape[-1]
+    call.outs = len(weight)
+    call.bfloat = x.dtype == torch.bfloat16
     call.rows = x.numel() // call.width
     run("linear", ctypes.byref(call), _N(_threads(weight.numel() * weight.element_size())))
     return out
 
 
 def attends(q: Tensor, *others: Tensor) -> bool:
-    """True for rows, keys and values that `attend` and `mass` can take."""
+    """Return True for rows, keys and values that `attend` and `mass` accept."""
     dim = q.shape[2]
-    return len(q) > 0 and dim <= MOST_DIM and dim % 2 == 0 and all(one.shape[2] == dim for one in others)
+    has_good_dim = dim <= MOST_DIM and dim % 2 == 0
+    return len(q) > 0 and has_good_dim and all(other.shape[2] == dim for other in others)
 
 
 def attend(
@@ -210,7 +254,10 @@ def attend(
     """See `attention.attention`."""
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
-    call.v, call.v_row, call.v_head, call.out = v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr()
+    call.v = v.data_ptr()
+    call.v_row = v.stride(0)
+    call.v_head = v.stride(1)
+    call.out = out.data_ptr()
     run("attend", ctypes.byref(call))
     return out
 
@@ -227,56 +274,66 @@ def mass(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `attention_mass.attention_mass`."""
-    found = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
+    by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
-    received = torch.empty(parts, -(-call.keys // _WIDE) * _WIDE, dtype=torch.float32)
+    received_parts = torch.empty(parts, -(-call.keys // _WIDE) * _WIDE, dtype=torch.float32)
     bounds = bounds.contiguous()
-    call.bounds, call.segments, call.mass, call.received = (
-        bounds.data_ptr(),
-        len(bounds) - 1,
-        found.data_ptr(),
-        received.data_ptr(),
-    )
+    call.bounds = bounds.data_ptr()
+    call.segments = len(bounds) - 1
+    call.mass = by_segment.data_ptr()
+    call.received = received_parts.data_ptr()
     run("mass", ctypes.byref(call))
-    whole = torch.zeros(len(k), dtype=torch.float32)
-    whole[: call.keys] = received[0, : call.keys]
-    return found, whole
+
+    received = torch.zeros(len(k), dtype=torch.float32)
+    received[: call.keys] = received_parts[0, : call.keys]  # the kernel has added up the parts in the first one
+    return by_segment, received
 
 
 def differs(run: Kernels) -> str:
-    """What the kernels get wrong on a few shapes, compared with float64; "" where nothing."""
+    """Compare the kernels with float64 on a few shapes; return the first difference in words, "" if there is none."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    positions, edges = torch.tensor([*range(0, 180, 10), 181, 199]), torch.tensor([0, 90, 200])
-    q, k, v = noise(20, 4, 48), noise(200, 2, 48), noise(200, 2, 48)
+    positions = torch.tensor([*range(0, 180, 10), 181, 199])
+    bounds = torch.tensor([0, 90, 200])
+    exact_q = noise(20, 4, 48)
+    exact_k = noise(200, 2, 48)
+    exact_v = noise(200, 2, 48)
     angle = noise(200, 24).repeat(1, 2)
-    scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(2, 1)) * 0.3
+
+    scores = torch.einsum("rhd,khd->hrk", exact_q, exact_k.repeat_interleave(2, 1)) * 0.3
     scores = scores.masked_fill(torch.arange(200) > positions[:, None], -torch.inf)
     weights = scores.softmax(-1)
-    right = torch.einsum("hrk,khd->rhd", weights, v.repeat_interleave(2, 1))
+    attended = torch.einsum("hrk,khd->rhd", weights, exact_v.repeat_interleave(2, 1))
     weights = weights.mean(0).scatter(1, positions[:, None], 0.0)
-    turned = k * angle.cos()[:, None] + torch.cat((-k[..., 24:], k[..., :24]), -1) * angle.sin()[:, None]
-    visible, last = Visibility(positions), Visibility(positions[-3:])
+    by_segment = torch.stack((weights[:, :90].sum(1), weights[:, 90:].sum(1)), 1)
+    quarter_turn = torch.cat((-exact_k[..., 24:], exact_k[..., :24]), -1)
+    rotated = exact_k * angle.cos()[:, None] + quarter_turn * angle.sin()[:, None]
+
+    visible = Visibility(positions)
+    last_rows = Visibility(positions[-3:])
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
-        a, b, c, cos, sin = (x.to(dtype) for x in (q, k, v, angle.cos(), angle.sin()))
-        out, merged = torch.empty_like(b), torch.empty(2, 200, 2, 48, dtype=dtype)
-        rotate(run, b, cos, sin, out)
-        place(run, merged, torch.stack((b, c)), cos, sin)
-        found, received = mass(run, a, b, visible, edges, scale=0.3, softcap=None)
+        q, k, v, cos, sin = (x.to(dtype) for x in (exact_q, exact_k, exact_v, angle.cos(), angle.sin()))
+        out = torch.empty_like(k)
+        rotate(run, k, cos, sin, out)
+        merged = torch.empty(2, 200, 2, 48, dtype=dtype)
+        place(run, merged, torch.stack((k, v)), cos, sin)
+        mass_by_segment, received = mass(run, q, k, visible, bounds, scale=0.3, softcap=None)
         pairs = {
-            "attend": (attend(run, a, b, c, visible, scale=0.3, softcap=None), right),
-            "attend to few": (attend(run, a[-3:], b, c, last, scale=0.3, softcap=None), right[-3:]),
-            "mass": (found, torch.stack((weights[:, :90].sum(1), weights[:, 90:].sum(1)), 1)),
+            "attend": (attend(run, q, k, v, visible, scale=0.3, softcap=None), attended),
+            "attend to few": (attend(run, q[-3:], k, v, last_rows, scale=0.3, softcap=None), attended[-3:]),
+            "mass": (mass_by_segment, by_segment),
             "received": (received, weights.sum(0)),
-            "rotate": (out, turned),
-            "place": (merged, torch.stack((turned, v))),
+            "rotate": (out, rotated),
+            "place": (merged, torch.stack((rotated, exact_v))),
         }
-        for name, (ours, exact) in pairs.items():
-            if not (error := float((ours.double() - exact).abs().max())) <= tolerance * float(exact.abs().max()):
+        for name, (result, exact) in pairs.items():
+            error = float((result.double() - exact).abs().max())
+            is_close = error <= tolerance * float(exact.abs().max())
+            if not is_close:  # NaN is not close either
                 return f"{name} in {dtype} is off by {error:.1e}"
     return ""
 
@@ -292,50 +349,73 @@ def _attention(
     sinks: Tensor | None,
 ) -> _Attend:
     rows, heads, dim = q.shape
-    keys, absent, positions = visible.prepared(_reach)
-    keys = min(keys, len(k))
-    call = _Attend(q=q.data_ptr(), k=k.data_ptr(), positions=positions.data_ptr())
+    keys_in_reach, absent, positions = visible.prepared(_reach)
+    keys = min(keys_in_reach, len(k))
+    kv_heads = k.shape[1]
+
+    call = _Attend()
+    call.q = q.data_ptr()
+    call.k = k.data_ptr()
+    call.positions = positions.data_ptr()
     call.absent = absent.data_ptr() if absent is not None else None
-    call.rows, call.heads, call.kv_heads, call.dim, call.keys = rows, heads, k.shape[1], dim, keys
-    call.window, call.threads, call.bfloat = visible.window or 0, torch.get_num_threads(), q.dtype == torch.bfloat16
-    call.q_row, call.q_head, call.k_row, call.k_head = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
-    call.scale, call.softcap = scale, softcap or 0.0
+    call.rows = rows
+    call.heads = heads
+    call.kv_heads = k.shape[1]
+    call.dim = dim
+    call.keys = keys
+    call.window = visible.window or 0
+    call.threads = torch.get_num_threads()
+    call.bfloat = q.dtype == torch.bfloat16
+    call.q_row = q.stride(0)
+    call.q_head = q.stride(1)
+    call.k_row = k.stride(0)
+    call.k_head = k.stride(1)
+    call.scale = scale
+    call.softcap = softcap or 0.0
     call.sinks = None if sinks is None else sinks.data_ptr()
     blocks = -(-keys // _WIDE) * (_WIDE // _BLOCK)
-    padded = -(-dim // _BLOCK) * _BLOCK
-    size = 2 if run.instructions in ("avx512_bf16", "amx") and call.bfloat else 4
-    packed = k.shape[1] * blocks * _BLOCK * (dim + padded) * size
-    parts = 4 * FEW * k.shape[1] * -(-keys // _PART) * (dim + 2)  # of few rows, which are not packed
-    call.packed = _scratch(max(packed, parts), "packed")
+    padded_dim = -(-dim // _BLOCK) * _BLOCK
+    item_bytes = 2 if run.instructions in ("avx512_bf16", "amx") and call.bfloat else 4
+    packed_bytes = kv_heads * blocks * _BLOCK * (dim + padded_dim) * item_bytes
+    parts_bytes = 4 * FEW * kv_heads * -(-keys // _PART) * (dim + 2)  # few rows are not packed
+    call.packed = _scratch(max(packed_bytes, parts_bytes), "packed")
     return call
 
 
 def _reach(visible: Visibility) -> tuple[int, Tensor | None, Tensor]:
-    """Number of keys down to the last row's own, which of them are absent, as bytes, and the positions, adjoining."""
+    """Return the number of keys up to the last row's own, the absent ones as bytes, and contiguous positions."""
     keys = int(visible.positions[-1]) + 1
+    positions = visible.positions.contiguous()
     if visible.absent is None:
-        return keys, None, visible.positions.contiguous()
+        return keys, None, positions
     absent = torch.zeros(keys, dtype=torch.uint8)
     absent[visible.absent[visible.absent < keys]] = 1
-    return keys, absent, visible.positions.contiguous()
+    return keys, absent, positions
 
 
 def _move(merged: Tensor, cos: Tensor, sin: Tensor) -> _Move:
-    call = _Move(merged[0].data_ptr(), merged[1].data_ptr(), None, None, cos.data_ptr(), sin.data_ptr())
-    call.row, call.turn_row = merged.stride(1), cos.stride(0)
-    call.heads, call.dim, call.width = merged.shape[2], merged.shape[3], cos.shape[1]
+    call = _Move()
+    call.k = merged[0].data_ptr()
+    call.v = merged[1].data_ptr()
+    call.cos = cos.data_ptr()
+    call.sin = sin.data_ptr()
+    call.row = merged.stride(1)
+    call.turn_row = cos.stride(0)
+    call.heads = merged.shape[2]
+    call.dim = merged.shape[3]
+    call.width = cos.shape[1]
     call.bfloat = merged.dtype == torch.bfloat16
     return call
 
 
 def _threads(nbytes: int) -> int:
-    return 1 if nbytes < _SMALL else torch.get_num_threads()
+    return 1 if nbytes < _SMALL_BYTES else torch.get_num_threads()
 
 
 def _scratch(nbytes: int, use: str) -> int:
-    """Memory of this thread that calls use again; it grows and stays."""
-    kept: Tensor | None = getattr(_local, use, None)
-    if kept is None or kept.numel() < nbytes:
-        kept = empty((nbytes + 64,), torch.uint8)
-        setattr(_local, use, kept)
-    return kept.data_ptr()
+    """Return the address of scratch memory of this thread. Calls share it; it grows and is kept."""
+    memory: Tensor | None = getattr(_local, use, None)
+    if memory is None or memory.numel() < nbytes:
+        memory = empty((nbytes + 64,), torch.uint8)
+        setattr(_local, use, memory)
+    return memory.data_ptr()

@@ -1,7 +1,9 @@
-/* Kernels for a CPU: moves of keys and values, and attention of scattered rows. Plain functions over pointers.
+/* Kernels for a CPU: moves of keys and values, attention of scattered rows, and decoder layers for a few rows. All
+   functions are plain C over pointers.
 
-`body.h` is compiled once for each set of instructions; `library.py` asks `cachecraft_runs` which of them this CPU has.
-Threads are those of the OpenMP library that the process has already (torch's own): a second pool would spin against it. */
+   `body.h` is compiled once for each set of instructions. `library.py` asks `cachecraft_runs` which sets this CPU has.
+   Threads belong to the OpenMP library that the process uses already (torch's own): a second pool would spin against
+   it. */
 
 #define _GNU_SOURCE 1
 #include <math.h>
@@ -32,7 +34,7 @@ typedef void (*job_t)(const void *context, long job);
 typedef struct { job_t job; const void *context; long jobs, next; } region_t;
 typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
 
-static parallel_t parallel; /* GOMP_parallel, or 0: one thread */
+static parallel_t parallel; /* GOMP_parallel; 0 = one thread */
 
 static void work(void *data) {
     region_t *region = data;
@@ -53,7 +55,7 @@ static void run(job_t job, const void *context, long jobs, long threads) {
 EXPORT void cachecraft_start(void *gomp_parallel) { parallel = (parallel_t)gomp_parallel; }
 
 #if defined(KNOWS_AMX)
-/* True for a CPU with tiles of bfloat16 whose system lets this process use them. */
+/* Return 1 if the CPU has tiles of bfloat16 and the system lets this process use them. */
 static int has_tiles(void) {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & d >> 24 & 1)) return 0;
@@ -61,8 +63,8 @@ static int has_tiles(void) {
 }
 #endif
 
-/* The instructions that this CPU and its system have: bit 0 portable, 1 AVX2 and FMA, 2 AVX-512, 3 AVX-512 with bfloat16,
-   4 AMX with bfloat16. */
+/* Return the sets of instructions of this CPU and its system: bit 0 portable, 1 AVX2 and FMA, 2 AVX-512, 3 AVX-512 with
+   bfloat16, 4 AMX with bfloat16. */
 EXPORT long cachecraft_runs(void) {
     long found = 1;
 #if defined(__x86_64__)
@@ -80,14 +82,23 @@ EXPORT long cachecraft_runs(void) {
     return found;
 }
 
-enum { BLOCK = 64, TILE = 24, WIDE = 128, MOST_DIM = 256, MASS_ROWS = 8, FEW = 12, PART = 256, AHEAD = 16 };
+enum {
+    BLOCK = 64,     /* keys of a packed block */
+    TILE = 24,      /* folded rows of a tile, without AMX */
+    WIDE = 128,     /* keys of a step of attention */
+    MOST_DIM = 256, /* largest head_dim */
+    MASS_ROWS = 8,  /* rows of a job of `mass` */
+    FEW = 12,       /* up to this many folded rows are attended without packing */
+    PART = 256,     /* keys of a job of a few rows */
+    AHEAD = 16      /* keys to prefetch */
+};
 
-/* Of `attend` and `mass`; strides in elements. Rows ascend by position; keys from `keys` on are never read. */
+/* Arguments of `attend` and `mass`. Strides are in elements. Rows ascend by position. Keys from `keys` on are not read. */
 typedef struct {
     const void *q, *k, *v;
     void *out, *packed;
     const int64_t *positions, *bounds;
-    const uint8_t *absent; /* [keys] or 0 */
+    const uint8_t *absent; /* [keys], 1 = hidden from every row; or 0 */
     float *mass, *received;
     long rows, heads, kv_heads, dim, keys, window, segments, threads, bfloat;
     long q_row, q_head, k_row, k_head, v_row, v_head;
@@ -95,7 +106,7 @@ typedef struct {
     const float *sinks;   /* [heads] or 0: the score of a position without a value, which each head may attend to */
 } attend_t;
 
-/* Of `rotate`: rows of `x` turned into rows of `out`. */
+/* Arguments of `rotate`: rows of `x` are rotated into rows of `out`. */
 typedef struct {
     const void *x;
     void *out;
@@ -108,20 +119,21 @@ typedef struct {
     long rows, dim, width, turn_row, bfloat;
 } rotate_t;
 
-/* Of `place` and `drift`: what is merged, and rows to write or to compare with; strides in elements. */
+/* Arguments of `place` and `drift`: the merged buffer, and rows to write or to compare. Strides are in elements. */
 typedef struct {
-    void *k, *v; /* merged: rows of [heads, dim], contiguous */
+    void *k, *v; /* the merged buffer: rows of [heads, dim], contiguous */
     const void *raw_k, *raw_v, *cos, *sin;
     long row, raw_row, turn_row, heads, dim, width, bfloat;
-    /* drift: row numbers and positions of the evidence, its edges for each chunk; pieces [chunk, start, stop] */
+    /* For drift: row numbers (evidence) and positions (at) of recomputed tokens, the first of each chunk (edges), and the
+       ranges of stale tokens (pieces, [chunk, start, stop]). */
     const int64_t *evidence, *at, *edges, *pieces;
     float *shift; /* [chunks, 2, heads · dim] */
     float strength;
     long tokens, grain;
 } move_t;
 
-
-/* Of `norm`: x += add (if given), out = x / rms(x) · weight; of `gated`: x = silu(x) · add. Contiguous rows. */
+/* Arguments of `norm`: x += add (if given), out = x / rms(x) · weight; and of `gated`: x = silu(x) · add. Rows are
+   contiguous. */
 typedef struct {
     void *x, *out;
     const void *add, *weight;
@@ -129,7 +141,7 @@ typedef struct {
     float eps;
 } rows_t;
 
-/* Of `linear`: out = x · weightᵀ + bias; contiguous, few rows. */
+/* Arguments of `linear`: out = x · weightᵀ + bias, for a few contiguous rows. */
 typedef struct {
     const void *x, *weight, *bias;
     void *out;
@@ -138,13 +150,13 @@ typedef struct {
 
 typedef struct { linear_t parts[3]; } linears_t;
 
-/* Of `layer`: a whole decoder layer for few rows, each with keys and values of its own answer. Weights and biases: query,
-   key, value, output, gate, up, down. */
+/* Arguments of `layer`: a whole decoder layer for a few rows, each with the keys and values of its own answer. Order of
+   weights and biases: query, key, value, output, gate, up, down. */
 typedef struct {
     const void *weights[7], *biases[7], *norm, *after_norm, *q_norm, *k_norm;
     void *hidden; /* [rows, hidden_size], changed in place */
     char *scratch;
-    const uint64_t *k, *v, *cos, *sin; /* [rows], addresses: of position 0; of the row's own angles */
+    const uint64_t *k, *v, *cos, *sin; /* [rows], addresses: k and v of position 0, cos and sin of the row */
     const int64_t *positions;
     long rows, hidden_size, inner_size, heads, kv_heads, dim, width, key_row, window, threads, bfloat;
     float eps[4], scale, softcap; /* eps: norm, after_norm, q_norm, k_norm */
@@ -159,7 +171,7 @@ typedef struct {
 #define END_TARGET PRAGMA(GCC pop_options)
 #endif
 #if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ < 22
-#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma,evex512" /* these take vectors of 512 bits for an extra */
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma,evex512" /* in these versions, vectors of 512 bits are an extra feature */
 #else
 #define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma"
 #endif

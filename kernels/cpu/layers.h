@@ -2,7 +2,7 @@
 
 /* -- parts of layers ----------------------------------------------------------------------------------------------- */
 
-/* Rounded where the models' own modules round: after the sum, after the division, after the product. */
+/* Round where the models' own modules round: after the sum, after the division, after the product. */
 INLINE F NAME(rounded)(F x, long bf) {
     if (!bf) return x;
     half_t half[VL];
@@ -70,7 +70,7 @@ static void NAME(gated_job)(const void *context, long job) {
 }
 EXPORT void NAME(gated)(const rows_t *c, long threads) { run(NAME(gated_job), c, (c->rows + 7) / 8, threads); }
 
-/* Product of two vectors; `w` is read as one stream. */
+/* Return the dot product of two vectors. `w` is read as one stream. */
 INLINE float NAME(dot)(const void *w, const void *x, long width, long bf) {
     long k = 0;
     F s[4] = {};
@@ -96,7 +96,7 @@ INLINE float NAME(dot)(const void *w, const void *x, long width, long bf) {
     return found;
 }
 
-/* Products of one vector with four. */
+/* Compute the dot products of one vector with four. */
 INLINE void NAME(dots)(const void *w, const void *const *x, float *found, long width, long bf) {
     long k = 0;
     F s[4] = {};
@@ -122,7 +122,7 @@ INLINE void NAME(dots)(const void *w, const void *const *x, float *found, long w
         for (long j = 0; j < 4; j++) found[j] += NAME(get1)(w, k, bf) * NAME(get1)(x[j], k, bf);
 }
 
-/* A product of few rows: the weights are read once, at the memory's speed. */
+/* Compute 32 outputs for a few rows. The weights are read once, at memory speed. */
 INLINE void NAME(linear_outs)(const linear_t *c, long job, long bf) {
     long size = bf ? 2 : 4, width = c->width, stop = (job + 1) * 32 < c->outs ? (job + 1) * 32 : c->outs;
     for (long n = job * 32; n < stop; n++) {

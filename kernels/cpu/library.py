@@ -1,7 +1,8 @@
-"""The compiled kernels: found, chosen by what the CPU can do, and checked against float64 before the first use.
+"""The compiled kernels: loaded, chosen by the CPU's instructions, and checked against float64 before the first use.
 
 They are built when the package is installed, if there is a compiler (`kernels/cpu/kernels.c`). Without them, or with
-`CACHECRAFT_CPU_KERNELS=torch`, torch does the same. The variable may also name one set of instructions, for measuring.
+`CACHECRAFT_CPU_KERNELS=torch`, torch computes the same. The variable may also name one set of instructions, to measure
+it.
 """
 
 from __future__ import annotations
@@ -32,39 +33,43 @@ class Kernels:
     functions: dict[str, ctypes._NamedFuncPointer]
 
     def __call__(self, name: str, *args: object) -> None:
-        """Run one; it lets other Python threads run meanwhile."""
+        """Run a function by name; other Python threads run meanwhile."""
         self.functions[name](*args)
 
 
 def kernels() -> Kernels | None:
-    """The kernels that this process uses; None = torch's."""
+    """Return the kernels that this process uses; None = torch's."""
     return _chosen(os.environ.get(SETTING, ""))[0]
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """The kernels, if they take these tensors: on a CPU, of one dtype that they know, the last dimension adjoining."""
+    """Return the kernels if they support these tensors, else None.
+
+    Supported are CPU tensors of one dtype, float32 or bfloat16, with a contiguous last dimension.
+    """
     first = tensors[0]
     if first.dtype not in _DTYPES or not first.is_cpu:
         return None
-    if any(one.dtype != first.dtype or one.stride(-1) != 1 or not one.is_cpu for one in tensors):
-        return None
+    for tensor in tensors:
+        if tensor.dtype != first.dtype or tensor.stride(-1) != 1 or not tensor.is_cpu:
+            return None
     return kernels()
 
 
 def description() -> str:
-    """Name of the kernels in use: one of `INSTRUCTIONS`, or `torch`."""
-    found = kernels()
-    return found.instructions if found is not None else "torch"
+    """Return the name of the kernels in use: one of `INSTRUCTIONS`, or `torch`."""
+    chosen = kernels()
+    return chosen.instructions if chosen is not None else "torch"
 
 
 def reason() -> str:
-    """Why torch's kernels are used, in a few words; "" where they are not."""
+    """Return why torch's kernels are used, in a few words; "" if they are not."""
     return _chosen(os.environ.get(SETTING, ""))[1]
 
 
 @cache
 def available(folder: Path = Path(__file__).parent) -> dict[str, Kernels]:
-    """The compiled kernels that this CPU can run, by their instructions, the fastest last; empty if none are built."""
+    """Return the compiled kernels that this CPU can run, by instructions, the fastest last; empty if none are built."""
     for path in sorted([*folder.glob("native*.so"), *folder.glob("native*.pyd"), *folder.glob("native*.dylib")]):
         try:
             library = ctypes.CDLL(str(path))
@@ -73,13 +78,13 @@ def available(folder: Path = Path(__file__).parent) -> dict[str, Kernels]:
             runs = library.cachecraft_runs()
             names = [name for bit, name in enumerate(INSTRUCTIONS) if runs >> bit & 1]
             return {name: Kernels(name, {part: library[f"{part}_{name}"] for part in _FUNCTIONS}) for name in names}
-        except (OSError, AttributeError) as error:  # of another machine or version
+        except (OSError, AttributeError) as error:  # built for a different machine or version
             logger.debug("%s cannot be used: %s", path, error)
     return {}
 
 
 def _parallel() -> ctypes.c_void_p:
-    """The entry of torch's own OpenMP threads; 0 where torch has others, and the kernels then run on one thread."""
+    """Return the entry point of torch's OpenMP threads; 0 if torch has others, then the kernels run on one thread."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
     except (AttributeError, OSError, TypeError):
@@ -88,18 +93,19 @@ def _parallel() -> ctypes.c_void_p:
 
 @cache
 def _chosen(setting: str) -> tuple[Kernels | None, str]:
-    """The kernels for a value of the setting, and the reason if there are none."""
+    """Return the kernels for a value of the setting, or None with the reason."""
     if setting == "torch":
         return None, f"{SETTING}=torch"
-    found = available()
-    if not found:
+    built = available()
+    if not built:
         return None, "not compiled when the package was installed"
-    if setting and setting not in found:
-        logger.warning("%s=%s is not among %s", SETTING, setting, ", ".join(["torch", *found]))
-    chosen = found.get(setting) or list(found.values())[-1]
+    if setting and setting not in built:
+        logger.warning("%s=%s is not among %s", SETTING, setting, ", ".join(["torch", *built]))
+    chosen = built.get(setting) or list(built.values())[-1]
     from cachecraft_rag.kernels.cpu.calls import differs
 
-    if what := differs(chosen):
-        logger.warning("The compiled kernels (%s) are not used: %s", chosen.instructions, what)
-        return None, what
+    difference = differs(chosen)
+    if difference:
+        logger.warning("The compiled kernels (%s) are not used: %s", chosen.instructions, difference)
+        return None, difference
     return chosen, ""

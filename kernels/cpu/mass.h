@@ -2,7 +2,8 @@
 
 /* -- attention mass ------------------------------------------------------------------------------------------------ */
 
-/* Weights of some rows, averaged over the heads: to each segment, and to each key from all of these rows. */
+/* Compute the weights of some rows, averaged over the heads: to each segment, and to each key from all these rows. The
+   first pass computes the largest score and the sum of each row, the second pass the weights. */
 INLINE void NAME(mass_rows)(const attend_t *c, long job, long bf) {
     long group = c->heads / c->kv_heads, first = job * MASS_ROWS;
     long stop = first + MASS_ROWS < c->rows ? first + MASS_ROWS : c->rows, end = c->positions[stop - 1] + 1;
@@ -71,7 +72,7 @@ static void NAME(mass_job)(const void *context, long job) {
     else NAME(mass_rows)(c, job, 0);
     NAME(close_tiles)(c);
 }
-/* `received` has a row of whole blocks for each 8 rows; they are added up into the first, in their order. */
+/* `received` has a row of whole blocks for each job; they are added up into the first one, in order. */
 EXPORT void NAME(mass)(const attend_t *c) {
     long jobs = (c->rows + MASS_ROWS - 1) / MASS_ROWS, width = NAME(blocks)(c) * BLOCK;
     run(NAME(pack_job), c, c->kv_heads * NAME(blocks)(c), c->threads);

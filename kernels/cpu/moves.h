@@ -2,7 +2,7 @@
 
 /* -- rotation ------------------------------------------------------------------------------------------------------ */
 
-/* One head turned by the angles of one position; `shift` (float, or 0) is added before. */
+/* Rotate one head by the angles of one position. `shift` (float, or 0) is added first. */
 INLINE void NAME(turn)(void *out, const void *x, const void *cos, const void *sin, const float *shift, long dim,
                        long width, long bf) {
     long half = width / 2, i = 0;
@@ -47,7 +47,7 @@ EXPORT void NAME(rotate)(const rotate_t *c, long threads) { run(NAME(rotate_job)
 
 /* -- moves --------------------------------------------------------------------------------------------------------- */
 
-/* Raw keys and values of adjoining tokens into the merged ones, keys turned. */
+/* Write raw keys and values of adjacent tokens into the merged buffer, with keys rotated. */
 INLINE void NAME(place_rows)(const move_t *c, long job, long bf) {
     long size = bf ? 2 : 4, row = c->heads * c->dim;
     long stop = (job + 1) * c->grain < c->tokens ? (job + 1) * c->grain : c->tokens;
@@ -67,7 +67,8 @@ EXPORT void NAME(place)(const move_t *c, long threads) {
     run(NAME(place_job), c, (c->tokens + c->grain - 1) / c->grain, threads);
 }
 
-/* Mean change of a chunk's evidence, times the strength; keys (even jobs) turned back to position 0. */
+/* Compute the mean change of a chunk's recomputed tokens, times the strength. Changes of keys (even jobs) are rotated back
+   to position 0. */
 INLINE void NAME(mean_change)(const move_t *c, long job, long bf) {
     long size = bf ? 2 : 4, chunk = job / 2, is_value = job % 2, half = c->width / 2;
     long first = c->edges[chunk], last = c->edges[chunk + 1], row = c->heads * c->dim;
@@ -88,7 +89,7 @@ INLINE void NAME(mean_change)(const move_t *c, long job, long bf) {
                 F b = NAME(get)(now, o + half + i, bf) - NAME(get)(old, o + half + i, bf);
                 F cl = NAME(get)(cos, i, bf), ch = NAME(get)(cos, half + i, bf);
                 F sl = NAME(get)(sin, i, bf), sh = NAME(get)(sin, half + i, bf);
-                F ll = cl * cl + sl * sl, lh = ch * ch + sh * sh; /* 1, but for rope scalings that stretch */
+                F ll = cl * cl + sl * sl, lh = ch * ch + sh * sh; /* 1, except for rope scalings that stretch */
                 NAME(store)(sum + o + i, NAME(load)(sum + o + i) + (a * cl + b * sl) / ll);
                 NAME(store)(sum + o + half + i, NAME(load)(sum + o + half + i) + (b * ch - a * sh) / lh);
             }
@@ -110,7 +111,7 @@ static void NAME(mean_job)(const void *context, long job) {
     else NAME(mean_change)(c, job, 0);
 }
 
-/* A piece's keys and values moved by its chunk's shift. */
+/* Move the keys and values of a range of stale tokens by its chunk's shift. */
 INLINE void NAME(shift_rows)(const move_t *c, long job, long bf) {
     long size = bf ? 2 : 4, row = c->heads * c->dim, half = c->width / 2;
     const int64_t *piece = c->pieces + 3 * job;

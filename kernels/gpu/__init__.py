@@ -1,5 +1,6 @@
-"""The Triton kernels: one per file, with its launcher and a plain torch reference of the same signature.
+"""The Triton kernels, one per file with its launcher. The tests hold a plain torch reference of the same signature.
 
-Numbers that change from request to request are `do_not_specialize`: each special case would be another compilation of
-some seconds. `choice.uses_triton` says where they run. The torch kernels beside this folder run everywhere else.
+Numbers that change from request to request are `do_not_specialize`, because each special case would be another
+compilation of some seconds. `choice.uses_triton` decides if they run; otherwise the torch operations of the parent
+folder do.
 """

@@ -1,9 +1,9 @@
-"""Flash attention of scattered rows, with the attention mass of each segment beside the softmax.
+"""Flash attention of scattered rows, with the attention mass of each segment.
 
 One program takes a tile of rows with all query heads of one key/value head (GQA), and walks over the keys up to its
-last row's position (Dao 2023, FlashAttention-2, algorithm 1). Masks go by position. The mass of a segment is summed
-up like the output, with the same corrections, so no `[rows, keys]` matrix is ever written. Few rows do not fill a
-device: then each tile's keys are split among programs, and `combine` puts the parts together (flash decoding).
+last row's position (Dao 2023, FlashAttention-2, algorithm 1). Masks are decided by position. The mass of a segment is
+summed up like the output, with the same corrections, so no `[rows, keys]` matrix is written. A few rows do not fill a
+device: then each tile's keys are split among programs, and `combine` joins the parts (flash decoding).
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from cachecraft_rag.kernels.gpu.tiles import Tiling, absent_mask, check_attentio
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
-MOST_SEGMENTS = 128  # of which one launch sums up the mass: they are columns of a product
+
+# Most segments whose mass one launch sums up: they are columns of a matrix product.
+MOST_SEGMENTS = 128
 
 
 @dataclass(frozen=True)
 class Attended:
     """Results of `attend`.
 
-    out   `[rows, heads, head_dim]` in the dtype of the queries; None where no values were given
-    lse   float32 `[rows, heads]`, log of the sum of the exponentials; -inf where a row sees nothing
-    mass  float32 `[rows, segments]`, averaged over heads, a row's own position left out; None where no bounds were
+    out   `[rows, heads, head_dim]` in the dtype of the queries; None without values
+    lse   float32 `[rows, heads]`, log of the sum of the exponentials; -inf for a row that sees no key
+    mass  float32 `[rows, segments]`, averaged over heads, without a row's own position; None without bounds
     """
 
     out: Tensor | None
@@ -47,7 +49,7 @@ def _sweep(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASS_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the keys `begin:end`; without MASKED all rows see all of them, and their number fits the tile."""
+    """Walk over the keys `begin:end`. Without MASKED, all rows see all of them, and they fill whole tiles."""
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         there = keys < end
@@ -62,7 +64,7 @@ def _sweep(
             gone = tl.load(absent + keys, mask=there, other=0)
             s = tl.where((gone != 0)[None, :], float("-inf"), s)
         new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
@@ -85,7 +87,7 @@ def _keys_of(
     positions, rows, tile, split, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The lowest position of a tile's rows, and the keys `begin:end` of one of its splits."""
+    """Return the lowest position of a tile's rows, and the keys `begin:end` of one of its splits."""
     lowest = tl.load(positions + tile * BLOCK_M // GROUP).to(tl.int32)
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
     end = tl.load(positions + last).to(tl.int32) + 1
@@ -102,14 +104,14 @@ def _write(
     out, lse, mass, acc, top, total, summed, target, live, segments,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Divide by the sum of the exponentials, and store a tile's results as row and head `target` `[BLOCK_M]`."""
+    """Divide by the sum of the exponentials, and store a tile's results at the indices `target` `[BLOCK_M]`."""
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     tl.store(lse + target, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453), live)
     if VALUES:
         dims = tl.arange(0, BLOCK_D)
-        found = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], found, live[:, None] & (dims < HEAD_DIM)[None, :])
+        averaged = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], averaged, live[:, None] & (dims < HEAD_DIM)[None, :])
     if MASS:
         column = tl.arange(0, BLOCK_S)
         kept = live[:, None] & (column < segments)[None, :]
@@ -126,7 +128,8 @@ def _attend(
     MASS_PRECISION: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys, so they begin first
-    head, split = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = pair < rows * GROUP
     row, query_head, pos, qq = load_pairs(q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D)
@@ -139,7 +142,9 @@ def _attend(
             top = tl.load(sinks + query_head, mask=live, other=0.0) * 1.4426950408889634
             total += 1.0
     column = tl.arange(0, BLOCK_S)
-    summed, low, high = total, column, column
+    summed = total
+    low = column
+    high = column
     if MASS:
         summed = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
         low = tl.load(bounds + column, mask=column < segments, other=0).to(tl.int32)
@@ -177,7 +182,7 @@ def attend(
     splits: int | None = None,
     tiling: Tiling | None = None,
 ) -> Attended:
-    """Softmax attention of scattered rows, and where each row's attention falls.
+    """Compute softmax attention of scattered rows, and the attention of each row to each segment.
 
     Args:
         q: `[rows, heads, head_dim]`, rotated; float32, bfloat16 or float16, head_dim at most 256.
@@ -187,9 +192,9 @@ def attend(
         softcap: scores become softcap · tanh(scores / softcap); None = as they are.
         sinks: float32 `[heads]`, the score of a position without a value, which each head may attend to; None = none.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the positions `bounds[i]:bounds[i + 1]` and may be
-            empty. None = no mass is wanted.
-        splits: among how many programs a tile's keys are split; None = as many as fill the device.
-        tiling: None = what fits head_dim and dtype.
+            empty. None = compute no mass.
+        splits: number of programs that share a tile's keys; None = as many as fill the device.
+        tiling: size of the tiles; None = chosen by head_dim and dtype.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -229,13 +234,15 @@ def attend(
 
 
 def _in_parts(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, *, bounds: Tensor, **how: Any) -> Attended:
-    """`attend` with more segments than one launch sums up: the values pass through the first launch only."""
-    found, masses = None, []
+    """Run `attend` with more segments than one launch can sum up. Only the first launch reads the values."""
+    first: Attended | None = None
+    masses = []
     for start in range(0, bounds.shape[-1] - 1, MOST_SEGMENTS):
-        part = bounds[start : start + MOST_SEGMENTS + 1]
-        now = attend(q, k, v if found is None else None, visible, bounds=part, **how)
-        assert now.mass is not None, "bounds were given"
-        masses.append(now.mass)
-        found = found or now
-    assert found is not None, "there are more than none"
-    return Attended(found.out, found.lse, torch.cat(masses, dim=1))
+        part_bounds = bounds[start : start + MOST_SEGMENTS + 1]
+        values = v if first is None else None
+        part = attend(q, k, values, visible, bounds=part_bounds, **how)
+        assert part.mass is not None, "bounds were given"
+        masses.append(part.mass)
+        first = first or part
+    assert first is not None, "there is at least one segment"
+    return Attended(first.out, first.lse, torch.cat(masses, dim=1))

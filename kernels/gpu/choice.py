@@ -1,4 +1,4 @@
-"""Choice between the Triton kernels and torch's."""
+"""Choice between the Triton kernels and torch's operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def uses_triton(x: Tensor) -> bool:
-    """True if the Triton kernels take this tensor: on a CUDA device, and on a CPU under Triton's interpreter only.
+    """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under Triton's interpreter.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False
@@ -22,7 +22,7 @@ def uses_triton(x: Tensor) -> bool:
 
 
 def interpreted() -> bool:
-    """True if this process runs Triton's interpreter; it has to be chosen before Triton is imported."""
+    """Return True if this process runs Triton's interpreter, which must be chosen before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,4 +1,4 @@
-"""Puts the parts of an attention together whose keys were split among programs (flash decoding)."""
+"""Combination of the parts of an attention whose keys were split among programs (flash decoding)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _combine(
         dims = tl.arange(0, BLOCK_D)
         inside = dims < HEAD_DIM
         at = parts + (split[:, None] * pairs + pair) * HEAD_DIM + dims[None, :]
-        found = tl.load(at, mask=inside[None, :], other=0.0)
-        tl.store(out + pair * HEAD_DIM + dims, tl.sum(found * weight[:, None], 0).to(out.dtype.element_ty), inside)
+        outputs = tl.load(at, mask=inside[None, :], other=0.0)
+        tl.store(out + pair * HEAD_DIM + dims, tl.sum(outputs * weight[:, None], 0).to(out.dtype.element_ty), inside)
     if MASS:
         column = tl.arange(0, BLOCK_S)
         at = masses + (split[:, None] * pairs + pair) * segments + column[None, :]
-        found = tl.load(at, mask=(column < segments)[None, :], other=0.0)
-        tl.store(mass + pair * segments + column, tl.sum(found * weight[:, None], 0), column < segments)
+        part_masses = tl.load(at, mask=(column < segments)[None, :], other=0.0)
+        tl.store(mass + pair * segments + column, tl.sum(part_masses * weight[:, None], 0), column < segments)
 
 
 def combine(
@@ -45,12 +45,12 @@ def combine(
 
     Args:
         parts: float32 `[splits, rows, heads, head_dim]`, or None.
-        lses: float32 `[splits, rows, heads]`; -inf where a part holds no visible key. splits is a power of 2.
+        lses: float32 `[splits, rows, heads]`; -inf if a part has no visible key. splits is a power of 2.
         masses: float32 `[splits, rows, heads, segments]`, or None.
-        dtype: of the first result.
+        dtype: dtype of the first result.
 
     Returns:
-        `[rows, heads, head_dim]`, float32 `[rows, heads]` and float32 `[rows, heads, segments]`.
+        The output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

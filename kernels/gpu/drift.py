@@ -1,4 +1,4 @@
-"""Drift correction in one pass over the merged buffer: each stale token follows its chunk's mean change."""
+"""Drift correction in one pass over the merged buffer: each stale token moves by its chunk's mean change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _shift_stale(
 ):  # fmt: skip
     part = tl.program_id(1)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    key, head = pair // kv_heads, pair % kv_heads
+    key = pair // kv_heads
+    head = pair % kv_heads
     chunk = tl.load(owner + key, mask=key < keys, other=-1)
     stale = chunk >= 0
     source = shifts + (((tl.maximum(chunk, 0) * 2 + part) * kv_heads + head) * HEAD_DIM)[:, None]
@@ -38,19 +39,20 @@ def _shift_stale(
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         inside = stale[:, None] & (rest < HEAD_DIM)
-        more = tl.load(source + rest, mask=inside, other=0.0).to(tl.float32)
-        more += tl.load(target + rest, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + rest, more.to(kind), inside)
+        shifted = tl.load(source + rest, mask=inside, other=0.0).to(tl.float32)
+        shifted += tl.load(target + rest, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + rest, shifted.to(kind), inside)
 
 
 def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, sin: Tensor) -> None:
-    """Add each chunk's raw change to its stale tokens, to keys rotated to the token's position.
+    """Add each chunk's raw change to its stale tokens; the change of a key is first rotated to the token's position.
 
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values; changed in place.
         shifts: `[chunks, 2, kv_heads, head_dim]`, raw.
-        owner: int32 `[keys]`, the chunk that a token follows; -1 = none, and it is neither read nor written.
-        cos, sin: `[keys, rotary_dim]`, of all positions.
+        owner: int32 `[keys]`, chunk of each stale token; -1 = the token is not stale and neither read nor written.
+        cos: `[keys, rotary_dim]`, for all positions.
+        sin: like `cos`.
 
     Raises:
         ValueError: shapes do not fit together.

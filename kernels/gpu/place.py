@@ -1,4 +1,4 @@
-"""Stored chunk-caches into a request's keys and values: rotated and written in one pass."""
+"""Placing of stored chunk-caches in a request's keys and values: rotate and write in one pass."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def _place(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    layer, part = tl.load(layers + tl.program_id(1) // 2).to(tl.int64), tl.program_id(1) % 2
+    layer = tl.load(layers + tl.program_id(1) // 2).to(tl.int64)
+    part = tl.program_id(1) % 2
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = pair < tokens * kv_heads
-    token, head = (pair // kv_heads).to(tl.int64), pair % kv_heads
+    token = (pair // kv_heads).to(tl.int64)
+    head = pair % kv_heads
     source = chunk + layer * chunk_layer + part * chunk_part + (token * chunk_token + head * HEAD_DIM)[:, None]
     target = (
         merged + layer * merged_layer + part * merged_part + ((start + token) * merged_key + head * HEAD_DIM)[:, None]
@@ -64,11 +66,12 @@ def place(
     """Write a stored chunk-cache to its new positions: all layers that rotate alike in one launch.
 
     Args:
-        merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; a key's heads lie side by side.
-        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; likewise. It may be a cut of more tokens
-            or more heads.
+        merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; the heads of a key are adjacent.
+        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; the heads of a key are adjacent. It may
+            be a view of a tensor with more tokens or more heads.
         start: the chunk's new first position.
-        cos, sin: `[positions, rotary_dim]`, of all positions.
+        cos: `[positions, rotary_dim]`, for all positions.
+        sin: like `cos`.
         layers: numbers of the layers to write; None = all.
 
     Raises:

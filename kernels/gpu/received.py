@@ -1,8 +1,8 @@
 """Attention that each key receives from all rows together, without a matrix of rows and keys.
 
-One program takes a tile of keys and walks over the rows behind it, as the backward pass of flash attention does. It
-needs the rows' `lse`, so it follows `attend`. A sum over rows in the first pass would have to add to one place from
-many programs, and its result would change from run to run.
+One program takes a tile of keys and walks over the rows after it, as the backward pass of flash attention does. It
+needs the rows' `lse`, so it runs after `attend`. A sum over rows within `attend` would need atomic additions from many
+programs, and its result would change from run to run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ def _received(
     head = tl.program_id(1)
     lowest = tl.program_id(0) * BLOCK_N
     keys = lowest + tl.arange(0, BLOCK_N)
-    # The rows behind the tile's first key, and in a window those that still see its last one.
-    before, within = tl.zeros([COUNTED], tl.int32), tl.zeros([COUNTED], tl.int32)
+    # The rows after the tile's first key, and in a window those that still see its last key.
+    before = tl.zeros([COUNTED], tl.int32)
+    within = tl.zeros([COUNTED], tl.int32)
     for start in range(0, rows, COUNTED):
         row = start + tl.arange(0, COUNTED)
         pos = tl.load(positions + row, mask=row < rows, other=2147483647).to(tl.int32)
         before += (pos < lowest).to(tl.int32)
         if WINDOW:
             within += (pos < lowest + BLOCK_N + window).to(tl.int32)
-    begin, end = tl.sum(before, 0), rows
+    begin = tl.sum(before, 0)
+    end = rows
     if WINDOW:
         end = tl.sum(within, 0)
     highest = -1
@@ -73,11 +75,16 @@ def received(
     softcap: float | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """The attention that falls on each key, from all rows together, averaged over heads; own positions left out.
+    """Return the attention to each key from all rows together, averaged over heads, without own positions.
 
     Args:
-        q, k, visible, scale, softcap, tiling: as in `attend`.
-        lse: float32 `[rows, heads]`, what `attend` returns.
+        q: as in `attend`.
+        k: as in `attend`.
+        lse: float32 `[rows, heads]`, from the result of `attend`.
+        visible: as in `attend`.
+        scale: as in `attend`.
+        softcap: as in `attend`.
+        tiling: as in `attend`.
 
     Returns:
         float32 `[keys]`.

@@ -1,4 +1,4 @@
-"""Parts that the attention kernels share: the size of their tiles, what a tile loads and scores, and their checks."""
+"""Parts that the attention kernels share: sizes of tiles, loading and scoring of a tile, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,24 @@ from cachecraft_rag.kernels.visibility import Visibility
 
 LARGEST_HEAD = 256
 _PROGRAMS_PER_PROCESSOR = 2
-_LEAST_KEYS = 256  # of a split: with fewer, putting the parts together costs more than it saves
 _MOST_SPLITS = 64
-_LARGE_SHARED = 160 << 10  # bytes that a program may have on a data centre's GPU; on others it is 99 KiB
+
+# Fewest keys of a split: with fewer, joining the parts costs more than it saves.
+_LEAST_KEYS = 256
+
+# Shared memory in bytes that a program may use on a data centre's GPU; on other GPUs it is 99 KiB.
+_LARGE_SHARED = 160 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tile of an attention kernel: rows times query heads of a group, keys, warps, stages of prefetched keys."""
+    """Size of a tile of an attention kernel.
+
+    rows    rows times query heads of a group
+    keys    keys
+    warps   warps of the program
+    stages  stages of prefetched keys
+    """
 
     rows: int
     keys: int
@@ -32,35 +42,43 @@ class Tiling:
 
     @classmethod
     def of(cls, q: Tensor, *, pairs: int) -> Self:
-        """Tile that fits the head_dim and dtype of `q` `[rows, heads, head_dim]`.
+        """Choose a tile by head_dim and dtype.
 
         Args:
-            pairs: rows times query heads of a group: a decode step fills the smallest tile only.
+            q: `[rows, heads, head_dim]`.
+            pairs: rows times query heads of a group; a decode step fills only the smallest tile.
         """
-        wide = q.dtype == torch.float32
+        is_wide = q.dtype == torch.float32
         head_dim = q.shape[-1]
         if head_dim <= 64:
-            largest, keys, warps, stages = (64, 32, 4, 2) if wide else (128, 64, 4, 3)
+            largest, keys, warps, stages = (64, 32, 4, 2) if is_wide else (128, 64, 4, 3)
         elif head_dim <= 128:
-            largest, keys, warps, stages = (32, 32, 4, 2) if wide else (128, 64, 8, 3)
+            largest, keys, warps, stages = (32, 32, 4, 2) if is_wide else (128, 64, 8, 3)
         else:
-            largest, keys, warps, stages = (16, 32, 4, 1) if wide else (64, 32, 4, 2)
+            largest, keys, warps, stages = (16, 32, 4, 1) if is_wide else (64, 32, 4, 2)
         if _shared_bytes(q.device) < _LARGE_SHARED:
-            keys, stages = min(keys, 32), min(stages, 2)
+            keys = min(keys, 32)
+            stages = min(stages, 2)
         rows = min(largest, max(16, triton.next_power_of_2(pairs)))
         return cls(rows, keys, warps if rows == largest else 4, stages)
 
     def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
-        """Among how many programs a tile's keys are split, so that this many tiles fill the device."""
+        """Return the number of programs that share a tile's keys, to fill the device.
+
+        Args:
+            device: device of the tensors.
+            programs: number of programs without splitting.
+            keys: number of keys.
+        """
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
         splits: int = max(1, min(wanted, fewest, _MOST_SPLITS))
-        return 1 << (splits.bit_length() - 1)  # each number is another compilation
+        return 1 << (splits.bit_length() - 1)  # a power of 2, because each number is another compilation
 
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
     ) -> dict[str, Any]:
-        """The constants that the kernels share, and how they are launched."""
+        """Return the constants and launch options that the kernels share."""
         return {
             "HEAD_DIM": q.shape[-1],
             "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])),
@@ -78,21 +96,24 @@ class Tiling:
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a few for the interpreter, so that it splits keys too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """Return the number of multiprocessors of a device; a few for the interpreter, to split keys there too."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have."""
+    """Return the shared memory in bytes that a program may use."""
     if device.type != "cuda":
         return _LARGE_SHARED
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _LARGE_SHARED))
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _LARGE_SHARED))
 
 
 @dataclass(frozen=True)
 class _AbsentMask:
-    """Makes a `Visibility`'s absent keys a mask; equal ones share what they made."""
+    """Turns a `Visibility`'s absent keys into a mask; equal instances share their result."""
 
     keys: int
 
@@ -104,12 +125,12 @@ class _AbsentMask:
 
 
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
-    """The absent keys as a mask, uint8 `[keys]`; None = all are there."""
+    """Return the absent keys as a mask, uint8 `[keys]`; None = no key is absent."""
     return visible.prepared(_AbsentMask(keys))
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility) -> int:
-    """Raise ValueError unless the arguments of an attention kernel fit together; returns kv_heads."""
+    """Return kv_heads; raise ValueError unless the arguments of an attention kernel fit together."""
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     if q.dtype not in DTYPES or k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
@@ -132,11 +153,12 @@ def load_pairs(
     q, positions, pair, live, head, q_row, q_head,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of pairs of a row and one of the query heads that share a key/value head.
+    """Load a tile of pairs: a row and one of the query heads that share a key/value head.
 
     Returns the row, the query head and the position of each pair, all `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]`.
     """
-    row, query_head = pair // GROUP, head * GROUP + pair % GROUP
+    row = pair // GROUP
+    query_head = head * GROUP + pair % GROUP
     pos = tl.load(positions + row, mask=live, other=-1).to(tl.int32)
     dims = tl.arange(0, BLOCK_D)
     at = row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
@@ -149,7 +171,7 @@ def load_keys(
     x, keys, key_stride, head_offset, there,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_N, BLOCK_D]` of keys or values; without MASKED every key is in range."""
+    """Load keys or values, `[BLOCK_N, BLOCK_D]`; without MASKED every key is in range."""
     dims = tl.arange(0, BLOCK_D)
     at = x + head_offset + keys.to(tl.int64)[:, None] * key_stride + dims[None, :]
     if MASKED or HEAD_DIM != BLOCK_D:
@@ -161,14 +183,15 @@ def load_keys(
 def scores(
     q, k, scale, softcap, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Scores times log2(e), float32 `[BLOCK_M, BLOCK_N]`, of `q` `[BLOCK_M, BLOCK_D]` and `k` `[BLOCK_N, BLOCK_D]`.
+    """Return scores times log2(e), float32 `[BLOCK_M, BLOCK_N]`, of `q` `[BLOCK_M, BLOCK_D]`, `k` `[BLOCK_N, BLOCK_D]`.
 
     Without a soft cap `scale` holds the factor log2(e) already. UPCAST is for Triton's interpreter, which multiplies
     the bits of bfloat16 as if they were integers.
     """
     if UPCAST:
-        q, k = q.to(tl.float32), k.to(tl.float32)
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if SOFTCAP:  # tanh x = 1 - 2 / (1 + e^2x); where e^2x overflows, that is 1
+    if SOFTCAP:  # tanh x = 1 - 2 / (1 + e^2x), which is 1 if e^2x overflows
         s = (softcap - 2.0 * softcap / (1.0 + tl.exp2(s / softcap * 2.8853900817779268))) * 1.4426950408889634
     return s
