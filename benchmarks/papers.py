@@ -24,7 +24,10 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json
 from cachecraft_rag.errors import ConfigError
 
-Verdict = Literal["holds", "partly", "does not", "not measurable", "structure", "not measured"]
+Verdict = Literal[
+    "holds", "partly", "does not hold", "not measured as defined", "not comparable", "not measurable", "structure"
+]
+_PAPERS = {"cache-craft": "Cache-Craft", "cake": "Cake"}
 _PROGRAMS = {  # first word of a command → how Python runs it
     "benchmarks": ("-m", "benchmarks"),
     "benchmarks.server": ("-m", "benchmarks.server"),
@@ -60,12 +63,25 @@ class Entry:
     """One figure, table or algorithm of a paper; the fields are explained in papers.toml."""
 
     id: str
-    shows: str
+    title: str
     verdict: Verdict
-    command: str = ""
-    ours: str = ""
-    n: str = ""
-    when: str = ""
+    shows: str = ""
+    commands: tuple[str, ...] = ()
+    measured: str = ""
+    setup: str = ""
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name as the paper prints it.
+
+        >>> Entry("cake/fig5", "TTFT", "partly").name, Entry("cake/algorithm1", "Loading", "holds").name
+        ('Figure 5', 'Algorithm 1')
+        """
+        label = self.id.partition("/")[2]
+        kind = label.rstrip("0123456789")
+        title = "Figure" if kind == "fig" else kind.capitalize()
+        return f"{title} {label.removeprefix(kind)}"
 
 
 @cache
@@ -73,31 +89,39 @@ def registry() -> tuple[dict[str, Command], tuple[Entry, ...]]:
     """The commands by name, and the entries in the papers' order."""
     read = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     commands = {name: Command(name, **fields) for name, fields in read["commands"].items()}
-    entries = tuple(Entry(**fields) for fields in read["entries"])
-    for one in entries:
-        if one.verdict not in get_args(Verdict) or one.command not in ("", *commands):
-            raise ConfigError(f"papers.toml, {one.id}: unknown verdict {one.verdict!r} or command {one.command!r}")
+    entries = tuple(Entry(**{**fields, "commands": tuple(fields.get("commands", ()))}) for fields in read["entries"])
+    for entry in entries:
+        unknown = [name for name in entry.commands if name not in commands]
+        if entry.verdict not in get_args(Verdict) or unknown:
+            raise ConfigError(f"papers.toml, {entry.id}: unknown verdict {entry.verdict!r} or commands {unknown}")
     return commands, entries
 
 
 def markdown() -> str:
-    """The tables of docs/results/papers.md, one for each paper; diagrams of what is built share a row."""
+    """Return the sections of docs/results/papers.md: an overview and the figures of each paper."""
     parts = []
-    for paper, title in (("cache-craft", "Cache-Craft"), ("cake", "Cake")):
-        entries = [one for one in registry()[1] if one.id.startswith(f"{paper}/")]
-        rows = [f"## {title}\n", "| | shows | here | verdict |", "| --- | --- | --- | --- |"]
-        for one in entries:
-            if one.verdict != "structure":
-                seen = "; ".join(part for part in (one.n, one.when) if part)
-                here = f"{one.ours} ({seen})" if seen else one.ours
-                rows.append(f"| {_place(one)} | {one.shows} | {here} | {one.verdict} |")
-        structure = ", ".join(_place(one) for one in entries if one.verdict == "structure")
-        parts.append("\n".join([*rows, f"| {structure} | diagrams | | built so |"]))
+    for paper, title in _PAPERS.items():
+        entries = [entry for entry in registry()[1] if entry.id.startswith(f"{paper}/")]
+        measured = [entry for entry in entries if entry.verdict != "structure"]
+        diagrams = ", ".join(entry.name for entry in entries if entry.verdict == "structure")
+        rows = [f"| {entry.name} | {entry.title} | {entry.verdict} |" for entry in measured]
+        overview = "\n".join(["| figure | subject | verdict |", "| --- | --- | --- |", *rows])
+        about = f"Diagrams of what is built, with nothing to measure: {diagrams}."
+        parts += [f"## {title}", overview, about, *(_section(entry, title) for entry in measured)]
     return "\n\n".join(parts) + "\n"
 
 
-def _place(one: Entry) -> str:
-    return one.id.partition("/")[2]
+def _section(entry: Entry, paper: str) -> str:
+    """Return a heading and a paragraph for each of: the paper's statement, our measurement, verdict, commands."""
+    here = f"{entry.measured} ({entry.setup}.)" if entry.setup else entry.measured
+    lines = [f"### {paper}, {entry.name}: {entry.title}", f"**The paper.** {entry.shows}"]
+    if here:
+        lines.append(f"**Measured here.** {here}")
+    lines.append(f"**Verdict: {entry.verdict}.** {entry.reason}")
+    if entry.commands:
+        names = ", ".join(f"`{name}`" for name in entry.commands)
+        lines.append(f"Command: {names}.")
+    return "\n\n".join(lines)
 
 
 def run(
@@ -111,17 +135,17 @@ def run(
     outcomes: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + seconds
-    for one in sorted(commands, key=lambda one: one.minutes):
-        words = one.arguments({**places, "out": str(folder / one.name)})
-        report = folder / f"{one.name}.txt"
+    for command in sorted(commands, key=lambda command: command.minutes):
+        words = command.arguments({**places, "out": str(folder / command.name)})
+        report = folder / f"{command.name}.txt"
         if report.exists():
-            outcomes[one.name] = "done before"
+            outcomes[command.name] = "done before"
         elif words is None:
-            outcomes[one.name] = "left out: a file it reads is not given"
-        elif time.monotonic() + 60 * one.minutes > ends:
-            outcomes[one.name] = f"left out: it takes about {one.minutes:g} minutes"
+            outcomes[command.name] = "left out: a file it reads is not given"
+        elif time.monotonic() + 60 * command.minutes > ends:
+            outcomes[command.name] = f"left out: it takes about {command.minutes:g} minutes"
         else:
-            outcomes[one.name] = _run(words, report)
+            outcomes[command.name] = _run(words, report)
     return outcomes
 
 
@@ -143,12 +167,12 @@ def chosen(names: Sequence[str]) -> list[Command]:
         ConfigError: a name is neither, or nothing can be run for it.
     """
     commands, entries = registry()
-    of = {one.id: one.command for one in entries} | {name: name for name in commands}
+    of = {entry.id: entry.commands for entry in entries} | {name: (name,) for name in commands}
     for name in names:
         if not of.get(name):
             why = "nothing can be run for it" if name in of else f"choose one of {', '.join(of)}"
             raise ConfigError(f"{name}: {why}")
-    wanted = dict.fromkeys(of[name] for name in names) if names else commands
+    wanted = dict.fromkeys(command for name in names for command in of[name]) if names else commands
     return [commands[name] for name in wanted]
 
 
@@ -166,7 +190,9 @@ def main(
     folder: Annotated[
         Path, typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again.")
     ] = Path("cachecraft-papers"),
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/results/papers.md.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the sections of docs/results/papers.md.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """List the papers' figures with our verdicts, or run their commands."""
@@ -188,11 +214,15 @@ def main(
     commands, entries = registry()
     if as_json:
         print_json(
-            {"commands": [asdict(one) for one in commands.values()], "entries": [asdict(one) for one in entries]}
+            {
+                "commands": [asdict(command) for command in commands.values()],
+                "entries": [asdict(entry) for entry in entries],
+            }
         )
         return
-    table = Table("figure", "shows", "verdict", "command", "minutes")
-    for one in entries:
-        ran = commands.get(one.command)
-        table.add_row(one.id, one.shows, one.verdict, one.command, f"{ran.minutes:g}" if ran else "")
+    table = Table("figure", "subject", "verdict", "commands", "minutes")
+    for entry in entries:
+        minutes = sum(commands[name].minutes for name in entry.commands)
+        shown = f"{minutes:g}" if minutes else ""
+        table.add_row(entry.id, entry.title, entry.verdict, ", ".join(entry.commands), shown)
     out.print(table)
