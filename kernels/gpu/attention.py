@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.combine import combine
+from cachecraft_rag.kernels.gpu.launch import device_of
 from cachecraft_rag.kernels.gpu.tiles import Tiling, absent_mask, check_attention, load_keys, load_pairs, scores
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -218,17 +219,18 @@ def attend(
     mass = None if bounds is None else torch.empty(splits, rows, heads, segments, dtype=torch.float32, device=q.device)
     absent = absent_mask(visible, k.shape[0])
     values = k if v is None else v
-    _attend[(tiles, kv_heads, splits)](
-        q, k, values, lse if out is None else out, lse, lse if mass is None else mass,
-        visible.positions, q if absent is None else absent, q if bounds is None else bounds.contiguous(),
-        q if sinks is None else sinks.contiguous(),
-        *q.stride()[:2], *k.stride()[:2], *values.stride()[:2],
-        rows, heads, segments, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
-        GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits,
-        VALUES=v is not None, MASS=bounds is not None, SINKS=sinks is not None,
-        MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **tiling.constants(q, visible, absent=absent, softcap=softcap),
-    )  # fmt: skip
+    with device_of(q):
+        _attend[(tiles, kv_heads, splits)](
+            q, k, values, lse if out is None else out, lse, lse if mass is None else mass,
+            visible.positions, q if absent is None else absent, q if bounds is None else bounds.contiguous(),
+            q if sinks is None else sinks.contiguous(),
+            *q.stride()[:2], *k.stride()[:2], *values.stride()[:2],
+            rows, heads, segments, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
+            GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits,
+            VALUES=v is not None, MASS=bounds is not None, SINKS=sinks is not None,
+            MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            **tiling.constants(q, visible, absent=absent, softcap=softcap),
+        )  # fmt: skip
     out, lse, mass = combine(out, lse, mass, dtype=q.dtype)
     return Attended(out, lse, None if mass is None else mass.mean(1))
 

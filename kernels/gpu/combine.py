@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.launch import device_of
+
 
 @triton.jit(do_not_specialize=["pairs", "segments"])
 def _combine(
@@ -62,10 +64,11 @@ def combine(
     out = None if parts is None else torch.empty(parts.shape[1:], dtype=dtype, device=lses.device)
     mass = None if masses is None else torch.empty_like(masses[0])
     lse = torch.empty_like(lses[0])
-    _combine[(rows * heads,)](
-        lses if parts is None else parts, lses, lses if masses is None else masses,
-        lse if out is None else out, lse, lse if mass is None else mass, rows * heads, segments,
-        SPLITS=splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_S=triton.next_power_of_2(max(segments, 1)), VALUES=parts is not None, MASS=masses is not None,
-    )  # fmt: skip
+    with device_of(lses):
+        _combine[(rows * heads,)](
+            lses if parts is None else parts, lses, lses if masses is None else masses,
+            lse if out is None else out, lse, lse if mass is None else mass, rows * heads, segments,
+            SPLITS=splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_S=triton.next_power_of_2(max(segments, 1)), VALUES=parts is not None, MASS=masses is not None,
+        )  # fmt: skip
     return out, lse, mass

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.launch import device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned
 
 _ROWS = 32  # token-head pairs of one program
@@ -65,7 +66,8 @@ def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, s
     if not merged[0].is_contiguous():
         raise ValueError("the tokens of a layer must lie side by side")
     if shifts.numel():
-        _shift_stale[(triton.cdiv(keys * kv_heads, _ROWS), 2)](
-            merged, shifts.contiguous(), owner, cos.contiguous(), sin.contiguous(), keys, kv_heads, cos.shape[-1],
-            merged.stride(0), HEAD_DIM=head_dim, ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
-        )  # fmt: skip
+        with device_of(merged):
+            _shift_stale[(triton.cdiv(keys * kv_heads, _ROWS), 2)](
+                merged, shifts.contiguous(), owner, cos.contiguous(), sin.contiguous(), keys, kv_heads, cos.shape[-1],
+                merged.stride(0), HEAD_DIM=head_dim, ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
+            )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.launch import device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned
 
 _ROWS = 32  # token-head pairs of one program
@@ -89,7 +90,9 @@ def place(
         raise ValueError("a token's heads must lie side by side")
     numbers = layer_numbers(tuple(range(all_layers) if layers is None else layers), merged.device)
     if chunk.numel() and len(numbers):
-        _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * len(numbers))](
-            merged, chunk, cos.contiguous(), sin.contiguous(), numbers, start, tokens, kv_heads, cos.shape[-1],
-            *merged.stride()[:3], *chunk.stride()[:3], HEAD_DIM=head_dim, ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
-        )  # fmt: skip
+        with device_of(merged):
+            _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * len(numbers))](
+                merged, chunk, cos.contiguous(), sin.contiguous(), numbers, start, tokens, kv_heads, cos.shape[-1],
+                *merged.stride()[:3], *chunk.stride()[:3], HEAD_DIM=head_dim, ROWS=_ROWS,
+                **halves(head_dim, cos.shape[-1]),
+            )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.launch import device_of
 from cachecraft_rag.kernels.gpu.tiles import Tiling, absent_mask, check_attention, load_keys, load_pairs, scores
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -101,10 +102,11 @@ def received(
     tiling = tiling or Tiling.of(q, pairs=rows * group)
     out = torch.empty(kv_heads, keys, dtype=torch.float32, device=q.device)
     absent = absent_mask(visible, keys)
-    _received[(triton.cdiv(keys, tiling.keys), kv_heads)](
-        q, k, lse.contiguous(), out, visible.positions, q if absent is None else absent,
-        *q.stride()[:2], *k.stride()[:2], rows, heads, keys,
-        scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
-        GROUP=group, COUNTED=256, **tiling.constants(q, visible, absent=absent, softcap=softcap),
-    )  # fmt: skip
+    with device_of(q):
+        _received[(triton.cdiv(keys, tiling.keys), kv_heads)](
+            q, k, lse.contiguous(), out, visible.positions, q if absent is None else absent,
+            *q.stride()[:2], *k.stride()[:2], rows, heads, keys,
+            scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
+            GROUP=group, COUNTED=256, **tiling.constants(q, visible, absent=absent, softcap=softcap),
+        )  # fmt: skip
     return out.sum(0) / heads

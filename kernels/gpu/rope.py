@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cachecraft_rag.kernels.gpu.launch import device_of
+
 _ROWS = 16  # token-head pairs of one program
 
 
@@ -82,9 +84,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     if x.stride(-1) != 1 or out.stride(-1) != 1:
         raise ValueError("a head's dimensions must lie side by side")
     if x.numel():
-        _rotate[(triton.cdiv(tokens * heads, _ROWS),)](
-            x, cos.contiguous(), sin.contiguous(), out, tokens * heads, heads,
-            x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.shape[-1],
-            ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
-        )  # fmt: skip
+        with device_of(x):
+            _rotate[(triton.cdiv(tokens * heads, _ROWS),)](
+                x, cos.contiguous(), sin.contiguous(), out, tokens * heads, heads,
+                x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.shape[-1],
+                ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
+            )  # fmt: skip
     return out

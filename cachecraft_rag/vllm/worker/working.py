@@ -30,6 +30,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
+from cachecraft_rag.vllm.worker.streams import WorkerStream
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -170,10 +171,12 @@ class Workers:
 
     def _describe(self, steps: Work[Any], ended: Ended) -> None:
         """Describe a capture in a thread, in turns with the steps."""
+        stream = WorkerStream.current(self._stack.device)
 
         def work() -> None:
             try:
-                stored = run(self._stack, steps, self._turn_and_rest)
+                with stream.taken_over():
+                    stored = run(self._stack, steps, self._turn_and_rest)
             except Exception as error:  # noqa: BLE001  # it is logged and counted there
                 ended(None, error)
             else:
