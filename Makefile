@@ -38,7 +38,7 @@ demo-vllm: $(VLLM_VENV)/.vllm  ## The same over HTTP, with the model in a vLLM s
 app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt reused
 	$(BIN)/streamlit run examples/streamlit_app.py
 
-screenshots: $(VENV)/.dev  ## Take the pictures of docs/guides/browser_app.md anew (needs chromium and chromium-driver)
+screenshots: $(VENV)/.dev  ## Take the pictures of docs/guides/browser_app.md again (needs chromium and chromium-driver)
 	$(BIN)/python docs/site/screenshots.py
 
 test: lint  ## Lint, then the tests, on two cores (TESTS_WORKERS)
@@ -50,10 +50,12 @@ test-all: lint  ## Lint, then every test with coverage: also the browser, fuzz, 
 test-vllm: $(VLLM_VENV)/.vllm  ## The tests of the vLLM backend, on vLLM's CPU build (3.5 GB) in its own environment
 	$(VLLM_VENV)/bin/pytest tests/vllm
 
-lint: $(VENV)/.dev  ## ruff, then mypy --strict on the package as it installs
+lint: $(VENV)/.dev  ## ruff, plain English, then mypy --strict on the package as it installs
 	@echo "== ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@echo "== plain English"
+	$(BIN)/python docs/site/plain_english.py
 	@echo "== mypy, on an installed copy: it cannot follow package-dir in the tree"
 	rm -rf build/typed build/lib* build/bdist.*
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .

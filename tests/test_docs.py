@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-}
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = {page.relative_to(ROOT).as_posix(): page for page in (*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md")))}
 
 MODEL = "Qwen/Qwen3-0.6B"
 STAND_INS = {"s3://bucket/prefix": "memory://", "engine, 9464)": "engine, 0)"}  # servers and ports that a test has not
 SHELL_STAND_INS = {  # a server that a test has not, and shorter runs
     "redis://cache-host:6379/0": "file://{folder}/shared",
     "--data squad.json": "--data squad.json --answer-tokens 2",
+    "--data lookalikes": "--data lookalikes --limit 2 --answer-tokens 2",
     "cachecraft bench ttft": "cachecraft bench ttft --tokens 300 --pairs 1",
 }
 # API pages show the examples in these files' docstrings.
@@ -163,6 +163,8 @@ NOT_RUN = {
     "python -m benchmarks.gpu": "needs a GPU; tests/test_kernels_gpu.py runs it on a toy model",
     "make demo": "installs, and runs what tests/cli runs",
     "make test": "runs these tests",
+    "make test-all": "runs these tests",
+    "pre-commit install": "changes the git hooks of the checkout",
     "make app": "starts a server; tests/examples run the app",
     "CACHECRAFT_MODEL=Qwen/Qwen3-0.6B make app": "starts a server",
 }
@@ -284,6 +286,8 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
     target = re.search(r"\bmake ([\w-]+)", line)
     if target:
         assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), place
+    elif line.startswith("pre-commit "):
+        assert (ROOT / ".pre-commit-config.yaml").is_file(), place
     elif line.startswith("python "):
         assert (ROOT / f"{line.split()[2].replace('.', '/')}.py").is_file(), place
     else:
@@ -381,6 +385,24 @@ def test_links_lead_somewhere() -> None:
         ):
             inside = ROOT if module.startswith(("kernels", "retrievers")) else ROOT / "cachecraft_rag"
             assert (inside / module).exists(), f"{page}: {module}"
+
+
+def test_the_map_for_contributors_names_files_and_names_that_exist() -> None:
+    table = PAGES["CONTRIBUTING.md"].read_text(encoding="utf-8").split("## Where things are")[1].split("\n## ")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| a ") or row.startswith("| an ")]
+    assert len(rows) >= 12
+    for row in rows:
+        names = re.findall(r"`([^`]+)`", row)
+        paths = [name for name in names if "/" in name]
+        assert paths, row
+        for path in paths:
+            assert (ROOT / path).exists(), f"{path}: {row}"
+        files = [ROOT / path for path in paths if (ROOT / path).is_file()]
+        files += [file for path in paths if (ROOT / path).is_dir() for file in (ROOT / path).glob("*.py")]
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        for name in names:
+            if re.fullmatch(r"_?[A-Z]\w+", name):
+                assert re.search(rf"\b{name}\b", text), f"{name}: {row}"
 
 
 def test_names_in_the_glossary_are_in_the_code() -> None:

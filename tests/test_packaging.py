@@ -139,6 +139,8 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "LICENSE",
         "MANIFEST.in",
         "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
         "Makefile",
         "constraints.txt",
         "mkdocs.yml",

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
 
